@@ -1,4 +1,4 @@
-.PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat clean selftest selftest-metal \
+.PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
         check-tag newest branches
 PYTHON := .venv/bin/python
@@ -27,6 +27,7 @@ help:
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat               try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
+	@echo "make families             train a tiny model of every model type of mlx-lm in every way (half an hour)"
 	@echo "make newest               the tests and the self-test with the newest mlx, mlx-lm and mlx-vlm"
 	@echo "make branches             the same with their main branches, mlx's compiled here"
 
@@ -110,6 +111,9 @@ oracle: env
 
 compat: env
 	$(PYTHON) scripts/compat
+
+families: env
+	$(PYTHON) scripts/families
 
 clean:
 	rm -rf .venv .compat .wheel .upstream build dist site src/*.egg-info

@@ -107,6 +107,28 @@ OTHERS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
     },
+    "rwkv7": {
+        "num_hidden_layers": 2,
+        "norm_eps": 1e-5,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "rope_theta": 10000.0,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "hunyuan_v1_dense": {
+        "num_hidden_layers": 2,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    },
     "gpt2": {
         "n_ctx": 64,
         "n_embd": 32,

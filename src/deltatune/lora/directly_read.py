@@ -7,6 +7,7 @@ a forward pass whose result nobody evaluates only builds a graph, whatever the s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +55,15 @@ def _run_forward_passes(model: nn.Module) -> None:
     for training, length in ((True, 2), (False, 2), (False, 1)):
         for module in model.modules():
             module._training = training
-        model(mx.zeros((1, length), dtype=mx.int32))
+        model(mx.zeros((1, length), dtype=mx.int32), **without_pictures(model))
+
+
+def without_pictures(model: nn.Module) -> dict[str, None]:
+    """Return the arguments that a model of mlx-vlm requires for a text without pictures: those without a default."""
+    required = [p for p in inspect.signature(type(model).__call__).parameters.values() if p.default is p.empty]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The first two are the model itself and its tokens.
+    return {parameter.name: None for parameter in required[2:] if parameter.kind in kinds}
 
 
 class _StandIn(nn.Module):
@@ -73,6 +82,12 @@ class _StandIn(nn.Module):
         if name in _ARRAY_NAMES:
             record(module, name)
         return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARRAY_NAMES:
+            setattr(self._module_and_record[0], name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

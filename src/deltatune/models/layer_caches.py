@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..layers import LayerInfo
+from ..ops.functional import undisturbed
 from ..ops.pieces import Carry
+from ..ops.random_state import drawing_from, get_key
+from ..ops.segments import segments
+from ..ops.watched_calls import calls_through
 
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
     """Return what each layer hands on; None for a layer that runs on whole rows only.
 
-    mlx-lm reads every long prompt piece by piece through such caches. Layers of mlx-vlm take positions besides, and
-    Mamba's layers and windows have caches of other kinds, so they run on whole rows.
+    mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
+    returns its rows alone, is seen in a forward pass of which nothing is computed. Layers of mlx-vlm take positions
+    besides, Mamba's layers and windows have caches of other kinds, and layers that share keys and values have one
+    between them, so they run on whole rows.
 
     Args:
         model: The model.
@@ -23,8 +33,30 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)
-    caches = make_prompt_cache(model)
-    return [_carry(layer, caches[layer.index]) for layer in layers]
+    given = _given(model, layers)
+    times = Counter(id(cache) for cache in given)
+    return [_carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, given, strict=True)]
+
+
+def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
+    """Return the cache that each layer is given while the model reads a prompt of two tokens.
+
+    It is None for a layer that is given none, is called several times, or returns more than its rows.
+    """
+    seen: dict[int, list[Any]] = {id(layer.module): [] for layer in layers}
+
+    def noting(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given = inspect.signature(type(layer).__mro__[1].__call__).bind(layer, *arguments, **options).arguments
+        result = call(*arguments, **options)
+        rows = list(given.values())[1]
+        alone = isinstance(result, mx.array) and isinstance(rows, mx.array) and result.shape == rows.shape
+        seen[id(layer)].append(given.get("cache") if alone else None)
+        return result
+
+    watched = calls_through([layer.module for layer in layers], noting)
+    with drawing_from(get_key()), undisturbed(model), segments(None), watched:
+        model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
+    return [found[0] if len(found := seen[id(layer.module)]) == 1 else None for layer in layers]
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:

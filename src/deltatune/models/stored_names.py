@@ -91,7 +91,13 @@ class StoredNames:
     def _sanitize_constants(self, values: Iterable[int]) -> dict[str, mx.array]:
         """The parameters that `sanitize` makes if each stored tensor holds one of `values` in every element."""
         pairs = zip(self._stored.items(), values, strict=True)
-        return self._sanitize({n: mx.broadcast_to(mx.array(float(v)), t.shape) for (n, t), v in pairs})
+        constants = {n: mx.broadcast_to(mx.array(float(v)), t.shape) for (n, t), v in pairs}
+        try:
+            return self._sanitize(constants)
+        except ValueError as error:
+            raise UserError(
+                f"the tensors of this model cannot be written back: mlx-lm checks their values ({error})."
+            ) from error
 
     def _invert(self, name: str, value: mx.array, changes: dict[str, mx.array | None]) -> None:
         """Add to `changes` the stored tensors from which the parameter `name` gets the new `value`."""

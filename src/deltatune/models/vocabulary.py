@@ -7,7 +7,7 @@ come from tokens that were added to a tokenizer after its model was made; `resiz
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +17,12 @@ import numpy as np
 from ..errors import UserError
 from ..layers import layer_paths
 from ..lora.adapter import Adapter
+from ..lora.directly_read import without_pictures
 from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
 from ..lora.weights import dense_rows
 from ..ops.functional import undisturbed
+from ..ops.random_state import drawing_from, get_key
+from ..ops.watched_calls import calls_through
 from .load import Loaded, new_model
 from .vision.load import new_vision_model
 
@@ -54,12 +57,38 @@ def token_tables(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(owner, nn.Module):
             break
     embeddings = {path: module for path, module in found.items() if _kind(module) is GrownEmbedding}
+    embeddings = embeddings or _called_with_ids(model)
     if not embeddings:
         raise UserError(f"{type(model).__module__}: this model has no embedding of tokens beside its layers.")
     largest = max(embeddings, key=lambda path: row_count(embeddings[path]))
     rows = row_count(embeddings[largest])
     heads = {path: module for path, module in found.items() if _kind(module) is GrownLinear}
     return {largest: embeddings[largest]} | {path: head for path, head in heads.items() if row_count(head) == rows}
+
+
+def _called_with_ids(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that hold a matrix and are called with the token ids themselves, by path.
+
+    This finds an embedding inside a module of its own, or of a class of its own. No product is computed.
+    """
+    ids = mx.array([[3, 5]])
+    inside = tuple(f"{path}." for path in layer_paths(model))
+    paths = {
+        id(module): path
+        for path, module in model.named_modules()
+        if not path.startswith(inside) and isinstance(module.get("weight"), mx.array) and module["weight"].ndim == 2
+    }
+    found: dict[str, nn.Module] = {}
+
+    def noting(module: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if arguments and mx.array_equal(arguments[0], ids):
+            found[paths[id(module)]] = module
+        return call(*arguments, **options)
+
+    watched = calls_through([module for module in model.modules() if id(module) in paths], noting)
+    with drawing_from(get_key()), undisturbed(model), watched:
+        model(ids, **without_pictures(model))
+    return found
 
 
 def _kind(module: nn.Module) -> type[GrownTable] | None:

@@ -16,9 +16,12 @@ import mlx.core as mx
 
 from .known_masks import rule_of
 
-# Classes of objects that a layer may change while it runs, by name, and their attributes that hold arrays.
-# The layers of kimi_k3 append to ResidualBlocks.
-CONTAINERS: dict[str, tuple[str, ...]] = {"ResidualBlocks": ("raw", "inv_rms")}
+# Classes of objects that a layer may change while it runs, by name, and the attributes that it may change.
+# The layers of kimi_k3 append to ResidualBlocks. A layer of afm7 leaves its keys and values to those that share them.
+CONTAINERS: dict[str, tuple[str, ...]] = {
+    "ResidualBlocks": ("raw", "inv_rms"),
+    "ConcatenateKVCache": ("keys", "values", "offset"),
+}
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
 

@@ -18,10 +18,12 @@ class MaskRule(NamedTuple):
     Attributes:
         window: How many keys a query sees at most, itself and those before it; None for all.
         segments: The documents of a packed batch [B, T], of which a query sees its own alone; None for rows of one.
+        read: Whether the model asked for an array, which its layers then read themselves.
     """
 
     window: int | None
     segments: mx.array | None
+    read: bool = False
 
 
 # By the id of a mask that is alive.

@@ -157,7 +157,7 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
     rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
-    if rule is not None and rule.window is None and rule.segments is not None:
+    if rule is not None and rule.window is None and rule.segments is not None and not rule.read:
         options["mask"] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
     fits = plain and options == ({"mask": "causal"} if carry.states is None else {})

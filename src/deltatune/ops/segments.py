@@ -46,7 +46,7 @@ def segments(array: mx.array | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
+def attention_mask(array: mx.array, window_size: int | None = None, *, read: bool = False) -> mx.array:
     """Return the causal mask [B, 1, T, T] within segments [B, T]; True where a query (row) may see a key (column).
 
     deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there (known_masks.py).
@@ -54,6 +54,7 @@ def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
     Args:
         array: the segments.
         window_size: how many positions a query sees, its own included; None for all before it.
+        read: whether layers read the mask themselves, so that no other form of it serves.
     """
     steps = mx.arange(array.shape[1])
     queries, keys = steps[:, None], steps[None]
@@ -61,4 +62,4 @@ def attention_mask(array: mx.array, window_size: int | None = None) -> mx.array:
     if window_size:
         causal = causal & (queries < keys + window_size)
     mask = causal & (array[:, None, :, None] == array[:, None, None, :])
-    return remember(mask, MaskRule(window_size or None, array))
+    return remember(mask, MaskRule(window_size or None, array, read))

@@ -22,6 +22,7 @@ from .tables import (
     attention,
     delta_layers,
     experts,
+    grouped_scores,
     kept_inputs,
     latent_attention,
     loading,
@@ -59,6 +60,7 @@ PATCHES: tuple[Patch, ...] = (
     *residual_weights.PATCHES,
     *attention.PATCHES,
     *latent_attention.PATCHES,
+    *grouped_scores.PATCHES,
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.

@@ -156,17 +156,26 @@ def _is_usual(mask: Any, queries: tuple[int, ...], keys: int) -> bool:
 
 def _attend(upstream: Function, arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> mx.array:
     if mask is None or isinstance(mask, str):
-        # A piece of a packed row has no mask of its own.
-        documents = segments.current() if mask is not None and pieces.running() else None
+        documents = None if mask is None else _documents(arrays[0])
         return attention(*arrays, scale=scale, causal=mask is not None, segments=documents, sinks=sinks)
     rule = rule_of(mask)
     if rule is not None and arrays[0].shape[2] == arrays[1].shape[2]:
         # The second run of a checkpoint has segments of its own, which make it wait for its cotangents.
-        documents = None if rule.segments is None else segments.current()
+        documents = _documents(arrays[0])
         own = rule.segments if documents is None else documents
         return attention(*arrays, scale=scale, segments=own, window=rule.window, sinks=sinks)
     y = attention(*arrays, scale=scale, causal=False, mask=mx.stop_gradient(mask), sinks=sinks)
     return y if mask.dtype == mx.bool_ else _with_gradient_of(mask, y, upstream, [*arrays, sinks], scale)
+
+
+def _documents(q: mx.array) -> mx.array | None:
+    """Return the documents of packed rows or of a piece of them, which a causal mask must keep apart; else None.
+
+    Models of mlx-vlm, and a piece of a row, are given a causal mask that knows no documents.
+    """
+    documents = segments.current()
+    whole = documents is not None and tuple(documents.shape) == (q.shape[0], q.shape[2])
+    return documents if whole or pieces.running() else None
 
 
 def _with_gradient_of(

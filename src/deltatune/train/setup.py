@@ -358,7 +358,7 @@ def training(
         patches = stack.enter_context(patched(model))
         layers = describe(model)
         if config.pack and compare:
-            check_packing(model)
+            check_packing(model, row_capacity(config))
         chosen = _checkpoints(len(layers), config, checkpoints)
         if chosen.layers:
             carried, at_all = carries(model, layers), chosen.layers

@@ -25,7 +25,7 @@ from ..models.vision.split import VisionArrays, vision_arrays
 from ..ops import side_outputs
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.experts import routing
-from ..ops.functional import differentiated_once
+from ..ops.functional import differentiated_once, undisturbed
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
@@ -163,15 +163,12 @@ def mean_loss_and_gradients(
     watching: Any = nullcontext()
     if routers is not None and lengths is not None:
         watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
-    try:
-        with segments(packed), watching, differentiated_once(), together(model):
-            (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
-                trainable if parameters is None else parameters
-            )
-    finally:
-        # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs. While
-        # a step is compiled, these are MLX's own tracers, which it replaces afterwards.
-        model.update(trainable)
+    # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs: in
+    # trainable arrays, and in others that a layer replaces while it runs, as Gemma 3n clips weights.
+    with undisturbed(model), segments(packed), watching, differentiated_once(), together(model):
+        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
+            trainable if parameters is None else parameters
+        )
     return total, weight, gradients, *figures
 
 

@@ -23,7 +23,7 @@ LOOP = (
     "These layers then train with upstream's loop over tokens, which is right, but slow and needs much memory, "
     "and they cannot keep packed documents separate."
 )
-_PACKING = "Packed documents then influence one another; training without packing is not affected."
+PACKING = "Packed documents then influence one another; training without packing is not affected."
 
 
 def same_update(options: list[dict[str, Any]]) -> Any:
@@ -53,7 +53,7 @@ def same_update(options: list[dict[str, Any]]) -> Any:
     return check
 
 
-def _attention_mask(upstream: Function) -> Function:
+def attention_mask(upstream: Function) -> Function:
     """Inside `segments`, a token attends only to tokens of its own document."""
 
     def create_attention_mask(
@@ -62,11 +62,12 @@ def _attention_mask(upstream: Function) -> Function:
         documents = segments.current()
         if documents is None:
             return upstream(h, cache, window_size, return_array)
-        if cache is not None:
+        # Models of mlx-vlm pass the caches of all layers.
+        if cache is not None and not (isinstance(cache, list) and all(each is None for each in cache)):
             raise ValueError("create_attention_mask: packed documents are for training; pass no cache with segments.")
         if documents.shape[1] != h.shape[1]:
             raise ValueError(f"segments are for {documents.shape[1]} positions, and the model runs {h.shape[1]}.")
-        return segments.attention_mask(documents, window_size)
+        return segments.attention_mask(documents, window_size, read=return_array)
 
     return create_attention_mask
 
@@ -146,8 +147,8 @@ PATCHES = (
         signature="(h, cache=None, window_size=None, return_array=False)",
         holders=(),
         reason="packed documents must not attend to one another",
-        without=_PACKING,
-        replacement=_attention_mask,
+        without=PACKING,
+        replacement=attention_mask,
     ),
     Patch(
         package="mlx",
@@ -157,7 +158,7 @@ PATCHES = (
         signature="(self, x)",
         holders=(),
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
-        without=_PACKING,
+        without=PACKING,
         replacement=_conv1d,
     ),
 )

@@ -13,7 +13,7 @@ import mlx.core as mx
 from .. import recurrence
 from ..patch_record import Function, Patch
 from . import mlx_vlm_experts, mlx_vlm_vision
-from .mlx_lm import LOOP, UPDATE_PLAIN, same_update
+from .mlx_lm import LOOP, PACKING, UPDATE_PLAIN, attention_mask, same_update
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
 SHARED = "mlx_vlm.models.gated_delta"
@@ -89,6 +89,19 @@ PATCHES = (
         ">=0.7.1,<=0.7.10",
         ", lower_bound=None, state_steps=None, cache=None, cache_index=1",
         _SHARED_HOLDERS,
+    ),
+    # Earlier versions import mlx-lm's function.
+    Patch(
+        package="mlx_vlm",
+        versions=">=0.6.4,<=0.7.10",
+        settled="<0.6.4",
+        module="mlx_vlm.models.base",
+        name="create_attention_mask",
+        signature="(h, cache=None, window_size=None, return_array=False)",
+        holders=(),
+        reason="packed documents must not attend to one another",
+        without=PACKING,
+        replacement=attention_mask,
     ),
     Patch(
         package="mlx_vlm",

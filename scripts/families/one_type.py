@@ -1,0 +1,287 @@
+"""Trains a tiny model of one type in every way of the matrix, and prints the results as a line of JSON.
+
+usage: python scripts/families/one_type.py TYPE [TYPE ...]
+
+A result is a number, the largest relative error of gradients or logits, or True; or a sentence that says why not.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deltatune  # noqa: F401  Before mlx: it binds MLX to a fast BLAS.
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from configurations import config_of
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data.example import Example, Splits
+from deltatune.errors import UserError
+from deltatune.layers import describe
+from deltatune.models.document_isolation import check_packing
+from deltatune.models.layer_caches import carries
+from deltatune.models.load import load_model, new_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.ops import pieces
+from deltatune.ops.checkpoint import checkpointed
+from deltatune.ops.segments import segments
+from deltatune.patches import patched
+from deltatune.train import Trainer
+from deltatune.train.log import Screen
+from deltatune.train.setup import prepare
+
+# Rows of so many tokens, longer than every window of sizes.py, and the documents of a packed row.
+LENGTH, DOCUMENTS = 40, (16, 24)
+# What two ways to compute the same gradient in fp32 may differ by, of the largest tensor of the model.
+BOUND = 1e-4
+
+Gradients = dict[str, mx.array]
+
+
+def main(kind: str) -> dict[str, Any]:
+    """Return the results of a type, by the name of the column."""
+    config = config_of(kind)
+    results: dict[str, Any] = {}
+    try:
+        model = make(config)
+    except Exception as error:  # noqa: BLE001  (a row of the matrix says what came)
+        return {"made": _sentence(error)}
+    results["kinds"] = sorted({layer.kind for layer in describe(model)})
+    columns: dict[str, Callable[[], Any]] = {
+        **_of_gradients(model),
+        "packed fp32": lambda: _packed(config, mx.float32),
+        "packed bf16": lambda: _packed(config, mx.bfloat16),
+        "4 bits": lambda: _quantised(config),
+    }
+    for name, column in columns.items():
+        results[name] = _tried(column)
+    with tempfile.TemporaryDirectory() as folder:
+        results |= _runs(Path(folder), config)
+    return results
+
+
+def _tried(column: Callable[[], Any]) -> Any:
+    try:
+        return column()
+    except UserError as error:
+        return f"refused: {' '.join(str(error).split())[:200]}"
+    except Exception as error:  # noqa: BLE001  (a row of the matrix says what came)
+        return _sentence(error)
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _without_gradient(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
+
+
+def make(config: dict[str, Any]) -> nn.Module:
+    """Make a model with random weights, and noise on those that start constant, so that no gradient hides."""
+    model = new_model(copy.deepcopy(config), seed=0)
+
+    def vary(path: str, array: mx.array) -> mx.array:
+        # Rotations of Hadamard's kind have signs, which must stay 1 or -1.
+        if (
+            path.endswith(".signs")
+            or not mx.issubdtype(array.dtype, mx.floating)
+            or (array.size > 1 and (array.max() != array.min()).item())
+        ):
+            return array
+        return array + 0.1 * mx.random.normal(array.shape).astype(array.dtype)
+
+    model.update(tree_map_with_path(vary, model.parameters()))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model
+
+
+def _rows(seed: int = 0, length: int = LENGTH) -> mx.array:
+    return mx.random.randint(3, 300, (2, length + 1), key=mx.random.key(seed))
+
+
+def _loss(model: nn.Module, rows: mx.array) -> mx.array:
+    output = model(rows[:, :-1])
+    logits = output if isinstance(output, mx.array) else output.logits
+    return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
+
+
+def gradients(model: nn.Module, rows: mx.array) -> Gradients:
+    """Return the gradients of all trainable parameters by plain autodiff, or by deltatune's under its patches."""
+    _, tree = nn.value_and_grad(model, _loss)(model, rows)
+    mx.eval(tree)
+    return dict(tree_flatten(tree))
+
+
+def error_of(found: Gradients, expected: Gradients) -> float | str:
+    """Return the largest difference of a tensor, relative to the largest tensor; a sentence where it is too large."""
+    largest = max(_norm(array) for array in expected.values())
+    errors = {name: _norm(found[name] - array) / largest for name, array in expected.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] < BOUND:
+        return f"wrong: the gradient of {worst} is off by {errors[worst]:.1e} of the largest"
+    return errors[worst]
+
+
+def _norm(array: mx.array) -> float:
+    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
+
+
+def _of_gradients(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """Return the columns that compare the gradients of the whole model with plain autodiff's."""
+    model.train()
+    rows, plain = _rows(), {}
+
+    def expected() -> Gradients:
+        if not plain:
+            plain.update(gradients(model, rows))
+        return plain
+
+    def full() -> float | str:
+        with patched(model):
+            found = gradients(model, rows)
+        return error_of(found, expected())
+
+    def with_checkpoints() -> float | str:
+        with patched(model):
+            layers = describe(model)
+            with checkpointed([layer.module for layer in layers], carries(model, layers)):
+                found = gradients(model, rows)
+        return error_of(found, expected())
+
+    def long_rows() -> float | str:
+        # Pieces of ten tokens.
+        before, pieces.PIECE_BYTES = pieces.PIECE_BYTES, dict.fromkeys(pieces.PIECE_BYTES, 10 * 2 * 64 * 4)
+        try:
+            return with_checkpoints()
+        finally:
+            pieces.PIECE_BYTES = before
+
+    return {"full": full, "checkpoints": with_checkpoints, "long rows": long_rows}
+
+
+def _packed(config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
+    """Compare the gradients of packed rows with those of their documents alone, where packing is admitted."""
+    model = make(config)
+    model.set_dtype(dtype)
+    with patched(model):
+        check_packing(model, 2048)
+        model.train()
+        first, second = (_rows(seed, length) for seed, length in enumerate(DOCUMENTS))
+        # The first token of a document is predicted from nothing, so each document has one token less.
+        owners = mx.array([[0] * (first.shape[1] - 1) + [1] * (second.shape[1] - 1)] * 2, mx.int32)
+        layers = describe(model)
+
+        def loss(model: nn.Module) -> mx.array:
+            output = model(mx.concatenate([first[:, :-1], second[:, :-1]], axis=1))
+            logits = output if isinstance(output, mx.array) else output.logits
+            targets = mx.concatenate([first[:, 1:], second[:, 1:]], axis=1)
+            return nn.losses.cross_entropy(logits.astype(mx.float32), targets).sum()
+
+        with segments(owners), checkpointed([layer.module for layer in layers], carries(model, layers)):
+            _, tree = nn.value_and_grad(model, loss)(model)
+            mx.eval(tree)
+        found = dict(tree_flatten(tree))
+        if dtype != mx.float32:
+            return all(mx.isfinite(array).all().item() for array in found.values())
+        alone = [gradients(model, rows) for rows in (first, second)]
+    return error_of(found, {name: alone[0][name] + alone[1][name] for name in found})
+
+
+def _quantised(config: dict[str, Any]) -> float | str:
+    """Compare the gradients of LoRA on weights of 4 bits with plain autodiff's."""
+    model = make(config)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    prepare(model, _options("model", "lora"))
+    model.update(tree_map(lambda a: a + 0.02 * mx.random.normal(a.shape).astype(a.dtype), model.trainable_parameters()))
+    model.train()
+    rows = _rows()
+    with patched(model):
+        found = gradients(model, rows)
+    return error_of(found, gradients(model, rows))
+
+
+def _options(folder: str | Path, name: str, **more: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "data": "rows",
+        "adapter_path": f"{folder}/{name}",
+        "batch_size": 2,
+        "iters": 2,
+        "learning_rate": 1e-2,
+        "num_layers": -1,
+        "max_seq_length": 64,
+        "val_batches": 0,
+        "lora_parameters": LoraConfig(rank=2, scale=4.0, dropout=0.0),
+    }
+    return TrainConfig(**values | more)
+
+
+def _runs(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of whole runs: LoRA, one that continues, and the merge of its adapter."""
+    model = make(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    drawn = np.random.default_rng(0)
+    examples = [
+        Example(drawn.integers(3, 300, 30).astype(np.int32), np.arange(30) > 0, f"row {number}") for number in range(8)
+    ]
+
+    def train(name: str, **more: Any) -> nn.Module:
+        options = _options(folder, name, **more)
+        model, read = load_model(folder)
+        prepare(model, options)
+        Trainer(model, None, options, Splits(examples), model_config=read, screen=Screen(shown=False)).run()
+        return model
+
+    trained: list[nn.Module] = []
+
+    def whole() -> bool | str:
+        trained.append(train("lora"))
+        updates = [array for name, array in tree_flatten(trained[0].trainable_parameters()) if name.endswith("lora_b")]
+        return True if any(mx.abs(array).max().item() > 0 for array in updates) else "wrong: no adapter trained"
+
+    def resumed() -> bool | str:
+        train("halves", iters=1)
+        again = train("halves", resume=True)
+        pairs = zip(tree_flatten(again.parameters()), tree_flatten(trained[0].parameters()), strict=True)
+        other = [name for (name, array), (_, expected) in pairs if not mx.array_equal(array, expected)]
+        return True if not other else f"wrong: {other[0]} differs from the run in one go"
+
+    def merged() -> float | str:
+        merge_checkpoint(folder, folder / "lora", folder / "merged")
+        model, _ = load_model(folder / "merged")
+        return error_of({"logits": _logits(model)}, {"logits": _logits(trained[0])})
+
+    results = {"lora": _tried(whole)}
+    for name, column in {"resumed": resumed, "merged": merged}.items():
+        results[name] = _tried(column) if results["lora"] is True else "no run with LoRA"
+    return results
+
+
+def _logits(model: nn.Module) -> mx.array:
+    model.eval()
+    output = model(_rows()[:, :-1])
+    return output if isinstance(output, mx.array) else output.logits
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    # MLX refuses a gradient of indices: the choice of experts has none.
+    for name in ("argpartition", "argsort", "argmax"):
+        setattr(mx, name, _without_gradient(getattr(mx, name)))
+    for asked in sys.argv[1:]:
+        print(json.dumps({"type": asked} | main(asked)), flush=True)

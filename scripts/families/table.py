@@ -1,0 +1,112 @@
+"""Formats the results of all types as the table of docs/reference/families.md, and compares them with known.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+import textwrap
+from collections.abc import Iterable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# The columns of the table, and the results that each of them stands for.
+COLUMNS = {
+    "LoRA": ("lora",),
+    "full": ("full",),
+    "4 bits": ("4 bits",),
+    "checkpoints": ("checkpoints", "long rows"),
+    "packing": ("packed fp32", "packed bf16"),
+    "resume": ("resumed",),
+    "merge": ("merged",),
+}
+RESULTS = [name for names in COLUMNS.values() for name in names]
+# What did not work when the page was last written, by type and result.
+KNOWN = Path(__file__).with_name("known.json")
+_BEGIN, _END = "<!-- made by scripts/families -->\n", "\n<!-- end -->"
+
+
+def word(value: Any) -> str:
+    """Return "yes", "refused", "wrong" or "fails" for a result."""
+    if not isinstance(value, str):
+        return "yes" if value is not False and value is not None else "wrong"
+    return next((name for name in ("refused", "wrong") if value.startswith(name)), "fails")
+
+
+def found(result: dict[str, Any]) -> dict[str, str]:
+    """Return the word for each result of a type; "fails" for all of one that could not be made."""
+    return {name: "fails" if "made" in result else word(result.get(name)) for name in RESULTS}
+
+
+def line(result: dict[str, Any]) -> str:
+    """Return a line on a type, for the screen."""
+    words = found(result)
+    bad = {name: str(result.get("made", result.get(name))) for name in RESULTS if words[name] != "yes"}
+    return f"{result['type']}: " + ("; ".join(f"{name}: {text[:160]}" for name, text in bad.items()) or "all")
+
+
+def worse(results: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence on each result that worked when known.json was written and does not now."""
+    known = json.loads(KNOWN.read_text())
+    sentences = []
+    for result in results:
+        for name, now in found(result).items():
+            if now != "yes" and known.get(result["type"], {}).get(name) != now:
+                text = result.get("made", result.get(name))
+                sentences.append(f"{result['type']}, {name}: {text}")
+    return sentences
+
+
+def remember(results: list[dict[str, Any]]) -> None:
+    """Write known.json from results, with what does not work alone."""
+    known = {
+        result["type"]: bad
+        for result in results
+        if (bad := {name: now for name, now in found(result).items() if now != "yes"})
+    }
+    KNOWN.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def write(page: Path, results: list[dict[str, Any]]) -> None:
+    """Put the table of results into the page, between its two marks."""
+    before, _, rest = page.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    page.write_text(before + _BEGIN + table(results) + _END + after)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the table, a row for all types with the same results, and the causes of what does not work."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    causes: dict[str, list[str]] = {}
+    for result in results:
+        words = found(result)
+        cells = tuple(_joined([words[name] for name in names]) for names in COLUMNS.values())
+        groups.setdefault(cells, []).append(result["type"])
+        for name in [name for name in RESULTS if words[name] in ("fails", "wrong")]:
+            text = str(result.get("made", result.get(name)))
+            if text != "no run with LoRA":
+                causes.setdefault(text[:110], []).append(result["type"])
+    rows = [_row(["model types", *COLUMNS]), "|---" * (len(COLUMNS) + 1) + "|"]
+    for cells, kinds in sorted(groups.items(), key=lambda group: (set(group[0]) != {"yes"}, -len(group[1]))):
+        rows.append(_row([", ".join(kinds), *cells]))
+    listed = [f"- {', '.join(dict.fromkeys(kinds))}: `{text.replace('`', '')}`" for text, kinds in causes.items()]
+    head = (
+        f"`make families`, {date.today().isoformat()}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, "
+        f"{platform.system()} {platform.machine()}, CPU: {len(results)} model types. The largest difference of a "
+        f"gradient of a whole model from plain autodiff's is {_largest(results):.0e} of the largest gradient."
+    )
+    return "\n".join([textwrap.fill(head, 118), "", *rows, "", *listed])
+
+
+def _largest(results: list[dict[str, Any]]) -> float:
+    names = ("full", "checkpoints", "long rows", "packed fp32", "4 bits")
+    return max(value for result in results for name in names if isinstance(value := result.get(name), float))
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(set(words)) == 1 else ", ".join(words)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

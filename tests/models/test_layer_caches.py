@@ -1,0 +1,54 @@
+"""Layers that share caches, have none, or return more than their rows train in every way, with plain gradients.
+
+scripts/families tries all model types; these are those whose layers are unusual.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltatune.layers import describe
+from deltatune.models.layer_caches import carries
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "families" / "one_type.py"
+PACKS = {"gemma2", "gemma4_text", "gemma3n"}
+TYPES = ("gemma2", "gemma4_text", "gemma3n", "afm7", "hunyuan", "nemotron_h")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict]:
+    """The results of the types, computed in one process."""
+    done = subprocess.run([sys.executable, str(SCRIPT), *TYPES], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {result["type"]: result for result in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_checkpointed_on_short_and_long_rows_gradients_are_plain(results, kind):
+    # one_type.py gives a sentence where an error is above its bound.
+    for column in ("full", "checkpoints", "long rows"):
+        assert isinstance(results[kind][column], float), results[kind][column]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_runs_with_adapters_continue_and_merge(results, kind):
+    assert (results[kind]["lora"], results[kind]["resumed"]) == (True, True), results[kind]
+    assert isinstance(results[kind]["merged"], float), results[kind]["merged"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_packed_documents_get_the_gradients_that_they_get_alone_or_are_refused_in_both_dtypes(results, kind):
+    fp32, bf16 = results[kind]["packed fp32"], results[kind]["packed bf16"]
+    if kind in PACKS:
+        assert (type(fp32), bf16) == (float, True), (fp32, bf16)
+    else:
+        assert [text.startswith("refused: packing") for text in (fp32, bf16)] == [True, True], (fp32, bf16)
+
+
+def test_whole_rows_for_layers_without_a_cache_of_their_own(other_model, tiny_model):
+    for model, expected in ((other_model("nemotron_h"), [None, True, None]), (tiny_model("qwen3"), [True] * 4)):
+        found = carries(model, describe(model))
+        assert [carry is not None or None for carry in found] == expected
