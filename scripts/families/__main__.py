@@ -3,8 +3,8 @@
 usage: python scripts/families [TYPE ...]      default: every type
 
 Each type runs in a process of its own with a time limit, so that one that crashes stops no other. The results are kept
-in .families/TYPE.json. With types given, only those are run and nothing is written. The exit code is 1 where a result is
-worse than known.json says, which has what did not work when the page was last written.
+in .families/TYPE.json. With types given, only those are run and nothing is written. The exit code is 1 where a result
+is worse than known.json says, which has what did not work when the page was last written.
 """
 
 from __future__ import annotations

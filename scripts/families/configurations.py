@@ -14,7 +14,7 @@ _GRANITE = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.5,
 }
-_MINICPM = {"scale_depth": 1.4, "scale_emb": 2, "tie_word_embeddings": True}
+_MINICPM = {"scale_depth": 1.4, "scale_emb": 2}
 _WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]}
 _KIMI_DELTA = {
     "kda_layers": [1, 2, 3],
@@ -183,6 +183,7 @@ OWN: dict[str, dict[str, Any]] = {
     "prism_hadamard_qwen35": {"hidden_size": 512, "intermediate_size": 512, "linear_key_head_dim": 128},
     "recurrent_gemma": {"logits_soft_cap": 30.0, "block_types": ["recurrent", "recurrent", "attention"]},
     "rwkv7": {"a_low_rank_dim": 16, "v_low_rank_dim": 16, "gate_low_rank_dim": 16, "decay_low_rank_dim": 16},
+    "solar_open": {"use_qk_norm": True},
     "spark2_5": _ROPE_OF_KINDS,
     "stablelm": {"use_qkv_bias": False},
 }
@@ -226,15 +227,16 @@ NESTED: dict[str, tuple[str, str]] = {
 }
 
 
-def types(package: str = "mlx_lm") -> list[str]:
-    """Return the name of every module of the package's models that holds a model."""
-    models = importlib.import_module(f"{package}.models")
-    found = []
+def types() -> list[str]:
+    """Return the name of every module of mlx-lm that holds a model and can be imported."""
+    models, found = importlib.import_module("mlx_lm.models"), []
     for module in pkgutil.iter_modules(models.__path__):
-        text = (importlib.import_module(models.__name__).__path__[0], module.name)
-        with open(f"{text[0]}/{text[1]}.py") as file:
-            source = file.read()
-        if "class ModelArgs" in source and "class Model(" in source:
+        try:
+            members = vars(importlib.import_module(f"mlx_lm.models.{module.name}"))
+        # olmo ends the process where a package of its own is not installed.
+        except (ImportError, SystemExit):
+            continue
+        if "Model" in members and "ModelArgs" in members:
             found.append(module.name)
     return found
 

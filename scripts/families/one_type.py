@@ -1,6 +1,6 @@
 """Trains a tiny model of one type in every way of the matrix, and prints the results as a line of JSON.
 
-usage: python scripts/families/one_type.py TYPE [TYPE ...]
+usage: python scripts/families/one_type.py TYPE
 
 A result is a number, the largest relative error of gradients or logits, or True; or a sentence that says why not.
 """
@@ -104,6 +104,7 @@ def make(config: dict[str, Any]) -> nn.Module:
 
     model.update(tree_map_with_path(vary, model.parameters()))
     model.set_dtype(mx.float32)
+    vars(model).setdefault("_no_grad", set())
     mx.eval(model.parameters())
     return model
 
@@ -203,6 +204,7 @@ def _packed(config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
 def _quantised(config: dict[str, Any]) -> float | str:
     """Compare the gradients of LoRA on weights of 4 bits with plain autodiff's."""
     model = make(config)
+    # Groups of 32, as mlx_lm.convert quantises.
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
     prepare(model, _options("model", "lora"))
     model.update(tree_map(lambda a: a + 0.02 * mx.random.normal(a.shape).astype(a.dtype), model.trainable_parameters()))
@@ -283,5 +285,4 @@ if __name__ == "__main__":
     # MLX refuses a gradient of indices: the choice of experts has none.
     for name in ("argpartition", "argsort", "argmax"):
         setattr(mx, name, _without_gradient(getattr(mx, name)))
-    for asked in sys.argv[1:]:
-        print(json.dumps({"type": asked} | main(asked)), flush=True)
+    print(json.dumps({"type": sys.argv[1]} | main(sys.argv[1])))

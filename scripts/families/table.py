@@ -86,7 +86,7 @@ def table(results: list[dict[str, Any]]) -> str:
         for name in [name for name in RESULTS if words[name] in ("fails", "wrong")]:
             text = str(result.get("made", result.get(name)))
             if text != "no run with LoRA":
-                causes.setdefault(text[:110], []).append(result["type"])
+                causes.setdefault(text[:70], []).append(result["type"])
     rows = [_row(["model types", *COLUMNS]), "|---" * (len(COLUMNS) + 1) + "|"]
     for cells, kinds in sorted(groups.items(), key=lambda group: (set(group[0]) != {"yes"}, -len(group[1]))):
         rows.append(_row([", ".join(kinds), *cells]))
@@ -105,7 +105,7 @@ def _largest(results: list[dict[str, Any]]) -> float:
 
 
 def _joined(words: list[str]) -> str:
-    return words[0] if len(set(words)) == 1 else ", ".join(words)
+    return words[0] if len(set(words)) == 1 else ", ".join(dict.fromkeys(words))
 
 
 def _row(cells: Iterable[str]) -> str:

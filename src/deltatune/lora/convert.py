@@ -80,6 +80,9 @@ def convert_to_lora(
     if fine_tune_type not in FINE_TUNE_TYPES:
         raise UserError(f"fine_tune_type: {fine_tune_type!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}.")
     check_parts(model, list(parts))
+    for module in model.modules():
+        # mlx-lm's recurrent_gemma does not call nn.Module.__init__, which sets this.
+        vars(module).setdefault("_no_grad", set())
     if fine_tune_type == "full":
         return _unfreeze_layers(model, config, num_layers, parts)
     dora = fine_tune_type == "dora"

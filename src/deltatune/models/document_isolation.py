@@ -89,7 +89,7 @@ def _measure(model: nn.Module, first: int, second: int, draw: int) -> tuple[floa
     one, other, tested = (
         mx.random.randint(1, 60, (1, length), key=key) for length, key in zip((first, first, second), keys, strict=True)
     )
-    rows = mx.concatenate([mx.concatenate(pair, axis=1) for pair in ((one, tested), (other, tested), (tested, one))])
+    rows = mx.concatenate([mx.concatenate(pair, axis=1) for pair in ([one, tested], [other, tested], [tested, one])])
     followed, leading = [0] * first + [1] * second, [0] * second + [1] * first
     with segments(mx.array([followed, followed, leading], mx.int32)):
         output = model(rows)
@@ -98,4 +98,4 @@ def _measure(model: nn.Module, first: int, second: int, draw: int) -> tuple[floa
     size = mx.abs(alone).mean()
     influence = mx.abs(after_one - after_other).mean(axis=1) / size
     place = mx.sort(mx.abs(after_one - alone).mean(axis=1) / size)[second // 2]
-    return influence.max().item(), place.item()
+    return float(influence.max()), float(place)

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..lora.adapter import Adapter
 from ..ops.functional import is_floating, undisturbed
@@ -46,7 +45,7 @@ def drawn_weights(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
         with undisturbed(layer):
             _draw(layer.modules(), table, next(starts))
             result = call(*arguments, **options)
-            mx.eval([array for _, array in tree_flatten(result) if isinstance(array, mx.array)])
+            mx.eval(result)
         return result
 
     with undisturbed(model), calls_through(layers, drawn):

@@ -17,10 +17,11 @@ import mlx.core as mx
 from .known_masks import rule_of
 
 # Classes of objects that a layer may change while it runs, by name, and the attributes that it may change.
-# The layers of kimi_k3 append to ResidualBlocks. A layer of afm7 leaves its keys and values to those that share them.
+# The layers of kimi_k3 append to ResidualBlocks. Layers of afm7 and deepseek_v41 leave what later ones share.
 CONTAINERS: dict[str, tuple[str, ...]] = {
     "ResidualBlocks": ("raw", "inv_rms"),
     "ConcatenateKVCache": ("keys", "values", "offset"),
+    "LayerCache": ("window", "compress_kv", "index_k", "pending_kv", "pending_gate", "offset"),
 }
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
