@@ -165,10 +165,14 @@ def mean_loss_and_gradients(
         watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
     # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs: in
     # trainable arrays, and in others that a layer replaces while it runs, as Gemma 3n clips weights.
-    with undisturbed(model), segments(packed), watching, differentiated_once(), together(model):
-        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
-            trainable if parameters is None else parameters
-        )
+    try:
+        with undisturbed(model), segments(packed), watching, differentiated_once(), together(model):
+            (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
+                trainable if parameters is None else parameters
+            )
+    finally:
+        # Arrays in lists within a module, which undisturbed() leaves.
+        model.update(trainable)
     return total, weight, gradients, *figures
 
 
