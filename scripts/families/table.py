@@ -86,7 +86,7 @@ def table(results: list[dict[str, Any]]) -> str:
         for name in [name for name in RESULTS if words[name] in ("fails", "wrong")]:
             text = str(result.get("made", result.get(name)))
             if text != "no run with LoRA":
-                causes.setdefault(text[:40], []).append(result["type"])
+                causes.setdefault(text[:60], []).append(result["type"])
     rows = [_row(["model types", *COLUMNS]), "|---" * (len(COLUMNS) + 1) + "|"]
     for cells, kinds in sorted(groups.items(), key=lambda group: (set(group[0]) != {"yes"}, -len(group[1]))):
         # The docs have a limit of words: types that do everything are those that no other row names.
