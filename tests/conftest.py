@@ -16,6 +16,8 @@ from typing import Any
 
 # One number for the tests and the programs that they start: bits are compared between them.
 os.environ.setdefault("DELTATUNE_THREADS", "1")
+# What is printed depends on it: on a dumb terminal rich takes every line for 80 columns wide.
+os.environ["TERM"] = "xterm"
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; every test module comes after this one)
 
