@@ -39,6 +39,8 @@ def on_metal(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
         process = [sys.executable, "-P", str(HERE / "stand_in.py"), str(host_folder)]
         ended = subprocess.run(process, input=given, capture_output=True, text=True, env=environment, timeout=900)
         assert ended.returncode == 0, ended.stderr[-3000:]
+        # A kernel that its trial refuses would hide here: training goes on without it.
+        assert "is not used on this machine" not in ended.stderr, ended.stderr[-3000:]
         said, found = [], []
         for line in ended.stdout.splitlines():
             if line.startswith('{"code": '):
