@@ -6,6 +6,7 @@ tests/oracle/test_peft.py compares logits with PEFT itself, live.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx.utils import tree_map
 
 from deltatune.cli import main
 from deltatune.config import LoraConfig
+from deltatune.export.expert_factors import from_peft
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
@@ -243,3 +245,80 @@ def test_an_export_is_not_overwritten_and_flags_without_use_are_refused(small_ex
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
     assert not (folder / "x").exists()
+
+
+def early(a, b):
+    """Factors of our layout in the form of PEFT before 0.20, which takes [E, out, in] for (E, in, out)."""
+    return b.swapaxes(1, 2).reshape(-1, b.shape[1]), a.transpose(2, 1, 0).reshape(a.shape[2], -1)
+
+
+@pytest.mark.parametrize("inner", [32, 48])
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.1", "0.20.0", None])
+def test_experts_of_each_version_of_peft(tiny_checkpoint, tmp_path, inner, version):
+    """With 32 the two sizes of gate_up_proj are equal, and the version alone says which is which."""
+    base = tiny_checkpoint("qwen3_5_moe", moe_intermediate_size=inner)
+    ours = adapt(base, tmp_path / "adapter", keys=["mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj"])
+    config, tensors = exported(base, tmp_path)
+    assert config["peft_version"] == "0.20.0"
+    if version in ("0.18.0", "0.19.1"):
+        for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+            other = name.replace("lora_A", "lora_B")
+            factors = early(*from_peft(tensors[name], tensors[other], 8))
+            tensors[name], tensors[other] = map(mx.contiguous, factors)
+        mx.eval(tensors)
+        mx.save_safetensors(str(tmp_path / "peft" / PEFT_WEIGHTS), tensors)
+    config.pop("peft_version")
+    config |= {} if version is None else {"peft_version": version}
+    (tmp_path / "peft" / PEFT_CONFIG).write_text(json.dumps(config))
+    assert imported(base, tmp_path) == 0
+    assert mx.abs(logits(base, tmp_path / "back") - ours).max().item() < 1e-5
+
+
+@pytest.mark.bad_input("import: peft_version that is no version, where it matters")
+def test_a_version_of_peft_that_is_none(tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint("qwen3_5_moe", moe_intermediate_size=32)
+    adapt(base, tmp_path / "adapter", keys=["mlp.switch_mlp.up_proj"])
+    config, _ = exported(base, tmp_path)
+    (tmp_path / "peft" / PEFT_CONFIG).write_text(json.dumps(config | {"peft_version": {"x": 1}}))
+    assert imported(base, tmp_path) == 2
+    assert "peft_version {'x': 1} is no version" in capsys.readouterr().err
+
+
+def test_the_class_with_the_adapters_names_is_named(tiny_checkpoint, tmp_path, capsys):
+    """Without a task, PEFT's Auto classes take the class of auto_mapping, which has the names of the tensors."""
+    base = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (base / "config.json").write_text(json.dumps(config))
+    adapt(base, tmp_path / "adapter")
+    written, tensors = exported(base, tmp_path)
+    assert written["task_type"] is None
+    library = "transformers.models.qwen3_5.modeling_qwen3_5"
+    assert written["auto_mapping"] == {
+        "base_model_class": "Qwen3_5ForConditionalGeneration",
+        "parent_library": library,
+    }
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in tensors)
+    said = "load it with peft.AutoPeftModelForCausalLM, or with PeftModel on a model of AutoModelForImageTextToText"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in (tmp_path / "peft" / "README.md").read_text()
+
+
+def test_whole_embeddings_that_are_the_bases_own_are_no_obstacle(tiny_checkpoint, tmp_path, capsys):
+    """PEFT saves the table beside its update: save_embedding_layers is "auto", and embed_tokens a target."""
+    base = tiny_checkpoint("qwen3_5")
+    ours = adapt(base, tmp_path / "adapter", keys=["*.embed_tokens", "self_attn.q_proj"])
+    _, tensors = exported(base, tmp_path)
+    table = load_model(base)[0].language_model.model.embed_tokens.weight
+    name = next(name for name in tensors if name.endswith("embed_tokens.lora_embedding_A"))
+    names = [name.replace("lora_embedding_A", "base_layer.weight"), "base_model.model.lm_head.base_layer.weight"]
+    for tables, code, said in (
+        ([table, table], 0, "The adapter is in"),
+        ([table, table + 1], 2, "the old rows of base_model.model.lm_head.base_layer.weight are not the model's"),
+        ([mx.concatenate([table, table[:1]]), table], 2, "has 321 rows, and the model's table 320"),
+    ):
+        more = dict(zip(names, tables, strict=True))
+        mx.save_safetensors(str(tmp_path / "peft" / PEFT_WEIGHTS), tensors | more)
+        assert imported(base, tmp_path) == code
+        captured = capsys.readouterr()
+        assert said in captured.out + captured.err
+    assert mx.abs(logits(base, tmp_path / "back") - ours).max().item() < 1e-5

@@ -231,6 +231,8 @@ def test_weights_load_into_a_model_with_the_same_adapters(tiny_checkpoint, tmp_p
     convert_to_lora(again, LoraConfig(rank=4, scale=2.0))
     load_adapter_weights(again, file)
     assert mx.array_equal(again(TOKENS), model(TOKENS))
+    # Without the config beside it, the tensors alone say that the file does not fit.
+    (tmp_path / "adapter_config.json").unlink()
     other, _ = load_model(path)
     convert_to_lora(other, LoraConfig(rank=5))
     with pytest.raises(UserError, match=r"has shape \(64, 4\), the model's is \(64, 5\)"):
@@ -269,3 +271,25 @@ def test_loading_restores_the_classes_of_the_adapters(tiny_checkpoint, tmp_path)
         load_adapters(adapted(path), tmp_path)
     load_adapters(model, tmp_path)
     assert {type(adapter) for adapter in adapters(model).values()} == {LoRALinear, LoRASwitchLinear}
+
+
+@pytest.mark.bad_input("--resume-adapter-file whose adapter_config.json has another scale, rank or kind than the run")
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("lora", {"scale": 10.0}, r"says scale 10\.0, and the adapters of this run have scale 20\.0"),
+        ("lora", {"rank": 4}, "says rank 4, and the adapters of this run have rank 8"),
+        ("dora", {}, "says fine_tune_type 'dora', and the adapters of this run have fine_tune_type 'lora'"),
+    ],
+)
+def test_a_saved_file_is_compared_with_what_its_config_says(tiny_checkpoint, tmp_path, kind, options, said):
+    path = tiny_checkpoint("qwen3_5")
+    saved, own = load_model(path)[0], load_model(path)[0]
+    convert_to_lora(saved, LoraConfig(**options), fine_tune_type=kind)
+    file = save_adapters(saved, tmp_path, {})
+    convert_to_lora(own, LoraConfig())
+    with pytest.raises(UserError, match=said):
+        load_adapter_weights(own, file)
+    same = load_model(path)[0]
+    convert_to_lora(same, LoraConfig(**options), fine_tune_type=kind)
+    load_adapter_weights(same, file)

@@ -21,6 +21,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES
+from transformers_saves import transformers_names
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
@@ -94,20 +95,8 @@ def test_quantised_base_stays_as_it_was_packed(tiny_checkpoint, tmp_path, settin
 
 
 def hugging_face_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A tiny qwen3_5_moe as transformers stores it: stacked experts, norms without the one, vision tower, MTP heads."""
-    stored = {}
-    for name, value in tensors.items():
-        new = name.replace("language_model.model.", "model.language_model.")
-        if new.endswith("conv1d.weight"):
-            value = value.moveaxis(1, 2)
-        if value.ndim == 1 and new.endswith(("layernorm.weight", "language_model.norm.weight", "_norm.weight")):
-            value = value - 1.0
-        if ".switch_mlp.up_proj" in new:
-            continue
-        if ".switch_mlp.gate_proj" in new:
-            value = mx.concatenate([value, tensors[name.replace("gate_proj", "up_proj")]], axis=1)
-            new = new.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")
-        stored[new.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = value
+    """A tiny qwen3_5_moe as transformers stores it, with a vision tower and MTP heads."""
+    stored = transformers_names(tensors)
     mx.random.seed(1)
     stored["model.visual.blocks.0.attn.qkv.weight"] = mx.random.normal((24, 8)).astype(mx.bfloat16)
     stored["mtp.layers.0.self_attn.q_proj.weight"] = mx.random.normal((8, 8)).astype(mx.float16)
@@ -234,7 +223,7 @@ def test_an_error_leaves_no_files_behind(tiny_checkpoint, tmp_path, monkeypatch,
         (target / "config.json").write_text("half")
         raise fault
 
-    monkeypatch.setattr(merge_module, "_write_rest", failing)
+    monkeypatch.setattr(merge_module, "write_rest", failing)
     expected = UserError if isinstance(fault, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if isinstance(fault, OSError) else None):
         merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out" / "merged")

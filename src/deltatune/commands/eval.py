@@ -93,7 +93,7 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         ) from error
     from ..data.answer_ends import ending_answers
     from ..lora.adapter_files import template_options as trained_options
-    from ..train.setup import load_with_adapter
+    from ..models.adapted_base import load_with_adapter
 
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     tasks, manager = named_tasks(names, options.include_path)

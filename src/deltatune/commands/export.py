@@ -125,10 +125,10 @@ def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -> float:
     """The loss of a model on the test set of --data, with the options of the run that trained the adapter."""
     from ..config import TrainConfig
-    from ..lora.adapter_files import read_config
+    from ..lora.adapter_files import options_of
     from .eval import OPTIONS, evaluate
 
-    trained = read_config(Path(arguments.adapter_path))
+    trained = options_of(Path(arguments.adapter_path))
     options = {name: trained[name] for name in OPTIONS if trained.get(name) is not None}
     return evaluate(TrainConfig(**{**options, "model": model, "data": arguments.data}), adapter_path)
 

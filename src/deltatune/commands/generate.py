@@ -154,10 +154,10 @@ def generate(options: GenerateOptions) -> str:
     import mlx.core as mx
 
     from ..data.prompts import prompt_tokens
+    from ..models.adapted_base import load_with_adapter
     from ..models.generate import Sampling, stream
     from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
-    from ..train.setup import load_with_adapter
 
     if options.seed is not None:
         mx.random.seed(options.seed)

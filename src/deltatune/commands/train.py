@@ -66,6 +66,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
     from ..train.log import Screen, check_services
+    from ..train.options_check import check_options
     from ..train.setup import ready, training_order
 
     world = World()
@@ -75,6 +76,8 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         if not show:
             folder = stack.enter_context(RunFolder(config, world))
             world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
+        for line in check_options(config):
+            screen.say(line)
         screen.say(f"Loading {config.model}")
         run = ready(config, world=world)
         config = run.config

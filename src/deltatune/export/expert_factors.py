@@ -64,3 +64,12 @@ def to_peft(a: mx.array, b: mx.array) -> Factors:
 def from_peft(a: mx.array, b: mx.array, experts: int) -> Factors:
     """Turn PEFT's A [E*r, in] and B [out, r*E] into a [E, r, in] and b [E, out, r]."""
     return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).transpose(2, 0, 1)
+
+
+def from_early_peft(a: mx.array, b: mx.array, experts: int) -> Factors:
+    """Turn A [E*r, out] and B [in, r*E] of PEFT before 0.20 into a [E, r, in] and b [E, out, r].
+
+    Those versions take the axes of a parameter [E, out, in] for (E, in, out), so that A stands on the output's side.
+    """
+    side_of_output, side_of_input = from_peft(a, b, experts)
+    return side_of_input.swapaxes(1, 2), side_of_output.swapaxes(1, 2)

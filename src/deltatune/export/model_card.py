@@ -12,7 +12,7 @@ import yaml
 
 from ..data.vision.preparation import PICTURE_OPTIONS
 from ..errors import UserError
-from ..lora.adapter_files import read_config
+from ..lora.adapter_files import options_of
 from ..train import state
 
 CARD = "README.md"
@@ -54,8 +54,9 @@ def card(
     target: str, base_model: str, adapter_path: Path, notes: list[str], licence: Mapping[str, Any] | None = None
 ) -> str:
     """Return the text of the card; arguments as for write_card, and the base's licence in its card's words."""
-    options = read_config(adapter_path)
-    head: dict[str, Any] = {"library_name": _LIBRARIES[target], "tags": ["deltatune", "lora"], **(licence or {})}
+    options = options_of(adapter_path)
+    tags = ["deltatune"] if options.get("fine_tune_type") == "full" else ["deltatune", "lora"]
+    head: dict[str, Any] = {"library_name": _LIBRARIES[target], "tags": tags, **(licence or {})}
     named = _HUB_NAME.fullmatch(base_model) is not None and not Path(base_model).exists()
     if named:
         head["base_model"] = base_model

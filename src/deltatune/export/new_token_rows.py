@@ -85,6 +85,7 @@ def take_rows(
     """
     given = config.get(OPTION)
     if not given:
+        _drop_whole_tables(tensors, places, modules, where)
         return {}
     indices = given if isinstance(given, dict) else {"embed_tokens": given}
     by_key = {_key(name, _ROWS): tensors.pop(name) for name in list(tensors) if name.endswith(_ROWS)}
@@ -106,8 +107,8 @@ def take_rows(
         path: _sorted_rows(by_key[key], _indices(indices, key), modules[path], key, where)
         for key, path in tables.items()
     }
-    for name in [name for name in tensors if name.endswith(_WHOLE_TABLES)]:
-        _drop_whole_table(name, tensors, places, modules, where)
+    counts = {key: len(found[path]) for key, path in tables.items()}
+    _drop_whole_tables(tensors, places, modules, where, counts)
     return found
 
 
@@ -133,32 +134,46 @@ def _sorted_rows(rows: mx.array, indices: list[int], table: nn.Module, key: str,
     return rows[mx.array(order)].astype(mx.float32)
 
 
-def _drop_whole_table(
-    name: str,
+def _drop_whole_tables(
     tensors: dict[str, mx.array],
     places: Mapping[tuple[str, str | None, str | None], str],
     modules: Mapping[str, nn.Module],
     where: Path,
+    new_rows: Mapping[str, int] = {},
 ) -> None:
-    """Remove a table that PEFT saved whole, after a look whether its old rows are the model's own."""
-    ending = next(ending for ending in _WHOLE_TABLES if name.endswith(ending))
-    key = _key(name, ending)
-    if key not in _TABLES:
-        return
-    table = modules.get(places.get((key, None, None)) or places["embed_tokens", None, None])
-    assert table is not None
+    """Remove the tables that PEFT saved whole, each after a look whether its rows are the model's own.
+
+    PEFT saves them beside new rows, and where embeddings have a low-rank update. `new_rows` counts those of a table
+    that the adapter holds by themselves too.
+    """
+    embedding = places.get(("embed_tokens", None, None), "")
+    for name in [name for name in tensors if name.endswith(_WHOLE_TABLES)]:
+        key = _key(name, next(ending for ending in _WHOLE_TABLES if name.endswith(ending)))
+        table = modules.get(places.get((key, None, None), embedding))
+        if key in _TABLES and table is not None:
+            _check_whole_table(name, tensors[name], table, new_rows.get(key, new_rows.get("embed_tokens", 0)), where)
+            del tensors[name]
+
+
+def _check_whole_table(name: str, given: mx.array, table: nn.Module, new_rows: int, where: Path) -> None:
+    """Raise UserError unless the table `given` is the model's with so many new rows behind it."""
     if is_quantized(table):
         raise UserError(
             f"adapter {where}: {name} is a whole table, and the model's is quantised, so that the two cannot be "
             "compared. Save the adapter with save_pretrained(..., save_embedding_layers=False)."
         )
     own = dense_rows(table)
-    if not mx.array_equal(tensors[name][: len(own)].astype(own.dtype), own).item():
+    if len(given) > len(own) + new_rows:
+        raise UserError(
+            f"adapter {where}: {name} has {len(given):,} rows, and the model's table {len(own):,}; an adapter of MLX "
+            "has further rows only where PEFT trained them as trainable_token_indices. Merge it with PEFT "
+            "(merge_and_unload) instead."
+        )
+    if not mx.array_equal(given[: len(own)].astype(own.dtype), own).item():
         raise UserError(
             f"adapter {where}: the old rows of {name} are not the model's; an adapter of MLX leaves them as they are. "
             "Merge it with PEFT (merge_and_unload) instead."
         )
-    del tensors[name]
 
 
 def install_rows(model: nn.Module, rows: Mapping[str, mx.array]) -> None:

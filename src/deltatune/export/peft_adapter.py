@@ -16,10 +16,10 @@ from ..errors import UserError
 from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
-from ..lora.adapter_files import WEIGHTS, read_config, read_weights
-from ..lora.parts import part_of
+from ..lora.adapter_files import read_config
 from ..lora.tensor_files import write_tensors
-from ..models.load import load_model, load_vision_tower, locate
+from ..models.adapted_base import load_base
+from ..models.load import locate
 from .expert_factors import Factors, fused, to_peft
 from .module_names import AdaptedPlace, TransformersNames, short
 from .new_token_rows import OPTION, to_peft_rows
@@ -27,6 +27,8 @@ from .new_token_rows import OPTION, to_peft_rows
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 HALVES = ("gate", "up")
+# The first PEFT that reads adapters of experts as they are written here (expert_factors.from_early_peft).
+EXPERTS_SINCE = "0.20.0"
 # What PEFT puts before the path of a module.
 _ROOT = "base_model.model"
 
@@ -54,11 +56,7 @@ def adapted_model(path: Path, adapter_path: Path) -> nn.Module:
     """
     if read_config(adapter_path).get("fine_tune_type") == "full":
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
-    names = read_weights(adapter_path / WEIGHTS)
-    if any(part_of(name) is not None for name in names):
-        model = load_vision_tower(path)
-    else:
-        model, _ = load_model(path, lazy=True)
+    model = load_base(path, adapter_path)
     load_adapters(model, adapter_path)
     return model
 
@@ -124,7 +122,28 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
         exported.add_experts(target, matrices, nested=target.endswith(".gate_up_proj") and _has_down(target, experts))
     exported.add_new_rows(model, names)
     first = next(iter(adapters(model).values()))
-    return exported.finish(first, base_model)
+    found = exported.finish(first, base_model)
+    _name_class(found, config)
+    return found
+
+
+def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:
+    """Say for a checkpoint with a vision tower which class of transformers has the names that the adapter uses.
+
+    AutoModelForCausalLM makes a model of the language part alone, with other names, and PEFT then loads nothing and
+    only warns. PEFT's own Auto classes take the class of `auto_mapping` where no task is given.
+    """
+    architecture, family = (config.get("architectures") or [None])[0], config["model_type"]
+    if "text_config" not in config or architecture is None:
+        return
+    library = f"transformers.models.{family}.modeling_{family}"
+    adapter.config["task_type"] = None
+    adapter.config["auto_mapping"] = {"base_model_class": architecture, "parent_library": library}
+    adapter.notes.append(
+        f"The adapter is for {architecture}: load it with peft.AutoPeftModelForCausalLM, or with PeftModel on a model "
+        "of AutoModelForImageTextToText. On a model of AutoModelForCausalLM, whose modules have other names, PEFT "
+        "would load nothing of it and only warn."
+    )
 
 
 def _has_down(target: str, experts: Mapping[str, Any]) -> bool:
@@ -224,6 +243,7 @@ class _Collected:
             config[OPTION] = self.new_rows
         if self.parameters:
             config["target_parameters"] = list(self.parameters)
+            config["peft_version"] = EXPERTS_SINCE
             if dropout:
                 config["lora_dropout"] = 0.0
                 self.notes.append(f"PEFT has no dropout for parameters, so lora_dropout is 0 in place of {dropout}.")

@@ -11,15 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from packaging.version import InvalidVersion, Version
 
 from ..errors import UserError
 from ..json_files import read_json
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
+from ..lora.weights import input_size
+from ..models.adapted_base import LOADER, loader_of
 from ..models.load import load_model, load_vision_tower, locate
 from ..models.vision.adapters import layers_for_mlx_vlm
-from .expert_factors import Factors, from_peft, split
+from .expert_factors import Factors, from_early_peft, from_peft, split
 from .module_names import TransformersNames, short
 from .new_token_rows import install_rows, take_rows
 from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS
@@ -34,6 +37,11 @@ _PER_EXPERT = re.compile(
 _MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 # Options under which an adapter is more than its factors: key, and the values that change nothing.
 _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "monteclora_config": (None, {}),
+    "kasa_config": (None, {}),
+    "arrow_config": (None, {}),
     "bias": ("none", None),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
@@ -44,6 +52,8 @@ _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 # Ways to begin that change the base model, unless PEFT converted the adapter when it was saved.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# The release of PEFT from which A of an expert layer's parameter multiplies the layer's inputs.
+_EXPERTS_BY_INPUT = (0, 20)
 _NAMED = 3
 
 
@@ -89,7 +99,8 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
     found = from_peft_adapter(model, read_json(path / "config.json"), config, tensors, peft_path)
     install(model, found, peft_path)
     layers = layers_for_mlx_vlm(model)
-    options: dict[str, Any] = {"model": str(model_path)} | ({} if layers is None else {"num_layers": layers})
+    options: dict[str, Any] = {"model": str(model_path), LOADER: loader_of(model)}
+    options |= {} if layers is None else {"num_layers": layers}
     save_adapters(model, save_path, options, named=layers is None)
     return found
 
@@ -263,17 +274,39 @@ class _Gathered:
         if first is None:
             self.strangers.append(name)
             return
-        experts = self._modules[first]["weight"].shape[0]
+        matrix = self._modules[first]
+        experts, rows = matrix["weight"].shape[0], matrix["weight"].shape[1] * len(halves)
         if leaves["A"].shape[0] % experts or leaves["B"].shape[1] % experts:
             self.strangers.append(f"{name} (not of {experts} experts)")
             return
-        a, b = from_peft(leaves["A"], leaves["B"], experts)
+        sizes = leaves["A"].shape[1], leaves["B"].shape[0]
+        read = from_early_peft if self._from_early_peft(sizes, (input_size(matrix), rows)) else from_peft
+        a, b = read(leaves["A"], leaves["B"], experts)
         scale = self._scale(f"{module}.{parameter}", a.shape[1])
         parts = split(a, b, halves) if len(halves) > 1 else {"down": (a, b)}
         for half, (part_a, part_b) in parts.items():
             path = paths[half]
             assert path is not None
             self._set(path, part_a, part_b, scale)
+
+    def _from_early_peft(self, given: tuple[int, int], expected: tuple[int, int]) -> bool:
+        """Whether factors of experts are those of PEFT before 0.20; (in, out) that differ say so by themselves.
+
+        PEFT names its version from 0.18 on. A config without any of PEFT's own keys is an export of deltatune.
+        """
+        inputs, outputs = expected
+        if inputs != outputs:
+            return given == (outputs, inputs)
+        version = self._config.get("peft_version")
+        if version is None:
+            return "auto_mapping" in self._config
+        try:
+            return Version(str(version)).release < _EXPERTS_BY_INPUT
+        except InvalidVersion as error:
+            raise UserError(
+                f"the adapter's {PEFT_CONFIG}: peft_version {version!r} is no version, and which axis of the experts "
+                "the adapter reads depends on it; write the version of PEFT that saved it."
+            ) from error
 
     def _parameter(self, module: str, name: str) -> str:
         """The parameter that the adapter `name` of an expert layer adapts: PEFT says so by nesting alone."""

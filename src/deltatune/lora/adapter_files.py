@@ -8,6 +8,7 @@ which modules carry one and of what rank, so mlx_lm.lora's defaults for missing 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ WEIGHTS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
 # The id of the first row for new tokens. Adapters of earlier versions lack it, and have them behind the base's last.
 _FIRST = "new_rows_from"
+#: The options of a run that trained a whole model, beside the checkpoint that it wrote.
+RUN_OPTIONS = "run_options.json"
 
 # An adapter of a fused linear (mlx_lm.models.afm7) holds a list of factors, so that a number may follow the name.
 _LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)?$")
@@ -191,16 +194,54 @@ def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
     return ConversionReport(converted=list(made))
 
 
-def load_adapter_weights(model: nn.Module, path: str | Path) -> None:
+def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = True) -> None:
     """Load a file of adapter tensors into a model that already has adapters of the same rank on the same modules.
 
+    Args:
+        model: a model with adapters, or one that trains its own layers.
+        path: the file.
+        compare: whether to compare the config beside the file with the model's adapters.
+
     Raises:
-        UserError: the file is missing or damaged, or a tensor does not fit the model.
+        UserError: the file is missing or damaged, a tensor does not fit the model, or the config beside the file says
+            another rank, scale or kind than the model's adapters have.
     """
     tensors = read_weights(Path(path))
+    if compare:
+        _check_saved_settings(model, Path(path))
     tensors |= _pop_new_rows(tensors)
     _check_shapes(Path(path), tensors, _flat(model.trainable_parameters()))
     model.load_weights(list(tensors.items()), strict=False)
+
+
+def _check_saved_settings(model: nn.Module, path: Path) -> None:
+    """Compare what the config beside an adapter file says of its adapters with those of the model."""
+    if not adapters(model) or not (path.parent / CONFIG).is_file():
+        return
+    config = read_config(path.parent)
+    saved = {"fine_tune_type": config.get("fine_tune_type", "lora")}
+    parameters = config.get("lora_parameters")
+    if isinstance(parameters, dict):
+        saved |= {name: parameters[name] for name in ("rank", "scale") if name in parameters}
+    by_path = adapters(model).values()
+    first = next(iter(by_path))
+    own = {
+        "fine_tune_type": getattr(first, "kind", "lora"),
+        "rank": max(_rank(_stored(adapter)) for adapter in by_path),
+        "scale": first.scale,
+    }
+    differing = [name for name in saved if not _same_setting(saved[name], own[name])]
+    if differing:
+        there, here = (", ".join(f"{name} {given[name]!r}" for name in differing) for given in (saved, own))
+        raise UserError(
+            f"adapter {path}: {path.parent / CONFIG} says {there}, and the adapters of this run have {here}, with "
+            "which the file would compute something else than it was trained for. Give this run the file's values."
+        )
+
+
+def _same_setting(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-6) if numbers else one == other
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -212,6 +253,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not directory.is_dir():
         raise UserError(f"adapter {directory}: no such directory; expected one written by deltatune or mlx_lm.lora.")
+    if not path.is_file() and (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory}: it holds a whole model, not an adapter. Give it as --model, without an adapter; from a run "
+            "that trained a whole model, export --to merged and --to gguf take it as --adapter-path too."
+        )
     if not path.is_file():
         raise UserError(
             f"adapter {directory}: no {CONFIG} in it; expected a directory written by deltatune or mlx_lm.lora."
@@ -219,16 +265,26 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def template_options(directory: str | Path | None) -> dict[str, Any]:
-    """Return the variables of the chat template with which the adapter in a folder was trained; none without a folder.
+def options_of(directory: Path) -> dict[str, Any]:
+    """Read the options of the run that wrote an adapter, or a whole model, into `directory`.
 
     Raises:
-        UserError: adapter_config.json is missing or damaged.
+        UserError: it holds neither, or their file is not a JSON object.
+    """
+    path = directory / RUN_OPTIONS
+    return read_json(path) if path.is_file() else read_config(directory)
+
+
+def template_options(directory: str | Path | None) -> dict[str, Any]:
+    """Return the variables of the chat template with which what a folder holds was trained; none without a folder.
+
+    Raises:
+        UserError: the file with the run's options is missing or damaged.
     """
     if directory is None:
         return {}
-    options = read_config(Path(directory)).get("chat_template_config")
-    return {} if options is None else checked_options(options, f"{Path(directory) / CONFIG}: chat_template_config")
+    options = options_of(Path(directory)).get("chat_template_config")
+    return {} if options is None else checked_options(options, f"{directory}: chat_template_config")
 
 
 def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

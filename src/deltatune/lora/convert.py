@@ -17,7 +17,7 @@ from .new_rows import unfreeze_new_rows
 from .parts import check_parts, part_of
 from .pissa import with_pissa
 from .select import adapter_class, chosen_layers, select
-from .weights import dense_weight, is_quantized
+from .weights import dense_weight, is_quantized, quantization
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
@@ -158,7 +158,9 @@ def _check_rank(targets: dict[str, nn.Module], rank: int) -> None:
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
     notes = []
-    odd_widths = [path for path, module in targets.items() if is_quantized(module) and 32 % module.bits]
+    odd_widths = [
+        path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]
+    ]
     if dora and odd_widths:
         notes.append(
             f"mlx-lm cannot load DoRA on {len(odd_widths)} modules of 3, 5 or 6 bits, such as {odd_widths[0]}; "

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..machine import backend
 from ..ops.experts import Projection
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, output_factor, takes_indices
+from .weights import dense_weight, input_size, is_quantized, output_factor, quantization, takes_indices
 
 # The number of indices from which mlx-lm's expert layers sort their rows by expert.
 _SORTED_FROM = 64
@@ -146,7 +146,7 @@ def projection(module: nn.Module) -> Projection | None:
     if packed:
         if not is_quantized(module) or output_factor(module) is not None:
             return None
-        settings |= {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
+        settings |= quantization(module)
     trains = [n for n in ("weight", "bias") if arrays[n] is not None and n not in module._no_grad and not packed]
     if adapter is not None:
         factors = ("lora_a", "lora_b")

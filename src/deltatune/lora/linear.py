@@ -17,7 +17,7 @@ from ..ops.low_rank import add_product, both_products, columns_product, rows_pro
 from ..ops.recomputation import input_of
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .together import current
-from .weights import dense_weight, input_size, is_quantized
+from .weights import dense_weight, input_size, is_quantized, quantization
 
 
 def with_low_rank(
@@ -164,8 +164,8 @@ class DoRALinear(LoRALinear):
         linear = self.linear
         if not is_quantized(linear):
             return x @ linear["weight"].T
-        settings = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
-        return mx.quantized_matmul(x, linear["weight"], linear["scales"], linear.get("biases"), **settings)
+        packed = linear["weight"], linear["scales"], linear.get("biases")
+        return mx.quantized_matmul(x, *packed, **quantization(linear))
 
     def _adapted_norm(self) -> mx.array:
         a, b = mx.stop_gradient(self.lora_a), self.scale * mx.stop_gradient(self.lora_b)

@@ -61,6 +61,16 @@ class StoredTensor:
     size: int
     path: Path
 
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether another tensor has the same type, shape and bytes."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with self.path.open("rb") as mine, other.path.open("rb") as theirs:
+            mine.seek(self.start)
+            theirs.seek(other.start)
+            pieces = (min(_COPY_BYTES, self.size - at) for at in range(0, self.size, _COPY_BYTES))
+            return all(mine.read(count) == theirs.read(count) for count in pieces)
+
     def write(self, out: BinaryIO) -> None:
         """Copy the tensor's bytes to `out`."""
         with self.path.open("rb") as source:
@@ -175,6 +185,8 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
     entries = {
         name: tensor if isinstance(tensor, StoredTensor) else _ArrayTensor(tensor) for name, tensor in tensors.items()
     }
+    # Unless the caller keeps the tensors too, a lazy array is freed as soon as it is written.
+    del tensors
     # The widest types come first, as in the reference writer, so that every tensor is aligned.
     order = sorted(entries, key=lambda name: -_BITS[entries[name].dtype])
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -191,7 +203,6 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for name in order:
-            # pop, so that an array is freed as soon as it is written.
             entries.pop(name).write(file)
         if summed is not None:
             summed.seal()

@@ -18,6 +18,7 @@ from ..ops.functional import is_floating
 from ..ops.low_rank import covered
 from ..ops.quantized_product import Quantization, serves
 from .adapter import Adapter
+from .weights import quantization
 
 # The names of modules that read one input, as the models of mlx-lm and mlx-vlm call them.
 _READ_TOGETHER = (
@@ -84,7 +85,7 @@ def _matrix(module: Adapter, dtype: mx.Dtype) -> AdaptedMatrix:
     if type(linear) is nn.Linear:
         return AdaptedMatrix([linear.weight], *factors)
     arrays = [linear[name] for name in _PACKED if linear.get(name) is not None]
-    return AdaptedMatrix(arrays, *factors, Quantization(True, linear.group_size, linear.bits, linear.mode))
+    return AdaptedMatrix(arrays, *factors, Quantization(True, **quantization(linear)))
 
 
 _current: ContextVar[AdaptersTogether | None] = ContextVar("deltatune_adapters_together", default=None)

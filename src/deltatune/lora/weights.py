@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,8 @@ from ..ops.quantized_product import unpacked
 
 # The attributes of a quantised module that MLX's functions take as arguments of the same names.
 _QUANTISATION_SETTINGS = ("group_size", "bits", "mode")
+# The group size and bits that MLX takes where they are None (mlx/ops.cpp, quantization_params_from_mode).
+_MODE_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 # mlx-vlm's nvfp4 modules multiply their outputs by the first array, or divide them by the second: [], [E] or [E, out].
 OUTPUT_SCALES = _MULTIPLIER, _DIVISOR = ("weight_scale_2", "weight_global_scale")
 
@@ -22,6 +25,16 @@ OUTPUT_SCALES = _MULTIPLIER, _DIVISOR = ("weight_scale_2", "weight_global_scale"
 def is_quantized(module: nn.Module) -> bool:
     """Whether the module holds a quantised weight (QuantizedLinear, QuantizedEmbedding, quantised experts)."""
     return "scales" in module and all(hasattr(module, key) for key in _QUANTISATION_SETTINGS)
+
+
+def quantization(module: nn.Module) -> dict[str, Any]:
+    """Return the group size, bits and mode of a quantised module, as arguments of MLX's functions.
+
+    A module of quantised experts may hold None, for MLX's default: mlx_lm.convert's mixed recipes write
+    `"group_size": null`.
+    """
+    group_size, bits = _MODE_DEFAULTS.get(module.mode, (None, None))
+    return {"group_size": module.group_size or group_size, "bits": module.bits or bits, "mode": module.mode}
 
 
 def is_switch(module: nn.Module) -> bool:
@@ -38,7 +51,7 @@ def input_size(module: nn.Module) -> int:
     """The number of inputs of a linear or switch-linear module, at any bit width."""
     # The packed weight's width times 32 // bits would be wrong for 3, 5 and 6 bits.
     if is_quantized(module):
-        return module["scales"].shape[-1] * module.group_size
+        return module["scales"].shape[-1] * quantization(module)["group_size"]
     return module["weight"].shape[-1]
 
 
@@ -59,7 +72,7 @@ def dense_weight(module: nn.Module) -> mx.array:
     """Return the module's weight [..., out, in], dequantised where it is quantised."""
     if not is_quantized(module):
         return module["weight"]
-    settings = {key: getattr(module, key) for key in _QUANTISATION_SETTINGS}
+    settings = quantization(module)
     weight = unpacked(module["weight"], module["scales"], module.get("biases"), module.get("global_scale"), **settings)
     factor = output_factor(module)
     return weight if factor is None else (weight * factor).astype(weight.dtype)
@@ -99,7 +112,7 @@ def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module
 
 
 def _with_quantized_weight(module: nn.Module, weight: mx.array) -> nn.Module:
-    settings = {key: getattr(module, key) for key in _QUANTISATION_SETTINGS}
+    settings = quantization(module)
     copied = _copy(module)
     if module.get("global_scale") is None:
         factor = output_factor(module)

@@ -21,19 +21,15 @@ import mlx.nn as nn
 import mlx_lm.models
 import mlx_lm.utils
 from huggingface_hub.errors import StrictDataclassError
-from mlx.utils import tree_flatten
 
 from ..errors import UserError, first_line, reason
 from ..json_files import read_json
-from ..machine import backend
-from ..ops.functional import is_floating
-from ..patches.tables.loading import without_gaps
+from .checked_tensors import checked
 from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
+from .transformers_layouts import as_written, completed, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# How many tensors a message names before it counts the rest.
-_NAMED_TENSORS = 4
 
 
 @dataclass
@@ -109,7 +105,7 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
         model = vision_load.new_vision_model(config, seed)
     else:
         weight_headers(path)
-        model = vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy)
+        model = vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
     template = vision_load.chat_template(path)
     if template is not None and not tokenizer.has_chat_template:
@@ -135,7 +131,7 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
     config = _plain_config(path, trust_remote_code=False)
     vision_load.check_vision(config, path, why)
     weight_headers(path)
-    return vision_load.load_vision_model(path, config, lambda kind: _checked(kind, path), lazy=True)
+    return vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy=True)
 
 
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
@@ -231,27 +227,32 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
         UserError: If config.json or the weights are damaged, or tensors are missing, unknown or misshapen (the message
             names them).
     """
-    read_config(path, trust_remote_code)
+    config = read_config(path, trust_remote_code)
     weight_headers(path)
     upstream_classes: dict[type, type] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type, Any]:
         model_class, arguments_class = _classes(config)
-        checked_class = _checked(model_class, path)
+        checked_class = checked(model_class, path)
         upstream_classes[checked_class] = model_class
         return checked_class, arguments_class
 
-    options: dict[str, Any] = {"lazy": lazy, "strict": True, "get_model_classes": classes}
+    options: dict[str, Any] = {
+        "lazy": lazy,
+        "strict": True,
+        "get_model_classes": classes,
+        "model_config": completed(config),
+    }
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
         options["trust_remote_code"] = trust_remote_code
     try:
-        model, config = mlx_lm.utils.load_model(path, **options)
+        model, found = mlx_lm.utils.load_model(path, **options)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
         raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
     model.__class__ = upstream_classes.get(type(model), type(model))
-    return model, config
+    return model, as_written(found, config)
 
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:
@@ -302,7 +303,7 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
     model_class, arguments_class = _classes(config)
     mx.random.seed(seed)
     try:
-        model = model_class(arguments_class.from_dict(copy.deepcopy(config)))
+        model = model_class(arguments_class.from_dict(copy.deepcopy(completed(config))))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"config.json: mlx-lm cannot build a model from it: {reason(error)}") from error
     mx.eval(model.parameters())
@@ -316,7 +317,7 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
     try:
         if not re.fullmatch(r"[\w-]+", model_type):
             raise ValueError(f"{model_type!r} is no name of a model")
-        return mlx_lm.utils._get_classes(config)
+        return mlx_lm.utils._get_classes(with_known_type(config))
     except (ValueError, AttributeError) as error:
         if _vision_only(config):
             message = "is that of a vision encoder alone; give the folder of the whole model."
@@ -331,66 +332,6 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
 def _vision_only(config: dict[str, Any]) -> bool:
     """Whether a config describes a vision encoder without a language model."""
     return "vision" in config["model_type"].split("_") and "vocab_size" not in config and "text_config" not in config
-
-
-def _checked(model_class: type, path: Path) -> type:
-    """A subclass of `model_class` that compares every tensor before loading, and reports what `sanitize` misses."""
-
-    def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
-        _compare(path, dict(weights), tree_flatten(self.parameters(), destination={}))  # type: ignore[arg-type]
-        if backend.device() == "cuda":
-            weights = without_gaps(weights)
-        return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
-
-    def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        try:
-            return model_class.sanitize(self, weights)  # type: ignore[attr-defined]
-        except KeyError as error:
-            raise UserError(f"model {path}: tensor {error} is missing.") from error
-        except (ValueError, IndexError) as error:
-            raise UserError(f"model {path}: its tensors do not fit its config.json: {reason(error)}") from error
-
-    body: dict[str, Any] = {"load_weights": load_weights}
-    if hasattr(model_class, "sanitize"):
-        body["sanitize"] = sanitize
-    return type(model_class.__name__, (model_class,), body)
-
-
-def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
-    """UserError that names every tensor which is missing, not expected, of another shape, or of integers."""
-    missing = [name for name in expected if name not in given]
-    extra = [name for name in given if name not in expected]
-    pairs = [(name, given[name], expected[name]) for name in expected if name in given]
-    shapes = [
-        f"{name} has shape {new.shape}, {old.shape} expected" for name, new, old in pairs if new.shape != old.shape
-    ]
-    integers = [
-        f"{name} has type {str(new.dtype).removeprefix('mlx.core.')}"
-        for name, new, old in pairs
-        if is_floating(old) and not is_floating(new)
-    ]
-    kinds = {
-        "missing": missing,
-        "unknown to the model": extra,
-        "misshapen": shapes,
-        "not of a floating-point type": integers,
-    }
-    problems = [f"{len(names)} {problem} ({_first_names(names)})" for problem, names in kinds.items() if names]
-    if not problems:
-        return
-    hint = ""
-    if any(name.endswith(".scales") for name in extra):
-        hint = " The weights are quantised, but config.json has no `quantization` for them."
-    elif any(name.endswith(".scales") for name in missing):
-        hint = " config.json says that the weights are quantised, but they are not."
-    elif integers:
-        hint = " Another tool quantised the weights, or they are damaged: take the original checkpoint."
-    raise UserError(f"model {path}: the tensors do not fit config.json: {'; '.join(problems)}.{hint}")
-
-
-def _first_names(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-    return ", ".join(names[:_NAMED_TENSORS]) + rest
 
 
 def _trust_hint(error: BaseException) -> str:

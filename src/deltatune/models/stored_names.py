@@ -11,19 +11,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
+from ..ops.functional import is_floating
 from .checkpoint_files import WEIGHTS
+from .transformers_layouts import with_joined_experts
+from .vision.load import sanitizer
+from .vision.split import has_vision
 
 Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 
 # fp32 represents every whole number up to this one exactly, and adding one to it is exact as well.
 _LARGEST_WHOLE = 2**23
+
+
+class _Origin(NamedTuple):
+    """What a parameter is made of: the stored tensors by name, and the constant that `sanitize` adds to them."""
+
+    sources: list[str]
+    offset: mx.array
+    # For each stored tensor, whether all of its elements go into this parameter.
+    complete: list[bool]
 
 
 class StoredNames:
@@ -32,17 +45,15 @@ class StoredNames:
     No values are read before `write_back` needs them.
 
     Args:
-        model: The model, whose `sanitize` method is used if it has one.
+        model: The model, loaded through mlx-lm or mlx-vlm, whose `sanitize` is used if it has one.
         path: The checkpoint folder.
-        sanitize: Takes the place of `model.sanitize`. It must not change the tensors that it is given.
     """
 
-    def __init__(self, model: nn.Module, path: Path, sanitize: Sanitize | None = None):
-        self._sanitize: Sanitize = sanitize or (_repeatable(model) if hasattr(model, "sanitize") else dict)
+    def __init__(self, model: nn.Module, path: Path):
+        self._sanitize: Sanitize = _sanitize(model)
         self._path = path
-        self._stored: dict[str, mx.array] = {}
-        for file in sorted(path.glob(WEIGHTS)):
-            self._stored.update(mx.load(str(file)))  # type: ignore[arg-type]
+        self._origins: dict[str, _Origin] = {}
+        self._stored = _lazy_tensors(path)
         self._parameters = self._sanitize(dict(self._stored))
         origin = {id(array): name for name, array in self._stored.items()}
         # If sanitize returns the same object that it was given, it did no more than rename the tensor.
@@ -64,6 +75,8 @@ class StoredNames:
 
         Raises:
             UserError: A parameter is not made of the stored tensors in a way that can be undone.
+
+        It may be called again with other values: how a parameter is made is examined only once.
         """
         changes: dict[str, mx.array | None] = {}
         for name in removed:
@@ -77,6 +90,8 @@ class StoredNames:
                 self._invert(name, value, changes)
             else:
                 self._name_in_files(name)
+        # A tensor that is read stays in memory as long as it is here, and the changes will read some.
+        self._stored = _lazy_tensors(self._path)
         return changes
 
     def _name_in_files(self, name: str) -> str:
@@ -101,28 +116,42 @@ class StoredNames:
 
     def _invert(self, name: str, value: mx.array, changes: dict[str, mx.array | None]) -> None:
         """Add to `changes` the stored tensors from which the parameter `name` gets the new `value`."""
-        offset = self._offsets.pop(name)
-        sources = self._sources(self._numbers.pop(name) - offset, name)
+        origin = self._origins.get(name)
+        if origin is None:
+            origin = self._origins[name] = self._examine(name, value)
+        sources, offset, complete = origin
         values = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
-
-        def derive(*tensors: mx.array) -> mx.array:
-            given = {**self._stored, **dict(zip(sources, tensors, strict=True))}
-            return self._sanitize(given)[name].astype(mx.float32)
-
-        def undo(array: mx.array) -> list[mx.array]:
-            return mx.vjp(derive, [mx.zeros(tensor.shape) for tensor in values], [array])[1]
-
-        # Whether an element returns to its place does not depend on values, so the check uses distinct numbers.
-        trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
-        if not mx.array_equal(derive(*undo(trial)) - offset, trial).item():
-            raise self._irreversible(name)
         # `count` is 1 where an element of the stored tensor goes into this parameter; other elements keep their values.
         # It is built a second time for the results, which thereby stay lazy and take no memory.
-        complete = [mx.all(count == 1).item() for count in undo(mx.ones(value.shape))]
-        results, counts = undo(value.astype(mx.float32) - offset), undo(mx.ones(value.shape))
+        results = self._undo(name, sources, value.astype(mx.float32) - offset)
+        counts = self._undo(name, sources, mx.ones(value.shape))
         for source, result, count, is_complete, old in zip(sources, results, counts, complete, values, strict=True):
             result = result.astype(old.dtype)
             changes[source] = result if is_complete else mx.where(count == 1, result, old)
+
+    def _examine(self, name: str, value: mx.array) -> _Origin:
+        """Find what the parameter `name`, of the shape of `value`, is made of; UserError where that has no inverse."""
+        offset = self._offsets.pop(name)
+        sources = self._sources(self._numbers.pop(name) - offset, name)
+        if not all(is_floating(self._stored[source]) for source in sources):
+            raise self._irreversible(name)
+        # Whether an element returns to its place does not depend on values, so the check uses distinct numbers.
+        trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
+        returned = self._derive(name, sources, self._undo(name, sources, trial))
+        if not mx.array_equal(returned - offset, trial).item():
+            raise self._irreversible(name)
+        complete = [bool(mx.all(count == 1).item()) for count in self._undo(name, sources, mx.ones(value.shape))]
+        return _Origin(sources, offset, complete)
+
+    def _derive(self, name: str, sources: list[str], tensors: list[mx.array]) -> mx.array:
+        """The parameter `name` that `sanitize` makes if the stored tensors named `sources` are `tensors`."""
+        given = {**self._stored, **dict(zip(sources, tensors, strict=True))}
+        return self._sanitize(given)[name].astype(mx.float32)
+
+    def _undo(self, name: str, sources: list[str], array: mx.array) -> list[mx.array]:
+        """The stored tensors named `sources` of which the linear part of `sanitize` makes `array`."""
+        zeros = [mx.zeros(self._stored[source].shape) for source in sources]
+        return mx.vjp(lambda *tensors: self._derive(name, sources, list(tensors)), zeros, [array])[1]
 
     def _sources(self, numbers: mx.array, name: str) -> list[str]:
         """The stored tensors that a parameter is made of, given `numbers` in the place of their values."""
@@ -139,6 +168,20 @@ class StoredNames:
         )
 
 
+def _lazy_tensors(path: Path) -> dict[str, mx.array]:
+    stored: dict[str, mx.array] = {}
+    for file in sorted(path.glob(WEIGHTS)):
+        stored.update(mx.load(str(file)))  # type: ignore[arg-type]
+    return stored
+
+
+def _sanitize(model: nn.Module) -> Sanitize:
+    """The function that makes the parameters of a model of stored tensors, and does not change what it is given."""
+    if has_vision(model):
+        return sanitizer(model)
+    return _repeatable(model) if hasattr(model, "sanitize") else dict
+
+
 def _repeatable(model: nn.Module) -> Sanitize:
     """The model's `sanitize` as a function to call any number of times.
 
@@ -148,7 +191,7 @@ def _repeatable(model: nn.Module) -> Sanitize:
     def sanitize(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         stand_in: Any = copy.copy(model)
         stand_in.setdefault("lm_head", None)
-        return stand_in.sanitize(tensors)
+        return with_joined_experts(stand_in.sanitize(tensors))
 
     return sanitize
 

@@ -16,6 +16,7 @@ from ..data import BatchOrder, Splits
 from ..data.example_stream import StreamedSplits
 from ..data.stream_order import StreamOrder
 from ..layers import LayerInfo
+from ..lora.weights import is_quantized, quantization
 from ..machine import backend, blas
 from ..patches.summary import summary
 from .distributed import World
@@ -166,10 +167,9 @@ def _stored_numbers(model: nn.Module) -> int:
 
     def count(module: Any) -> int:
         own = {key: leaf for key, leaf in module.items() if hasattr(leaf, "size") and not key.startswith("_")}
-        packed = "scales" in own and hasattr(module, "bits")
-        if packed:
-            own = {key: leaf for key, leaf in own.items() if key not in ("scales", "biases")}
-        factor = 32 // module.bits if packed else 1
-        return sum(leaf.size * (factor if key == "weight" and packed else 1) for key, leaf in own.items())
+        sizes = {key: leaf.size for key, leaf in own.items()}
+        if is_quantized(module):
+            sizes |= {"weight": sizes["scales"] * quantization(module)["group_size"], "scales": 0, "biases": 0}
+        return sum(sizes.values())
 
     return sum(count(module) for module in model.modules())

@@ -31,6 +31,7 @@ from .folder import RunFolder
 from .freed_memory import FreedMemory
 from .micro_batches import LONGEST, MicroBatches
 from .optimizer import build_optimizer
+from .options_check import check_updates
 from .outputs import Outputs
 from .preferences.figures import means
 from .preferences.reference import fill
@@ -85,6 +86,8 @@ class Trainer:
         self._train_order = training_order(splits, config, self.world)
         self._order = PeekableOrder(self._train_order)
         self.config = config = with_iterations(config, self._train_order)
+        if config.epochs is not None:
+            check_updates(config)
         self.screen = screen or log.Screen(shown=self.world.main)
         self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text)
         self._folder = folder or RunFolder(config, self.world)
@@ -121,6 +124,8 @@ class Trainer:
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
                 self.screen.say(line)
+            if self.outputs.note is not None:
+                self.screen.say(self.outputs.note)
             #: What the run is, for its report.
             self.about = announce.about(self.model, config, self.splits, trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from ..config import TrainConfig
 from ..errors import UserError
 from ..lora import save_adapters
 from ..lora.adapter_files import WEIGHTS
-from ..lora.new_rows import plain_parameters
-from ..lora.tensor_files import write_tensors
-from ..machine.atomic_files import replace_file
+from ..models.adapted_base import LOADER, loader_of
+from ..models.load import locate
+from ..models.trained_checkpoint import FILE, TrainedCheckpoint
 from ..models.vision.adapters import layers_for_mlx_vlm
 from . import state
 
@@ -28,14 +27,20 @@ class Outputs:
     """The files of a run, all in the folder `config.adapter_path`.
 
     Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
-    mlx_lm.lora does. Full fine-tuning writes model.safetensors, config.json and the tokenizer's files. The folder
-    `best` has the same files but the numbered copies, from the evaluation with the lowest loss of all.
+    mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.trained_checkpoint). The folder `best` has the
+    same files but the numbered copies, from the evaluation with the lowest loss of all.
 
     Args:
         model: The model that is trained.
         tokenizer: Its tokenizer, for a checkpoint.
         config: The options of the run.
         model_config: The content of the model's config.json, for a checkpoint.
+
+    Attributes:
+        note: A sentence for the user about the checkpoint, or None.
+
+    Raises:
+        UserError: A checkpoint needs the folder that `config.model` names, and it is not there.
     """
 
     def __init__(
@@ -46,11 +51,16 @@ class Outputs:
         self.metrics = self.directory / "metrics.jsonl"
         self.report = self.directory / "report.html"
         self.best = self.directory / "best"
-        self._model, self._tokenizer, self._config, self._model_config = model, tokenizer, config, model_config
-        if config.fine_tune_type == "full" and model_config is None:
-            raise ValueError(
-                "fine_tune_type full writes a checkpoint: give Trainer the model's config.json as model_config."
-            )
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._checkpoint: TrainedCheckpoint | None = None
+        if config.fine_tune_type == "full":
+            if model_config is None:
+                raise ValueError(
+                    "fine_tune_type full writes a checkpoint: give Trainer the model's config.json as model_config."
+                )
+            scratch_config = model_config if config.from_scratch else None
+            self._checkpoint = TrainedCheckpoint(model, locate(config.model), scratch_config)
+        self.note = None if self._checkpoint is None else self._checkpoint.note
 
     def prepare(self) -> None:
         """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
@@ -72,8 +82,8 @@ class Outputs:
         Raises:
             UserError: If the file system refuses.
         """
-        if self._config.fine_tune_type == "full":
-            self._save_checkpoint(self.directory)
+        if self._checkpoint is not None:
+            self._save_checkpoint(self._checkpoint, self.directory)
             return
         if self._config.keep != 0:
             self._save_adapters(self.directory, weights=f"{iteration:07d}_adapters.safetensors")
@@ -90,13 +100,13 @@ class Outputs:
         Raises:
             UserError: If the file system refuses.
         """
-        if self._config.fine_tune_type == "full":
-            self._save_checkpoint(self.best)
+        if self._checkpoint is not None:
+            self._save_checkpoint(self._checkpoint, self.best)
         else:
             self._save_adapters(self.best, more={"iteration": iteration, "val_loss": loss})
 
     def _save_adapters(self, folder: Path, *, weights: str = WEIGHTS, more: dict[str, Any] | None = None) -> None:
-        options = dataclasses.asdict(self._config) | (more or {})
+        options = dataclasses.asdict(self._config) | {LOADER: loader_of(self._model)} | (more or {})
         layers = layers_for_mlx_vlm(self._model)
         named = layers is None
         options |= {} if named else {"num_layers": layers}
@@ -115,14 +125,9 @@ class Outputs:
         except OSError as error:
             raise UserError(state.refusal(self.directory, error)) from error
 
-    def _save_checkpoint(self, folder: Path) -> None:
-        weights = folder / "model.safetensors"
-        tensors = plain_parameters(self._model)
+    def _save_checkpoint(self, checkpoint: TrainedCheckpoint, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(weights, lambda path: write_tensors(path, tensors, {"format": "mlx"}))
+            checkpoint.write(folder, dataclasses.asdict(self._config))
             self._tokenizer.save_pretrained(str(folder))
-            text = json.dumps(self._model_config, indent=4, sort_keys=True)
-            replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
         except OSError as error:
-            raise UserError(state.refusal(weights, error)) from error
+            raise UserError(state.refusal(folder / FILE, error)) from error

@@ -26,14 +26,15 @@ from ..data.stream_order import StreamOrder
 from ..data.vision.preparation import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, load_adapter_weights, load_adapters, pissa
+from ..lora import convert_to_lora, load_adapter_weights, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
+from ..models.adapted_base import load_with_adapter
 from ..models.document_isolation import check_packing
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.layer_caches import carries
-from ..models.load import Loaded, load, locate
+from ..models.load import Loaded, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
@@ -41,7 +42,7 @@ from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..patches import PatchReport, patched
 from .distributed import World
-from .optimizer import build_optimizer
+from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
 from .routers import router_losses
@@ -108,9 +109,7 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
-    # A wrong setting of the optimizer or of the loss is reported before anything is loaded.
-    build_optimizer(config)
-    objective_of(config)
+    check_options(config)
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
@@ -159,15 +158,6 @@ def load_model(
     return loaded
 
 
-def load_with_adapter(model: str | Path | None, adapter_path: str | None, **options: Any) -> Loaded:
-    """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given."""
-    loaded = load(model, **options)
-    if adapter_path:
-        load_adapters(loaded.model, adapter_path)
-        loaded.model.eval()
-    return loaded
-
-
 def vision_processors(loaded: Loaded) -> VisionProcessors | None:
     """Return the processors that read images and videos for a vision model; None for a text model."""
     if loaded.processor is None:
@@ -196,7 +186,8 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
             raise UserError(
                 "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
             )
-        load_adapter_weights(model, config.resume_adapter_file)
+        # A continued run takes its adapters from its state, whatever it began with.
+        load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
     return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
 
 

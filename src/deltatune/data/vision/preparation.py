@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
-from ...lora.adapter_files import read_config
+from ...lora.adapter_files import options_of
 from ...models.vision.inputs import VisionSpec
 from .images import ImageReader
 from .media import MediaReader
@@ -77,5 +77,5 @@ def picture_options(given: Mapping[str, Any], adapter_path: str | None) -> dict[
     Raises:
         UserError: the adapter's config is missing or damaged.
     """
-    trained = read_config(Path(adapter_path)) if adapter_path else {}
+    trained = options_of(Path(adapter_path)) if adapter_path else {}
     return {name: trained.get(name) if given.get(name) is None else given[name] for name in PICTURE_OPTIONS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import mlx.nn as nn
 
 from ...errors import UserError, reason
 from ...json_files import read_json
+from ..transformers_layouts import with_joined_experts
 
 # What mlx-vlm raises when it cannot build a model from a config.
 _BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
@@ -122,16 +124,23 @@ def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]
     def sanitize_all(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         for part in (model, model.vision_tower, model.language_model):
             weights = part.sanitize(weights) if hasattr(part, "sanitize") else weights
-        return weights
+        return with_joined_experts(weights)
+
+    @functools.cache
+    def shifted() -> set[str]:
+        """The parameters to which a constant is added; every call has tensors of the same names and shapes."""
+        blank = {name: mx.broadcast_to(mx.array(0.0), shape) for name, shape in shapes.items()}
+        return {name for name, tensor in sanitize_all(blank).items() if mx.any(tensor != 0).item()}
+
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        blank = {name: mx.broadcast_to(mx.array(0.0), tensor.shape) for name, tensor in weights.items()}
-        shifted = {name for name, tensor in sanitize_all(blank).items() if mx.any(tensor != 0).item()}
+        shapes.update({name: tensor.shape for name, tensor in weights.items()})
         copies = {name: mx.array(tensor) for name, tensor in weights.items()}
         # `copies` keeps every copy alive meanwhile, so no other array can get its id.
         origin = {id(copy): weights[name] for name, copy in copies.items()}
         result = sanitize_all(dict(copies))
-        return {name: value if name in shifted else origin.get(id(value), value) for name, value in result.items()}
+        return {name: value if name in shifted() else origin.get(id(value), value) for name, value in result.items()}
 
     return sanitize
 

@@ -1,0 +1,55 @@
+"""Loads the base of an adapter, with the adapter or through the library through which the adapter was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..lora import load_adapters
+from ..lora.adapter_files import WEIGHTS, read_config, read_weights
+from ..lora.parts import part_of
+from .load import Loaded, load, load_model, load_vision_tower
+from .trained_checkpoint import is_trained_checkpoint
+from .vision.split import has_vision
+
+#: The key of adapter_config.json that names the library: "mlx-lm", or "mlx-vlm" for a run on images.
+LOADER = "loader"
+_MLX_VLM = "mlx-vlm"
+
+
+def loader_of(model: nn.Module) -> str:
+    """Return the name of the library whose class a model is."""
+    return _MLX_VLM if has_vision(model) else "mlx-lm"
+
+
+def load_base(path: Path, adapter_path: Path) -> nn.Module:
+    """Load a checkpoint, lazily, for the adapter in `adapter_path`.
+
+    An adapter that another program wrote does not name the library. Then mlx-vlm loads the base if the adapter changes
+    modules outside the language model, whose names are the same in both libraries.
+
+    Raises:
+        UserError: Either is damaged, or that library cannot load the base.
+    """
+    loader = read_config(adapter_path).get(LOADER)
+    if loader is None:
+        adapts_vision = any(part_of(name) is not None for name in read_weights(adapter_path / WEIGHTS))
+    else:
+        adapts_vision = loader == _MLX_VLM
+    return load_vision_tower(path) if adapts_vision else load_model(path, lazy=True)[0]
+
+
+def load_with_adapter(model: str | Path | None, adapter_path: str | None, **options: Any) -> Loaded:
+    """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given.
+
+    Where a run trained the whole model, that folder holds the model itself.
+    """
+    if adapter_path and is_trained_checkpoint(Path(adapter_path)):
+        return load(Path(adapter_path), **options)
+    loaded = load(model, **options)
+    if adapter_path:
+        load_adapters(loaded.model, adapter_path)
+        loaded.model.eval()
+    return loaded

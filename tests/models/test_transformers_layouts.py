@@ -1,0 +1,95 @@
+"""Checkpoints as transformers 5 saves them load with the logits of the same model in MLX's form."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+
+from deltatune.config import LoraConfig
+from deltatune.errors import UserError
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.load import load_model, load_vision_tower, new_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from transformers_saves import write_as_text_alone, write_as_transformers
+
+TOKENS = mx.array([[5, 6, 7, 8, 9]])
+
+
+def logits(model):
+    output = model(TOKENS)
+    return output if isinstance(output, mx.array) else output.logits
+
+
+def equal(model, other):
+    return mx.abs(logits(model) - logits(other)).max().item() < 1e-5
+
+
+def test_one_tensor_an_expert_loads_through_both_libraries_and_merges_through_both(tiny_vision_checkpoint, tmp_path):
+    original = tiny_vision_checkpoint("qwen3_5_moe")
+    base = write_as_transformers(original, tmp_path / "base")
+    for name, load in (("text", lambda path: load_model(path)[0]), ("images", load_vision_tower)):
+        model = load(base)
+        assert equal(model, load(original))
+        convert_to_lora(model, LoraConfig(rank=2, scale=2.0, keys=["*switch_mlp.up_proj", "*o_proj"]))
+        model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+        loader = "mlx-lm" if name == "text" else "mlx-vlm"
+        save_adapters(model, tmp_path / f"{name}_adapter", {"model": str(base), "loader": loader})
+        done = merge_checkpoint(base, tmp_path / f"{name}_adapter", tmp_path / name)
+        assert len(done.changed) == 4 * 8 + 1
+        assert equal(load(tmp_path / name), model)
+        assert (
+            mx.load(str(tmp_path / name / "model.safetensors")).keys()
+            == mx.load(str(base / "model.safetensors")).keys()
+        )
+
+
+def test_the_library_that_trained_the_adapter_loads_its_base(tiny_vision_checkpoint, tmp_path, monkeypatch):
+    """The adapter is on the language model alone, and mlx-lm cannot load this base."""
+    base = tiny_vision_checkpoint("qwen3_5_moe")
+    model = load_vision_tower(base)
+    convert_to_lora(model, LoraConfig(rank=2, keys=["*o_proj"]))
+    save_adapters(model, tmp_path / "adapter", {"loader": "mlx-vlm"})
+    monkeypatch.setattr("deltatune.models.adapted_base.load_model", None)
+    assert len(merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged").changed) == 1
+
+
+@pytest.mark.bad_input("experts stored one by one, of which one is missing")
+def test_a_missing_expert_is_named(tiny_checkpoint, tmp_path):
+    base = write_as_transformers(tiny_checkpoint("qwen3_5_moe"), tmp_path / "base")
+    tensors = mx.load(str(base / "model.safetensors"))
+    mx.eval(tensors)
+    del tensors["model.language_model.layers.1.mlp.experts.3.down_proj.weight"]
+    mx.save_safetensors(str(base / "model.safetensors"), tensors)
+    with pytest.raises(UserError, match=r"layers.1.mlp.experts.3.down_proj.weight' is missing"):
+        load_model(base)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_language_model_saved_without_its_tower(tiny_checkpoint, tmp_path, family):
+    original = tiny_checkpoint(family, num_hidden_layers=3, full_attention_interval=3)
+    base = write_as_text_alone(original, tmp_path / "base")
+    model, config = load_model(base)
+    assert equal(model, load_model(original)[0])
+    assert config == json.loads((base / "config.json").read_text()) | {"rope_parameters": config["rope_parameters"]}
+    assert [type(layer).__name__ for layer in new_model(base).layers] == [
+        type(layer).__name__ for layer in model.layers
+    ]
+
+
+def test_a_group_size_of_null_is_the_default(tiny_checkpoint, tmp_path):
+    original = tiny_checkpoint("qwen3_5_moe", quantize={"bits": 3, "group_size": 64})
+    base = shutil.copytree(original, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    paths = [name for name, m in load_model(original)[0].named_modules() if getattr(m, "bits", 0) == 3]
+    config["quantization"] |= {path: {"group_size": None, "bits": 3, "mode": "affine"} for path in paths}
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": config["quantization"]}))
+    model, explicit = load_model(base)[0], load_model(original)[0]
+    assert equal(model, explicit)
+    for each in (model, explicit):
+        mx.random.seed(0)
+        convert_to_lora(each, LoraConfig(rank=2, scale=2.0))
+        save_adapters(each, tmp_path / "adapter", {})
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged", dequantize=True)
+    assert equal(load_model(tmp_path / "merged")[0], explicit)
