@@ -17,7 +17,7 @@ from .asked_thinking import asked_options
 from .example import Example, Splits
 from .example_stream import ExampleStream, StreamedSplits
 from .hub_lookup import hub_lookup
-from .json_files import json_file
+from .json_rows import json_file
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
