@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from .commands import demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train
@@ -49,6 +50,18 @@ def _version() -> str:
         return "(not installed: its files are used where they lie)"
 
 
+def _say_plainly(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as one line for the user; the place in the code belongs to warnings of other packages."""
+    if category.__module__.partition(".")[0] == "deltatune":
+        return f"deltatune: warning: {message}\n"
+    return _formatwarning(message, category, filename, lineno, line)
+
+
+_formatwarning = warnings.formatwarning
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -62,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path or an answer may have characters that this terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = _say_plainly
     try:
         arguments = parser().parse_args(argv)
         startup.check()

@@ -326,6 +326,14 @@ class TrainConfig(LossOptions, SampleOptions, StreamOptions, TemplateOptions):
     trust_remote_code: bool = field(
         default=False, metadata=_about(_MODEL, "allow code that comes with the model or its tokenizer to run")
     )
+    force: bool = field(
+        default=False,
+        metadata=_about(
+            _RUN,
+            "go on even if the plan says that the run cannot fit in memory, or upstream's code has to run where "
+            "results depend on deltatune's",
+        ),
+    )
     prompt_feature: str | None = field(
         default=None,
         metadata=_about(

@@ -14,9 +14,9 @@ from cases import DELTA, MOE, TEXT, gradients, logits, loss, tokens
 from packaging.version import Version
 
 from deltatune.patches import patched
-from deltatune.patches.patch import _contains
 from deltatune.patches.recurrence import PROMPT_TOKENS
 from deltatune.patches.tables import mlx_vlm_experts
+from deltatune.patches.versions import contains
 
 pytestmark = pytest.mark.compat
 REFUSED = "Cannot calculate VJP with respect to indices|GatherAxis"
@@ -99,5 +99,5 @@ def test_experts_in_vision_models(tiny_vision_model, record_property, family, tr
 
     model = tiny_vision_model(family)
     records = [p for p in mlx_vlm_experts.PATCHES if f".{family}." in p.module]
-    in_graph = any(_contains(record.versions, mlx_vlm.__version__) for record in records)
+    in_graph = any(contains(record.tried, mlx_vlm.__version__) for record in records)
     check_experts(model, training, in_graph and (NEW_MLX or not training), record_property)

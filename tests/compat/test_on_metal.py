@@ -15,8 +15,8 @@ from metal import NO_GRADIENT
 from deltatune import patches
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import patched
-from deltatune.patches.patch import _contains
 from deltatune.patches.tables import mlx_vlm, mlx_vlm_vision
+from deltatune.patches.versions import contains
 
 pytestmark = pytest.mark.compat
 # Experts of mlx-lm 0.31 refuse before the kernel is asked.
@@ -66,7 +66,7 @@ def test_the_fused_rotation(tiny_vision_model, record_property, monkeypatch, exp
     model.train()
     experts_cut_off()
     rows, more = images(model)
-    stops = _contains(record.versions, package.__version__)
+    stops = contains(record.tried, package.__version__)
     check(model, stops, rows, more, record_property, monkeypatch)
 
 

@@ -16,6 +16,7 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
+from deltatune.patches import evidence
 from new_tokens import with_new_tokens
 
 
@@ -118,8 +119,11 @@ def test_not_a_number_is_valid_json(found, capsys):
     assert faults[0]["error"] == "inf"
 
 
-def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, doctor):
+def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, doctor, tmp_path):
     on_a_gpu(wrong)
+    # What an earlier process found is not asked again.
+    monkeypatch.setattr(evidence, "_path", tmp_path.joinpath)
+    evidence.forget()
     monkeypatch.setattr("deltatune.machine.backend.gated_delta_candidates", lambda: (("fused",), "forced"))
     assert "! DELTATUNE_GATED_DELTA=fused: fused (" in doctor(code=1)
 

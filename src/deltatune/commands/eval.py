@@ -17,7 +17,7 @@ OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns",
     "chat_template_config", "pack", "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
-    "trust_remote_code",
+    "trust_remote_code", "force",
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ def add(commands: Any) -> None:
         help="whether to print speeds after the answer: true or false",
     )
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
+    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
     parser.set_defaults(call=run, parser=parser)
 
 
@@ -140,6 +141,7 @@ class GenerateOptions:
     video_max_frames: int | None = _range(None, least=1)
     verbose: bool = True
     trust_remote_code: bool = False
+    force: bool = False
 
     def __post_init__(self) -> None:
         fix(self)
@@ -165,7 +167,7 @@ def generate(options: GenerateOptions) -> str:
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
-    _check_vocabulary(options, loaded)
+    _check(options, loaded)
     _add_ends(options, loaded)
     pictures = _pictures(options, loaded) if media else None
     tokens = prompt_tokens(
@@ -237,8 +239,12 @@ def _prompt(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _check_vocabulary(options: GenerateOptions, loaded: Loaded) -> None:
-    """Refuse tokens that the model does not have, and more candidates than it has tokens."""
+def _check(options: GenerateOptions, loaded: Loaded) -> None:
+    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
+    from ..patches import INFERENCE, patched
+
+    with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
+        pass  # It is refused before anything is generated.
     known = loaded.tokenizer.get_vocab()
     if options.top_k >= len(known):
         raise UserError(

@@ -29,27 +29,34 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="name every patch that is applied; stands before the other program"
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="run it although upstream has changed and deltatune's gradients cannot serve it; stands there, too",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, type=str, metavar="-- COMMAND ...")
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program that the arguments name and return its exit code."""
-    return run_program(arguments.command, verbose=arguments.verbose)
+    return run_program(arguments.command, verbose=arguments.verbose, force=arguments.force)
 
 
-def run_program(argv: list[str], *, verbose: bool = False) -> int:
+def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) -> int:
     """Run a Python program with the patches applied.
 
     Args:
         argv: A console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
         verbose: Whether to name every patch that is applied.
+        force: Whether to go on where a function that results depend on keeps upstream's code.
 
     Returns:
         The program's exit code.
 
     Raises:
-        UserError: If the command is not a Python program. An exception of the program passes through; Python then shows
+        UserError: If the command is not a Python program, or the program imports a function that results depend on and
+            that deltatune cannot replace. An exception of the program passes through; Python then shows
             its traceback without deltatune's own frames.
 
     Example:
@@ -60,7 +67,7 @@ def run_program(argv: list[str], *, verbose: bool = False) -> int:
     sys.excepthook = _without_our_frames(hook)
     try:
         with _compile_mode():
-            code = _patched(program, verbose)
+            code = _patched(program, verbose, force)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
     # After an exception the hook stays: Python shows the traceback when this function has already been left.
@@ -68,16 +75,20 @@ def run_program(argv: list[str], *, verbose: bool = False) -> int:
     return code
 
 
-def _patched(program: Callable[[], None], verbose: bool) -> int:
+def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
     """Run a program with the patches applied, report how often they served it, and return its exit code."""
-    from ..patches import patched, recurrence, whole_rows
+    from ..patches import TRAINING, patched, recurrence, refuse, whole_rows
+
+    kept: list[str] = []
 
     def report(patches: PatchReport) -> None:
+        if not force:
+            refuse(patches, None, (TRAINING,))
+        kept.extend(left.patch.target for left in patches.left_alone if TRAINING in left.patch.needed_for)
         _report_patches(patches, verbose)
 
     recurrence.reset()
     whole_rows.reset()
-    # A program that fails before it trains reaches no layer, and its own message says why.
     code: int | None = None
     with patched(announce=report) as applied:
         report(applied)
@@ -86,8 +97,12 @@ def _patched(program: Callable[[], None], verbose: bool) -> int:
             code = 0
         except SystemExit as exit_:
             code = _exit_code(exit_)
+        except UserError:
+            code = 2  # The message says what was refused; it is no crash.
+            raise
         finally:
-            _report_calls(warn=code == 0)
+            if code != 2:
+                _report_calls(kept, crashed=code != 0)
     return code
 
 
@@ -188,12 +203,18 @@ def _exit_code(exit_: SystemExit) -> int:
 def _report_patches(report: PatchReport, verbose: bool) -> None:
     from ..patches.summary import summary
 
-    if any(applied.patch.name == "gated_delta_update" for applied in report.applied):
+    reaches = any(applied.patch.name == "gated_delta_update" for applied in report.applied)
+    if reaches or (verbose and report.applied):
         print(f"deltatune: patched {report if verbose else summary(report)}", file=sys.stderr)
 
 
-def _report_calls(*, warn: bool) -> None:
-    """Print how many calls of the program got deltatune's gradients, or a warning, if it is due, where none did."""
+def _report_calls(kept: list[str], *, crashed: bool) -> None:
+    """Print how many calls of the program got deltatune's gradients, or why none did.
+
+    Args:
+        kept: The functions that training depends on and that keep upstream's code.
+        crashed: Whether the program ended with an error.
+    """
     from ..patches import recurrence, whole_rows
 
     counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]
@@ -202,13 +223,21 @@ def _report_calls(*, warn: bool) -> None:
         line = f"{ours} traced calls of gated_delta_update{f' and {attended} of attention' if attended else ''}"
         decoding = f"{counts[recurrence.UPSTREAM]} decoding calls stayed upstream's."
         print(f"deltatune: {line} got deltatune's gradients; {decoding}", file=sys.stderr)
+    elif kept:
+        print(
+            f"deltatune: WARNING: {', '.join(kept)} kept upstream's code, so nothing that this program trained has "
+            "deltatune's gradients.",
+            file=sys.stderr,
+        )
     elif attended:
         print(
             f"deltatune: {attended} traced calls of attention got deltatune's gradients; the program has no "
             "gated-delta layer, runs it in another process, or replaces it itself.",
             file=sys.stderr,
         )
-    elif warn:
+    elif crashed:
+        print("deltatune: the program ended with an error before it reached a gated-delta layer.", file=sys.stderr)
+    else:
         print(
             "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
             "own code: the program has no such layer, runs it in another process, or replaces it itself.",

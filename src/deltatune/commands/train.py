@@ -29,9 +29,6 @@ def add(commands: Any) -> None:
         action="store_true",
         help="print the first batch, with the tokens that count in the loss marked, and stop",
     )
-    parser.add_argument(
-        "--force", action="store_true", help="train even if the plan says that the run cannot fit in memory"
-    )
     parser.add_argument("--verbose", action="store_true", help="name every patch that is applied")
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
@@ -43,17 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     require(config, "train", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    train(config, show=arguments.show_batch, force=arguments.force, verbose=arguments.verbose)
+    train(config, show=arguments.show_batch, verbose=arguments.verbose)
     return 0
 
 
-def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbose: bool = False) -> Result | None:
+def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> Result | None:
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
         config: The options of the run.
         show: Whether to print the first batch and stop, instead of training.
-        force: Whether to train even if the plan says that the run cannot fit in memory.
         verbose: Whether to name every patch that is applied.
 
     Returns:
@@ -88,7 +84,7 @@ def train(config: TrainConfig, *, show: bool = False, force: bool = False, verbo
         for line in run.prepare():
             screen.say(line)
         trainer = Trainer.of(run, screen, folder)
-        checked = check(run, force=force)
+        checked = check(run, force=config.force)
         for line in checked.lines:
             screen.say(line)
         result = trainer.run(checkpoints=checked.checkpoints)

@@ -34,9 +34,13 @@ class Patched:
 
 @dataclass
 class Patches:
-    """The patches in force, and sentences on what they leave alone and on modules that cannot be imported."""
+    """The patches in force, and sentences on untried versions, on what is left alone and on modules without an import.
+
+    Sentences in `untried` name an installed version that the records do not, and how many functions are as expected.
+    """
 
     applied: list[Patched] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
 
@@ -211,7 +215,8 @@ def _patched() -> Iterator[Patches]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 report = stack.enter_context(patched())
-            found.left_alone += report.left_alone
+            found.left_alone += map(str, report.left_alone)
+            found.untried += report.untried
             for each in report.applied:
                 package = f"{each.patch.package} {each.version}"
                 found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))

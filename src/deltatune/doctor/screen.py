@@ -148,6 +148,8 @@ def _patches(patches: Patches) -> RenderableType:
         text = Text(f"{len(patches.applied)} functions replaced: ")
         text.append(", ".join(f"{count} of {package}" for package, count in counts.most_common()))
         table.add_row(Text("✓", style="green"), text.append("\n--json names each", style="dim"))
+    for message in patches.untried:
+        table.add_row(Text("–", style="dim"), Text(message))
     for message in patches.left_alone:
         table.add_row(Text("!", style="yellow"), Text(message))
     for message in patches.absent:

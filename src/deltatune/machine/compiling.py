@@ -53,6 +53,22 @@ def compiles() -> bool:
 
 
 @contextmanager
+def not_compiled() -> Iterator[None]:
+    """Let functions that mx.compile has made run operation by operation inside a `with` block, and restore its mode."""
+    if not compiles():
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+        library = _library() if _depth else None
+        if library is not None:
+            library[_SYMBOL](_NO_FUSE)
+
+
+@contextmanager
 def without_kernels() -> Iterator[str]:
     """Keep mx.compile from building kernels inside a `with` block.
 

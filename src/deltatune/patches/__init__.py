@@ -6,8 +6,7 @@ modules of tables/ list what is replaced; patch.py replaces it.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import mlx.nn as nn
@@ -15,9 +14,10 @@ import mlx.nn as nn
 from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
-from .patch import PatchReport, PatchWarning
-from .patch_record import Patch
+from .patch_record import ALWAYS, INFERENCE, PACKING, TRAINING, Patch
+from .patch_report import PatchReport, PatchWarning
 from .recurrence import served
+from .requirements import refuse
 from .tables import (
     attention,
     delta_layers,
@@ -38,7 +38,11 @@ from .tables import (
 from .verify import explain, reached
 
 __all__ = [
+    "ALWAYS",
+    "INFERENCE",
+    "PACKING",
     "PATCHES",
+    "TRAINING",
     "Patch",
     "PatchReport",
     "PatchWarning",
@@ -47,6 +51,7 @@ __all__ = [
     "is_gated_delta",
     "patched",
     "reached",
+    "refuse",
     "revert",
     "served",
 ]
@@ -84,7 +89,13 @@ def _of_device() -> tuple[Patch, ...]:
     return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
 
 
-def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
+def apply(
+    model: nn.Module | None = None,
+    announce: Callable[[PatchReport], None] | None = None,
+    *,
+    strict: bool = False,
+    uses: Collection[str] = (TRAINING,),
+) -> PatchReport:
     """Apply every patch that this machine needs. Patches that are applied already stay as they are.
 
     Some patches depend on the device; each module of the folder tables/ says where its own are needed. The call warns
@@ -93,19 +104,23 @@ def apply(model: nn.Module | None = None, announce: Callable[[PatchReport], None
     Args:
         model: A model to verify. It is traced, and each gated-delta layer that does not call deltatune is reported.
         announce: Is called with a further report whenever the module of a waiting target is imported later.
+        strict: Whether to raise where the uses of the model depend on something that is left alone, or a layer does
+            not call deltatune.
+        uses: What the model is used for: TRAINING, PACKING, INFERENCE. Layers are traced for TRAINING.
 
     Returns:
         A report of what was patched, what was left alone, and which modules have not been imported yet.
 
     Raises:
-        UserError: The BLAS of this machine computes wrong products that no patch can correct.
+        UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`.
     """
     report = patch.apply((*one_row_products.records(), *_of_device(), *PATCHES), announce)
-    if model is not None:
+    if model is not None and TRAINING in uses:
         layers = gated_delta_layers(model)
         report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]
-        for message in report.unreached:
-            warnings.warn(message, PatchWarning, stacklevel=2)
+    if model is not None and strict:
+        refuse(report, model, uses)
+    patch.warn(report)
     return report
 
 
@@ -116,7 +131,11 @@ def revert() -> None:
 
 @contextmanager
 def patched(
-    model: nn.Module | None = None, announce: Callable[[PatchReport], None] | None = None
+    model: nn.Module | None = None,
+    announce: Callable[[PatchReport], None] | None = None,
+    *,
+    strict: bool = True,
+    uses: Collection[str] = (TRAINING,),
 ) -> Iterator[PatchReport]:
     """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
@@ -126,9 +145,14 @@ def patched(
     Args:
         model: As in apply().
         announce: As in apply().
+        strict: Whether a model that deltatune cannot serve is refused; if not, the call only warns.
+        uses: As in apply().
 
     Yields:
         The report of apply().
+
+    Raises:
+        UserError: A layer of `model` is not served, or its results depend on a function that is left alone.
 
     Example:
         >>> with patched(model) as report:
@@ -138,7 +162,7 @@ def patched(
     global _depth
     _depth += 1
     try:
-        yield apply(model, announce)
+        yield apply(model, announce, strict=strict, uses=uses)
     finally:
         _depth -= 1
         if _depth == 0:

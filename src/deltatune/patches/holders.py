@@ -56,11 +56,19 @@ class LoadedModules:
 
 def defined_function(patch: Patch) -> Function | None:
     """The function that `patch.module` defines, from any module that still holds it under its own name."""
-    value: Any = vars(owner_of(patch)).get(patch.attribute)
-    if _is_defined_by(patch, value):
+    value = attribute_of(patch)
+    if _is_defined_by(patch, value) or _has_moved(patch, value):
         return value
     held = (module.__dict__.get(patch.attribute) for module in LoadedModules(()))
     return next((value for value in held if _is_defined_by(patch, value)), None)
+
+
+def attribute_of(patch: Patch) -> Any:
+    """What the target's module or class itself holds under the target's name, or None."""
+    owner: Any = sys.modules[patch.module]
+    for part in patch.name.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    return None if owner is None else vars(owner).get(patch.attribute)
 
 
 def owner_of(patch: Patch) -> Any:
@@ -98,6 +106,13 @@ def _is_defined_by(patch: Patch, value: Any) -> bool:
     # A compiled function has neither code nor globals, so only the names that it states can be compared.
     stated = (getattr(value, "__module__", None), getattr(value, "__name__", None))
     return not patch.signature and stated == (_stated_module(patch), patch.attribute)
+
+
+def _has_moved(patch: Patch, value: Any) -> bool:
+    """Whether `value` is a function of the package that another of its modules defines, and the target's imports."""
+    if not isinstance(value, FunctionType) or value.__code__.co_name != patch.attribute:
+        return False
+    return str(value.__globals__.get("__name__")).partition(".")[0] == patch.package
 
 
 def _stated_module(patch: Patch) -> str:

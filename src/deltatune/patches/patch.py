@@ -7,81 +7,23 @@ record expects is left alone, with a warning.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ..machine import backend
-from ..machine.compiling import without_kernels
+from .evidence import Fitting, fitting
 from .holders import LoadedModules, defined_function, holders, owner_of, rebind
 from .importing import ImportWatch
 from .patch_record import Function, Patch
-
-
-class PatchWarning(UserWarning):
-    """A target keeps its original code. The message says which one, why, and what that means for training."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A patch that was applied: the installed version of its package, and the modules that hold the replacement."""
-
-    patch: Patch
-    version: str
-    holders: tuple[str, ...]
-
-    def __str__(self) -> str:
-        modules = f" in {len(self.holders)} modules" if len(self.holders) > 1 else ""
-        return f"{self.patch.name}{modules} ({self.patch.package} {self.version})"
-
-
-@dataclass
-class PatchReport:
-    """What apply() did.
-
-    Attributes:
-        applied: The patches that are in force.
-        left_alone: A message for each function that keeps its original code.
-        waiting: The modules that are not imported yet; their functions are replaced when they are.
-        unreached: A message for each gated-delta layer that does not call deltatune.
-    """
-
-    applied: list[Applied] = field(default_factory=list)
-    left_alone: list[str] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)
-    unreached: list[str] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every function was replaced and every layer that was traced calls deltatune."""
-        return not self.left_alone and not self.unreached
-
-    def __str__(self) -> str:
-        parts = [str(applied) for applied in self.applied] or ["nothing patched yet"]
-        return "; ".join(parts + self.left_alone + self.unreached)
-
-
-@dataclass
-class _InForce:
-    """A patch in force, with the two functions that it exchanges."""
-
-    patch: Patch
-    version: str
-    upstream: Function
-    ours: Function
-
+from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
+from .versions import installed, is_older, latest
 
 # By target.
-_in_force: dict[str, _InForce] = {}
+_in_force: dict[str, Fitting] = {}
 # For each module that is waited for: its watch, and the records to apply when it is imported, by target.
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
@@ -90,8 +32,7 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     """Replace the function of each record, in every loaded module that holds it.
 
     Functions of modules that are not imported yet are replaced when those are imported. Applying twice gives the
-    replacement to modules that were loaded in between. The call warns (PatchWarning) about every function that it
-    leaves alone.
+    replacement to modules that were loaded in between. warn() says what the report of the call leaves alone.
 
     Args:
         patches: The records. Of several for one target, the first that fits what is installed is applied.
@@ -106,10 +47,22 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
         targets.setdefault(patch.target, []).append(patch)
     for target, records in targets.items():
         if records[0].module not in sys.modules:
+            gone = _moved_away(records)
+            if gone is not None:
+                report.left_alone.append(gone)
             _watch(records[0].module, announce)[target] = records
+            package = records[0].package
+            if package not in sys.modules and any(patch.needed_for for patch in records):
+                _watch(package, announce)
     _apply_targets([records for records in targets.values() if records[0].module in sys.modules], report)
     report.waiting = list(_watches)
     return report
+
+
+def warn(report: PatchReport) -> None:
+    """Warn (PatchWarning) about everything that a report says is left alone, and layers that are not reached."""
+    for message in [*map(str, report.left_alone), *report.unreached]:
+        warnings.warn(message, PatchWarning, stacklevel=4)
 
 
 def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[str, list[Patch]]:
@@ -122,8 +75,12 @@ def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[
         _watches.pop(module)
         report = PatchReport()
         _apply_targets(list(targets.values()), report)
+        awaited = [records for _, others in _watches.values() for records in others.values()]
+        gone = [_moved_away(records) for records in awaited if records[0].package == module]
+        report.left_alone += [each for each in gone if each is not None]
         if announce is not None:
             announce(report)
+        warn(report)
 
     _watches[module] = ImportWatch(module, apply_targets), targets
     return targets
@@ -158,92 +115,49 @@ def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
 def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModules) -> None:
     """Replace the one target of `records`, and note in `report` what was done and what was left alone."""
     target = records[0].target
-    if target not in _in_force and _is_settled(records):
-        return
     if target not in _in_force:
-        fitting = _fitting(records)
-        if isinstance(fitting, str):
-            _leave_alone(report, f"{target} stays as it is: {fitting} {records[0].without}")
+        found = fitting(records)
+        if isinstance(found, str):
+            newest = max(records, key=lambda patch: Version(latest([patch.tried])))
+            report.left_alone.append(_left_alone(newest, found))
+        if not isinstance(found, Fitting):
             return
-        _in_force[target] = fitting
+        _in_force[target] = found
     entry = _in_force[target]
     rebind(entry.patch, entry.upstream, entry.ours, loaded)
     report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch, loaded))))
     for path, value in _other_functions(entry, loaded):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
-        _leave_alone(
-            report,
-            f"{path} is {origin}, neither {entry.patch.package}'s nor deltatune's, so it stays. "
-            f"{entry.patch.without} To let deltatune replace it, undo that change before deltatune's patches are "
-            "applied.",
-        )
+        why = f"{path} is {origin}, neither {entry.patch.package}'s nor deltatune's, so it stays."
+        undo = "To let deltatune replace it, undo that change before deltatune's patches are applied."
+        message = f"{why} {entry.patch.without} {undo}"
+        report.left_alone.append(LeftAlone(entry.patch, entry.version, why, message))
 
 
-def _leave_alone(report: PatchReport, message: str) -> None:
-    report.left_alone.append(message)
-    warnings.warn(message, PatchWarning, stacklevel=4)
+def _left_alone(patch: Patch, why: str) -> LeftAlone:
+    message = f"{patch.target} stays as it is: {why} {patch.without}"
+    return LeftAlone(patch, installed(patch.package) or "", why, message)
 
 
-def _fitting(records: list[Patch]) -> _InForce | str:
-    """The record that fits what is installed, with its functions; or a sentence that says why none fits."""
-    first = records[0]
-    version = _version(first.package)
-    fitting = [p for p in records if version and _contains(p.versions, version)]
-    if version is None or not fitting:
-        return f"{first.package} {version} is not a version that deltatune knows ({_versions(records)})."
-    upstream = defined_function(first)
-    if upstream is None:
-        return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
-    signature = _signature(upstream) if first.signature else ""
-    patch = next((patch for patch in fitting if patch.signature == signature), fitting[0])
-    if signature != patch.signature:
-        return f"its signature is {signature}, and {patch.package} {version} was expected to have {patch.signature}."
-    ours = functools.wraps(upstream)(patch.replacement(upstream))
-    return _check(patch, upstream, ours) or _InForce(patch, version, upstream, ours)
+def _moved_away(records: list[Patch]) -> LeftAlone | None:
+    """What to say of a target whose package is imported and has no such module any more; else None.
 
-
-def _check(patch: Patch, upstream: Function, ours: Function) -> str | None:
-    """What the record's check says against the replacement, or None."""
-    if patch.check is None:
+    The package's files are looked at, since asking Python for a module would import the packages around it.
+    """
+    patch = next((patch for patch in records if patch.needed_for), None)
+    package, *parts = records[0].module.split(".")
+    version = installed(package)
+    if patch is None or version is None or is_older(version, [patch.tried for patch in records]):
         return None
-    # An NVIDIA GPU would have to build kernels for these few numbers, which takes seconds.
-    on_cpu = mx.stream(mx.cpu) if backend.device() == "cuda" else nullcontext()
-    with without_kernels(), on_cpu:
-        return patch.check(upstream, ours)
+    if any(record.settled is not None for record in records):
+        return None
+    folders = [Path(folder, *parts) for folder in getattr(sys.modules[package], "__path__", [])]
+    if any(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders):
+        return None
+    return _left_alone(patch, f"{package} {version} has no module {patch.module} any more.")
 
 
-def _is_settled(records: list[Patch]) -> bool:
-    """Whether the installed version needs no replacement."""
-    version = _version(records[0].package)
-    if version is None or any(_contains(patch.versions, version) for patch in records):
-        return False
-    return any(patch.settled is not None and _contains(patch.settled, version) for patch in records)
-
-
-def _contains(versions: str, version: str) -> bool:
-    return SpecifierSet(versions).contains(Version(version), prereleases=True)
-
-
-def _version(package: str) -> str | None:
-    """The version that the imported package itself states (mlx states it in mlx.core). Metadata may be another's."""
-    for name in (package, f"{package}.core"):
-        if hasattr(sys.modules.get(name), "__version__"):
-            return str(sys.modules[name].__version__)
-    return None
-
-
-def _versions(records: list[Patch]) -> str:
-    return " or ".join(patch.versions for patch in records)
-
-
-def _signature(function: Function) -> str:
-    """The signature of a function as text, without annotations."""
-    signature = inspect.signature(function)
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-
-
-def _other_functions(entry: _InForce, loaded: LoadedModules) -> Iterator[tuple[str, Any]]:
+def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[str, Any]]:
     """Where the package holds another object under the target's name: the full name there, and the object."""
     patch = entry.patch
     if "." in patch.name:

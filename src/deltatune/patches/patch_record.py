@@ -1,16 +1,21 @@
-"""The record of a function to replace: which one, in which versions, why, with what, and how it is checked."""
+"""The record of a function to replace: which one, why, with what, what it was tried with, and its evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
-from ..ops.trial import largest_error
-
 Function = Callable[..., Any]
+# Takes the original and the replacement, and returns what speaks against the replacement, or None.
+Check = Callable[[Function, Function], str | None]
+
+# What a check returns where the original has no fault any more that the replacement would mend.
+SETTLED = "it needs no replacement any more."
+
+# What a model is used for; a record names the uses that give other results without it.
+TRAINING, PACKING, INFERENCE = "training", "packing", "inference"
+ALWAYS = (TRAINING, PACKING, INFERENCE)
 
 
 @dataclass(frozen=True)
@@ -19,22 +24,25 @@ class Patch:
 
     Args:
         package: The package that defines the function, by the name it is imported under.
-        versions: The versions of the package that the record is for, such as ">=0.32.0,<=0.32.2".
+        tried: The versions of the package that the record was tried with, such as ">=0.32.0,<=0.32.2". They choose
+            between records, and `deltatune` says where another version is installed; the evidence decides.
         module: The module that defines the function.
         name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
         signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
             or whose defaults have no fixed text; `check` then decides alone.
+        check: Compares the original with the replacement on a small case, forward and gradient. It returns None where
+            they agree, SETTLED, or a sentence that says what differs.
         holders: Modules known to import the function. They are examined even if they belong to another package.
         reason: Why the function is replaced, for `deltatune doctor`.
         without: A sentence on what happens where the function cannot be replaced, for warnings.
         replacement: Takes the original function and returns the one to put in its place.
-        check: Compares the original with the replacement on a small case. It returns None where they agree, and
-            otherwise a sentence that says what differs.
+        needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
+            Without any, the replacement saves time or memory alone.
         settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
     package: str
-    versions: str
+    tried: str
     module: str
     name: str
     signature: str
@@ -42,7 +50,8 @@ class Patch:
     reason: str
     without: str
     replacement: Callable[[Function], Function]
-    check: Callable[[Function, Function], str | None] | None = None
+    check: Check
+    needed_for: tuple[str, ...] = ()
     settled: str | None = None
 
     @property
@@ -56,11 +65,19 @@ class Patch:
         return self.name.rpartition(".")[2]
 
 
-def core_record(name: str, replacement: Function, check: Function, *, reason: str, without: str) -> Patch:
-    """The record of a function of mlx.core. Those are compiled and show no signature, so `check` is required."""
+def core_record(
+    name: str,
+    replacement: Function,
+    check: Check,
+    *,
+    reason: str,
+    without: str,
+    needed_for: tuple[str, ...] = (),
+) -> Patch:
+    """The record of a function of mlx.core. Those are compiled and show no signature, so `check` decides alone."""
     return Patch(
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.core",
         name=name,
         signature="",
@@ -69,17 +86,5 @@ def core_record(name: str, replacement: Function, check: Function, *, reason: st
         without=without,
         replacement=replacement,
         check=check,
+        needed_for=needed_for,
     )
-
-
-def describe_difference(
-    actual: Sequence[mx.array], expected: Sequence[mx.array], bound: float, reference: str
-) -> str | None:
-    """The sentence that a check returns where `actual` differs from `expected`, which `reference` names; else None.
-
-    The largest difference relative to the largest element must be below `bound`.
-    """
-    error = largest_error(actual, expected)
-    if error < bound:
-        return None
-    return f"on a small case it differs from {reference} by {error:.1e} of the largest element."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .patch import PatchReport
+from .patch_report import PatchReport
 
 
 def summary(report: PatchReport) -> str:
@@ -10,4 +10,4 @@ def summary(report: PatchReport) -> str:
     count = len(report.applied)
     packages = ", ".join(sorted({f"{applied.patch.package} {applied.version}" for applied in report.applied}))
     replaced = f"{count} function{'s' * (count != 1)} of {packages}" if count else "nothing patched yet"
-    return "; ".join([replaced, *report.left_alone, *report.unreached])
+    return "; ".join([replaced, *report.untried, *map(str, report.left_alone), *report.unreached])

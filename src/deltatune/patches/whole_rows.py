@@ -74,6 +74,17 @@ def reset() -> None:
     _served.clear()
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the context, calls do not count in served()."""
+    counts = Counter(_served)
+    try:
+        yield
+    finally:
+        _served.clear()
+        _served.update(counts)
+
+
 def marking(upstream: Function) -> Function:
     """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
 

@@ -129,10 +129,8 @@ def lines(
     opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
     opening.append(f"Training: {what_trains(model, config)}.")
     if any(layer.kind == "delta" for layer in trained.layers):
-        name, why = backend.gated_delta_implementation()
-        opening.append(
-            f"Gated delta: {name} ({why}). Patches: {trained.patches if verbose else summary(trained.patches)}."
-        )
+        opening.append(f"Gated delta: {_served(trained)}.")
+        opening.append(f"Patches: {(str(trained.patches) if verbose else summary(trained.patches)).rstrip('.')}.")
     opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
@@ -160,6 +158,15 @@ def lines(
             f"the last {left_over} will wait in the state for an update that a longer run would make."
         )
     return opening
+
+
+def _served(trained: Training) -> str:
+    """Describe what computes the gated-delta layers, as a trace of each has found."""
+    count, others = sum(layer.kind == "delta" for layer in trained.layers), len(trained.patches.unreached)
+    if others == count:
+        return f"upstream's own code in {count} of {count} layers"
+    name, why = backend.gated_delta_implementation()
+    return f"{name} ({why})" + (f" in {count - others} layers, and upstream's own code in {others}" if others else "")
 
 
 def _stored_numbers(model: nn.Module) -> int:

@@ -40,7 +40,7 @@ from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
-from ..patches import PatchReport, patched
+from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .distributed import World
 from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
@@ -342,11 +342,13 @@ def training(
             is auto.
 
     Raises:
-        UserError: If packed documents influence each other in this model, or no plan has chosen for auto.
+        UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
+            documents influence each other in this model; or if no plan has chosen for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        patches = stack.enter_context(patched(model))
+        uses = (TRAINING, INFERENCE, PACKING) if config.pack else (TRAINING, INFERENCE)
+        patches = stack.enter_context(patched(model, strict=not config.force, uses=uses))
         layers = describe(model)
         if config.pack and compare:
             check_packing(model, row_capacity(config))

@@ -54,6 +54,7 @@ FREE_OPTIONS = {
     "report_to",
     "project_name",
     "trust_remote_code",
+    "force",
     # The shapes of the model's tensors, which are compared, tell whether it was used.
     "resize_embeddings",
 }

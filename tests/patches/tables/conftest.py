@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from deltatune.patches import revert
+from deltatune.patches import evidence, revert
 
 
 @pytest.fixture(autouse=True)
-def _revert():
+def _revert(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(evidence, "_path", lambda key: tmp_path_factory.getbasetemp() / "evidence" / key)
     yield
     revert()
+    evidence.forget()
+
+
+@pytest.fixture
+def asked_anew(monkeypatch):
+    """Every check is asked, whatever was remembered."""
+    evidence.forget()
+    monkeypatch.setattr(evidence, "_read", lambda key: None)
+    monkeypatch.setattr(evidence, "_write", lambda *stored: None)

@@ -17,7 +17,7 @@ from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
 from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, served
-from deltatune.patches.patch import _signature
+from deltatune.patches.evidence import signature_text
 from deltatune.patches.tables import mlx_lm, residual_weights
 from deltatune.patches.tables.mlx_lm import UPDATE
 from model_gradients import gradients, next_token_loss, relative_errors, without_gradient
@@ -156,7 +156,7 @@ def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
     assert mx.abs(actual - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.versions)
+@pytest.mark.parametrize("record", [p for p in PATCHES if p.target == UPDATE], ids=lambda record: record.tried)
 def test_every_version_of_the_function_is_called_as_its_callers_do(record):
     """The replacement has the version's signature and takes calls as its models make them, installed or not."""
     calls = []
@@ -167,7 +167,7 @@ def test_every_version_of_the_function_is_called_as_its_callers_do(record):
 
     upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
     ours = record.replacement(upstream)
-    assert _signature(ours) == record.signature
+    assert signature_text(ours) == record.signature
     with pytest.raises(TypeError, match="missing a required argument: 'q'"):
         ours()
     arrays = (

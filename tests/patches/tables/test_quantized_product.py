@@ -79,7 +79,7 @@ def test_bad_shapes_are_refused_as_upstream_does():
         linear(mx.zeros((70, 64)))
 
 
-def test_one_that_computes_something_else_is_not_used(monkeypatch):
+def test_one_that_computes_something_else_is_not_used(monkeypatch, asked_anew):
     monkeypatch.setattr(patch, "packed_product", lambda x, *rest: quantized_product.packed_product(x, *rest) * 1.001)
     with pytest.warns(PatchWarning, match="quantized_matmul.*differs from the unpacked product"), patched() as report:
         assert report.left_alone

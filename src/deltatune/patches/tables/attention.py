@@ -7,13 +7,16 @@ calls, so that one record reaches all of them. Versions read: mlx-lm 0.31.3, 0.3
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...ops.attention import attention_naive
-from ..patch_record import Function, Patch, core_record, describe_difference
-from ..whole_rows import attending, marking, remembering, serves, whole
+from ..patch_record import Function, Patch, core_record
+from ..small_cases import alike, describe_difference, drawn, results
+from ..whole_rows import attending, marking, remembering, serves, whole, whole_rows
 from . import LOWEST_MLX_VLM
 
 _REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
@@ -26,22 +29,25 @@ _READ = "The mask of a window is then read as a matrix, which takes a byte for e
 
 def _is_softmax_attention(upstream: Function, _ours: Function) -> str | None:
     """Compare the original with the definition on a few tokens, on the CPU, for which no kernel has to be built."""
-    keys = mx.random.split(mx.random.key(0), 4)
-    q = mx.random.normal((1, 4, 5, 8), key=keys[0])
-    k, v = (mx.random.normal((1, 2, 5, 8), key=key) for key in keys[1:3])
-    few, sinks = mx.array([True] * 4 + [False]), mx.random.normal((4,), key=keys[3])
-    with mx.stream(mx.cpu):
-        actual = [
+    arrays = [drawn(0, 1, 4, 5, 8), drawn(1, 1, 2, 5, 8), drawn(2, 1, 2, 5, 8), drawn(3, 4)]
+    few = mx.array([True] * 4 + [False])
+
+    def mlx(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> list[mx.array]:
+        return [
             upstream(q, k, v, scale=0.3),
             upstream(q, k, v, scale=0.3, mask=few),
             upstream(q, k, v, scale=0.3, mask="causal", sinks=sinks),
         ]
-        expected = [
+
+    def definition(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> list[mx.array]:
+        return [
             attention_naive(q, k, v, scale=0.3, causal=False),
             attention_naive(q, k, v, scale=0.3, causal=False, mask=few[None, None, None]),
             attention_naive(q, k, v, scale=0.3, sinks=sinks),
         ]
-    return describe_difference(actual, expected, 1e-4, "the definition of attention")
+
+    with mx.stream(mx.cpu):
+        return describe_difference(results(mlx, arrays), results(definition, arrays), 1e-4, "the definition")
 
 
 def _differentiates_alike(upstream: Function, ours: Function) -> str | None:
@@ -88,6 +94,46 @@ def _in_one_piece(upstream: Function) -> Function:
     return chunked_attention
 
 
+def _is_window(upstream: Function, ours: Function) -> str | None:
+    """Compare the masks of both with the definition of a window."""
+    at = mx.arange(6)
+    with whole_rows():
+        found = [function(*given) for function in (upstream, ours) for given in ((6,), (6, 0, 3))]
+    expected = [at[:, None] >= at, (at[:, None] >= at) & (at[:, None] < at + 3)]
+    return describe_difference([mx.squeeze(m) for m in found], 2 * expected, 1e-6, "a causal mask")
+
+
+def _attends(*more: Any) -> Any:
+    """Build a check of a function that takes q, k, v, the scale, and `more`."""
+    arrays = [partial(drawn, seed, 1, 2, 5, 8) for seed in range(3)]
+
+    def call(function: Function, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        with whole_rows():
+            return function(q, k, v, 0.3, *more)
+
+    def definition(q: mx.array, k: mx.array, v: mx.array, scale: float, *_: Any) -> mx.array:
+        return attention_naive(q, k, v, scale=scale, causal=False)
+
+    return alike(*arrays, call=call, definition=definition)
+
+
+def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
+    """Compare the mean loss of two batches, whose losses and tokens are given."""
+
+    def evaluated(function: Function) -> mx.array:
+        def batches(**_: Any) -> Any:
+            return iter([(2.0, 1), (5.0, 2)])
+
+        def loss(_: Any, value: float, tokens: int) -> tuple[mx.array, mx.array]:
+            return mx.array(value), mx.array(tokens)
+
+        return mx.array(
+            function(model=nn.Module(), dataset=[], batch_size=1, num_batches=-1, loss=loss, iterate_batches=batches)
+        )
+
+    return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
+
+
 _MARK: dict[str, Any] = {
     "reason": "it says that a gradient is taken, so that deltatune serves the attention inside",
     "without": _UNMARKED,
@@ -99,10 +145,11 @@ _MASK: dict[str, Any] = {
     "reason": "deltatune's attention needs to know the window, and not the mask",
     "without": _READ,
     "replacement": remembering,
+    "check": _is_window,
 }
 _TOWER: dict[str, Any] = {
     "package": "mlx_vlm",
-    "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
+    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "module": "mlx_vlm.models.base",
     "signature": "",
     "holders": (),
@@ -117,14 +164,14 @@ PATCHES = (
     core_record("value_and_grad", marking, _differentiates_alike, **_MARK),
     core_record("grad", marking, _differentiates_alike, **_MARK),
     core_record("vjp", whole, _vjp_alike, **_MARK),
-    Patch(**_MASK, package="mlx_lm", versions=">=0.31.3,<=0.32.2", module="mlx_lm.models.base"),
+    Patch(**_MASK, package="mlx_lm", tried=">=0.31.3,<=0.32.2", module="mlx_lm.models.base"),
     # Earlier versions import mlx-lm's function.
-    Patch(**_MASK, package="mlx_vlm", versions=">=0.6.4,<=0.7.10", settled="<0.6.4", module="mlx_vlm.models.cache"),
-    Patch(**_TOWER, name="ensure_fused_sdpa", replacement=_without_padding),
-    Patch(**_TOWER, name="chunked_attention", replacement=_in_one_piece),
+    Patch(**_MASK, package="mlx_vlm", tried=">=0.6.4,<=0.7.10", settled="<0.6.4", module="mlx_vlm.models.cache"),
+    Patch(**_TOWER, name="ensure_fused_sdpa", replacement=_without_padding, check=_attends(None)),
+    Patch(**_TOWER, name="chunked_attention", replacement=_in_one_piece, check=_attends(2)),
     Patch(
         package="mlx_lm",
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.tuner.trainer",
         name="evaluate",
         # Its defaults are functions, which have no fixed text.
@@ -133,5 +180,6 @@ PATCHES = (
         reason="a validation has to fit into memory where the training does",
         without="Validation then holds the scores of all pairs of positions of one layer at a time.",
         replacement=whole,
+        check=_evaluates_alike,
     ),
 )

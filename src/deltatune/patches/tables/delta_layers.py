@@ -22,8 +22,9 @@ from ...machine import backend
 from ...ops import pieces, segments
 from ...ops.causal_conv import joined_conv
 from ...ops.pointwise import conv
-from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
+from ...ops.recomputation import cheap_recomputed, from_inputs, keeps_inputs_alone, remembered
 from ..patch_record import Function, Patch
+from ..small_cases import layer_input, same_layer
 
 
 class _Projected(NamedTuple):
@@ -148,10 +149,12 @@ def _records(module: str, name: str, project: Callable[[Any, mx.array], _Project
         "module": f"mlx_lm.models.{module}",
         "name": f"{name}.__call__",
         "signature": "(self, inputs, mask=None, cache=None)",
+        # Within the context MLX's operations serve on a CPU too, and no kernel has to be built.
+        "check": same_layer(layer_input, inside=cheap_recomputed),
     }
     return (
-        Patch(**record, versions="==0.31.3", replacement=_layer(project, of_sum=False)),
-        Patch(**record, versions=">=0.32.0,<=0.32.2", replacement=_layer(project, of_sum=True)),
+        Patch(**record, tried="==0.31.3", replacement=_layer(project, of_sum=False)),
+        Patch(**record, tried=">=0.32.0,<=0.32.2", replacement=_layer(project, of_sum=True)),
     )
 
 

@@ -22,7 +22,8 @@ import mlx.nn as nn
 from ...lora.experts import projection
 from ...machine import backend
 from ...ops.experts import expert_block, routing, swiglu
-from ..patch_record import Function, Patch
+from ..patch_record import Check, Function, Patch
+from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
 
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
@@ -210,7 +211,7 @@ _RECORD: dict[str, Any] = {
     "reason": "three gathered products keep all their intermediates: slow on a CPU, and memory grows with tokens x k",
     "without": "These experts then train with upstream's code: right, but slow on a CPU, and it needs more memory.",
 }
-_LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm", "versions": ">=0.31.3,<=0.32.2"}
+_LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm", "tried": ">=0.31.3,<=0.32.2"}
 _VLM: dict[str, Any] = {**_RECORD, "package": "mlx_vlm"}
 _CALL = "(self, x, indices)"
 _COMBINING_CALL = "(self, x, indices, weights=None, shared=None, residual=None)"
@@ -238,7 +239,19 @@ _VLM_BLOCKS = {
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
     reason = "the outputs of all k experts of a token are held before they are weighted and summed"
     record = {**base, "reason": reason, "module": module, "name": f"{name}.__call__", **more}
-    return Patch(**record, signature="(self, x)", replacement=weighted_block)
+    return Patch(**record, signature="(self, x)", replacement=weighted_block, check=same_layer(layer_input))
+
+
+def _chosen() -> mx.array:
+    """The indices of two of four experts for each token."""
+    return mx.array([[[0, 2], [3, 1], [1, 0], [2, 3], [0, 3]]])
+
+
+def _same_experts(*more: Callable[[], mx.array | None]) -> Check:
+    return same_layer(layer_input, _chosen, *more, build=lambda cls: cls(WIDTH, 8, 4))
+
+
+_COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
 
 def _switch_records(
@@ -246,9 +259,11 @@ def _switch_records(
 ) -> tuple[Patch, ...]:
     """The records of SwitchGLU, whose __call__ has this signature and the replacement `glu`, and of SwitchMLP."""
     shared = {**base, "module": module, **more}
+    alike = _same_experts(*(_COMBINED if signature == _COMBINING_CALL else ()))
+    mlp: dict[str, Any] = {"signature": _CALL, "replacement": _switch("fc1", "fc2"), "check": _same_experts()}
     return (
-        Patch(**shared, name="SwitchGLU.__call__", signature=signature, replacement=glu),
-        Patch(**shared, name="SwitchMLP.__call__", signature=_CALL, replacement=_switch("fc1", "fc2")),
+        Patch(**shared, name="SwitchGLU.__call__", signature=signature, replacement=glu, check=alike),
+        Patch(**shared, name="SwitchMLP.__call__", **mlp),
     )
 
 
@@ -257,10 +272,10 @@ _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 PATCHES: tuple[Patch, ...] = (
     *_switch_records(_LM, "mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
     *(_block_record(_LM, f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), versions="==0.6.17"),
-    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, versions="==0.7.10"),
+    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.6.17"),
+    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried="==0.7.10"),
     *(
-        _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, versions=">=0.6.17,<=0.7.10")
+        _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, tried=">=0.6.17,<=0.7.10")
         for module, name in _VLM_BLOCKS.items()
     ),
 )

@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patch_record import Function, Patch
+from ..patch_record import PACKING, Function, Patch
+from ..small_cases import causal, layer_input, same_layer
 
 
 def _with_mask_of_rows(upstream: Function) -> Function:
@@ -32,16 +33,18 @@ _RECORD: dict[str, Any] = {
     "holders": (),
     "reason": "the mask of packed documents belongs to rows, and not to groups of heads",
     "without": "Gemma 2 then cannot train on packed documents in batches of several rows.",
+    "needed_for": (PACKING,),
     "replacement": _with_mask_of_rows,
+    "check": same_layer(layer_input, causal),
 }
 
 PATCHES = (
-    Patch(**_RECORD, package="mlx_lm", versions=">=0.31.3,<=0.32.2", module="mlx_lm.models.gemma2"),
+    Patch(**_RECORD, package="mlx_lm", tried=">=0.31.3,<=0.32.2", module="mlx_lm.models.gemma2"),
     # Earlier versions have no Gemma 2 of their own.
     Patch(
         **_RECORD,
         package="mlx_vlm",
-        versions=">=0.6.17,<=0.7.10",
+        tried=">=0.6.17,<=0.7.10",
         settled="<0.6.17",
         module="mlx_vlm.models.gemma2.language",
     ),

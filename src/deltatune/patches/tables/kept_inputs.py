@@ -15,10 +15,12 @@ import mlx.core as mx
 
 from ...ops.causal_conv import joined_conv
 from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
+from ..definitions import plain_norm, rms_norm
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
+from ..small_cases import WIDTH, layer_input, same_layer
 from ..whole_rows import decodes
-from .pointwise import is_silu, is_swiglu
+from .pointwise import IS_ATTENTION, IS_GATED_NORM, IS_SILU, IS_SWIGLU
 
 
 def _swiglu(upstream: Function) -> Function:
@@ -114,18 +116,19 @@ _RECORD: dict[str, Any] = {
     "reason": "its gradient keeps arrays that are cheap to compute again",
     "without": "Training needs more memory then; nothing else changes.",
 }
-_OF_MLX: dict[str, Any] = {"package": "mlx", "versions": ">=0.31.2,<0.33", **_RECORD}
-_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", "versions": ">=0.5.0,<=0.7.10", **_RECORD}
-_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", "versions": ">=0.31.3,<=0.32.2", **_RECORD}
+_OF_MLX: dict[str, Any] = {"package": "mlx", "tried": ">=0.31.2,<=0.32.4", **_RECORD}
+_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", "tried": ">=0.5.0,<=0.7.10", **_RECORD}
+_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", "tried": ">=0.31.3,<=0.32.2", **_RECORD}
 
 PATCHES = (
-    Patch(**_OF_MLX, module="mlx.nn.layers.activations", name="silu", signature="", replacement=_silu, check=is_silu),
+    Patch(**_OF_MLX, module="mlx.nn.layers.activations", name="silu", signature="", replacement=_silu, check=IS_SILU),
     Patch(
         **_OF_MLX,
         module="mlx.nn.layers.normalization",
         name="RMSNorm.__call__",
         signature="(self, x)",
         replacement=_rms_norm,
+        check=same_layer(layer_input, build=plain_norm(WIDTH), definition=rms_norm),
     ),
     Patch(
         **_OF_MLX_LM,
@@ -133,7 +136,7 @@ PATCHES = (
         name="swiglu",
         signature="",
         replacement=_swiglu,
-        check=is_swiglu,
+        check=IS_SWIGLU,
     ),
     Patch(
         **_OF_MLX_LM,
@@ -141,6 +144,7 @@ PATCHES = (
         name="Qwen3NextRMSNormGated.__call__",
         signature="(self, hidden_states, gate=None)",
         replacement=_gated_norm,
+        check=IS_GATED_NORM,
     ),
     Patch(
         **_OF_MLX_LM,
@@ -148,6 +152,7 @@ PATCHES = (
         name="RMSNormGated.__call__",
         signature="(self, x, gate)",
         replacement=_gated_norm,
+        check=IS_GATED_NORM,
     ),
     Patch(
         **_OF_MLX_VLM,
@@ -155,6 +160,7 @@ PATCHES = (
         name="Qwen3_5RMSNormGated.__call__",
         signature="(self, hidden_states, gate=None)",
         replacement=_gated_norm,
+        check=IS_GATED_NORM,
     ),
     Patch(
         **_OF_MLX_VLM,
@@ -162,7 +168,7 @@ PATCHES = (
         name="swiglu",
         signature="",
         replacement=_swiglu,
-        check=is_swiglu,
+        check=IS_SWIGLU,
     ),
     Patch(
         **_OF_MLX_LM,
@@ -170,5 +176,6 @@ PATCHES = (
         name="Qwen3NextAttention.__call__",
         signature="(self, x, mask=None, cache=None)",
         replacement=_attention,
+        check=IS_ATTENTION,
     ),
 )

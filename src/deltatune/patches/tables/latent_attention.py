@@ -15,7 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..patch_record import Function, Patch
-from ..whole_rows import serves
+from ..small_cases import causal, layer_input, same_layer
+from ..whole_rows import serves, whole_rows
 
 
 def _training(attended: Function) -> Callable[[Function], Function]:
@@ -89,6 +90,7 @@ _RECORD: dict[str, Any] = {
     "signature": "(self, x, mask=None, cache=None)",
     "holders": (),
     "reason": "a part of its scores is a mask of floats, whose gradient is a matrix of all pairs for each head",
+    "check": same_layer(layer_input, causal, inside=whole_rows),
     "without": "Memory of these layers then grows with the square of the length.",
 }
 _SINCE_0_32 = ">=0.32.0,<=0.32.2"
@@ -96,21 +98,21 @@ _SINCE_0_32 = ">=0.32.0,<=0.32.2"
 PATCHES = (
     Patch(
         **_RECORD,
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.kimi_linear",
         name="KimiMLAAttention.__call__",
         replacement=_training(_kimi_linear),
     ),
     Patch(
         **_RECORD,
-        versions=_SINCE_0_32,
+        tried=_SINCE_0_32,
         module="mlx_lm.models.kimi_k3",
         name="KimiK3MLAAttention.__call__",
         replacement=_training(_kimi_k3),
     ),
     Patch(
         **_RECORD,
-        versions=_SINCE_0_32,
+        tried=_SINCE_0_32,
         module="mlx_lm.models.bailing_moe_v3",
         name="BailingMLA.__call__",
         replacement=_training(_bailing),

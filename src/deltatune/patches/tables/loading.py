@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from ..patch_record import Function, Patch
+from ..patch_record import ALWAYS, Function, Patch
+from ..small_cases import describe_difference, drawn
 
 
 def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
@@ -39,16 +41,28 @@ def _load_weights(upstream: Function) -> Function:
     return load_weights
 
 
+def _loads_alike(upstream: Function, ours: Function) -> str | None:
+    """Load the halves of an array into a layer through both."""
+    given = drawn(0, 2, 4, 6)
+    layers = nn.Module(), nn.Module()
+    for layer, load in zip(layers, (upstream, ours), strict=True):
+        layer.weight = mx.zeros((2, 2, 6))
+        load(layer, [("weight", given[:, :2])])
+    return describe_difference([layers[0].weight], [layers[1].weight], 1e-6, "the weights that were given")
+
+
 PATCHES = (
     Patch(
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.base",
         name="Module.load_weights",
         signature="(self, file_or_weights, strict=True)",
         holders=(),
         reason="MLX's products on CUDA multiply with other experts' matrices if there are gaps between them",
         without="Mixtures of experts whose files hold gate and up in one array then compute wrong results on this GPU.",
+        needed_for=ALWAYS,
         replacement=_load_weights,
+        check=_loads_alike,
     ),
 )

@@ -14,7 +14,8 @@ from ...ops import segments
 from ...ops.causal_conv import causal_conv
 from .. import recurrence
 from ..last_convolution import convolved
-from ..patch_record import Function, Patch
+from ..patch_record import PACKING, TRAINING, Check, Function, Patch
+from ..small_cases import LENGTH, WIDTH, causal, describe_difference, drawn, layer_input, results, same_layer
 
 UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
 UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
@@ -23,31 +24,31 @@ LOOP = (
     "These layers then train with upstream's loop over tokens, which is right, but slow and needs much memory, "
     "and they cannot keep packed documents separate."
 )
-PACKING = "Packed documents then influence one another; training without packing is not affected."
+MIXED = "Packed documents then influence one another; training without packing is not affected."
 
 
-def same_update(options: list[dict[str, Any]]) -> Any:
-    """Build a check that compares the installed gated_delta_update with deltatune's on three tokens.
+def same_update(options: list[dict[str, Any]]) -> Check:
+    """Build a check that compares the installed gated_delta_update with deltatune's on three tokens, with gradients.
 
     Args:
         options: The keyword arguments to compare with: one comparison for each, with each kind of gates.
     """
 
     def check(upstream: Function, ours: Function) -> str | None:
-        def draw(seed: int, *shape: int) -> mx.array:
-            return mx.random.normal(shape, key=mx.random.key(seed)) * 0.5
-
-        q, k, v = draw(0, 1, 3, 1, 4), draw(1, 1, 3, 1, 4), draw(2, 1, 3, 2, 3)
-        gates = [draw(3, 1, 3, 2), draw(4, 1, 3, 2), draw(5, 2), draw(6, 2)]
-        channels = [draw(3, 1, 3, 2, 4), draw(4, 1, 3, 2), draw(5, 2, 1), draw(6, 2, 4)]
-        for a, b, A_log, dt_bias in (gates, channels):
+        q, k, v = (0.5 * drawn(seed, 1, 3, heads, size) for seed, heads, size in ((0, 1, 4), (1, 1, 4), (2, 2, 3)))
+        of_heads, of_channels = ((1, 3, 2), (1, 3, 2), (2,), (2,)), ((1, 3, 2, 4), (1, 3, 2), (2, 1), (2, 4))
+        for shapes in (of_heads, of_channels):
+            arrays = [q, k, v, *(0.5 * drawn(3 + at, *shape) for at, shape in enumerate(shapes))]
             for option in options:
-                arguments = (q, k, v, a, b, A_log, dt_bias)
-                with recurrence.trace():  # A trace keeps these calls out of the user's counts.
-                    expected, actual = (f(*arguments, use_kernel=False, **option) for f in (upstream, ours))
-                worst = max(float(mx.abs(e - g).max()) for e, g in zip(expected, actual, strict=True))
-                if not worst < 1e-5:
-                    return f"on a small case with {option} it differs from deltatune's by {worst:.1e}."
+                found, expected = (
+                    results(lambda *x, f=function, o=option: f(*x, use_kernel=False, **o), arrays)
+                    for function in (upstream, ours)
+                )
+                difference = describe_difference(
+                    found, expected, 1e-5, f"deltatune's{f' with {option}' if option else ''}"
+                )
+                if difference is not None:
+                    return difference
         return None
 
     return check
@@ -70,6 +71,19 @@ def attention_mask(upstream: Function) -> Function:
         return segments.attention_mask(documents, window_size, read=return_array)
 
     return create_attention_mask
+
+
+def same_masks(upstream: Function, ours: Function) -> str | None:
+    """Compare masks with the definition: of whole rows, of a window, and of a packed row with one document."""
+    at, x = mx.arange(LENGTH), layer_input()
+    window = causal() & (at[:, None] < at + 3)
+    with segments.segments(mx.zeros((1, LENGTH), mx.int32)):
+        packed = ours(x, None, None, True), ours(x, None, 3, True)
+    found = [upstream(x, None, None, True), upstream(x, None, 3, True), *packed]
+    if upstream(x) != "causal":
+        return "it does not return 'causal' for rows without a cache."
+    expected = [causal(), window, causal()[None, None], window[None, None]]
+    return describe_difference([mx.squeeze(m) for m in found], [mx.squeeze(m) for m in expected], 1e-6, "a causal mask")
 
 
 def _conv1d(upstream: Function) -> Function:
@@ -110,17 +124,22 @@ def _bias(conv: Any) -> mx.array | None:
     return conv.bias if "bias" in conv else None
 
 
+def _causal_conv(cls: Any) -> Any:
+    return cls(WIDTH, WIDTH, 3, groups=WIDTH)
+
+
 _UPDATE_RECORD: dict[str, Any] = {
     "package": "mlx_lm",
     "module": "mlx_lm.models.gated_delta",
     "name": "gated_delta_update",
     "without": LOOP,
+    "needed_for": (TRAINING, PACKING),
 }
 
 PATCHES = (
     Patch(
         **_UPDATE_RECORD,
-        versions="==0.31.3",
+        tried="==0.31.3",
         signature=f"({UPDATE_PLAIN})",
         holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
         reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
@@ -129,7 +148,7 @@ PATCHES = (
     ),
     Patch(
         **_UPDATE_RECORD,
-        versions=">=0.32.0,<=0.32.2",
+        tried=">=0.32.0,<=0.32.2",
         signature=f"({UPDATE_PLAIN.replace('use', '*, use')}, lower_bound=None, allow_neg_eigval=False)",
         holders=tuple(
             f"mlx_lm.models.{name}"
@@ -141,24 +160,28 @@ PATCHES = (
     ),
     Patch(
         package="mlx_lm",
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.base",
         name="create_attention_mask",
         signature="(h, cache=None, window_size=None, return_array=False)",
         holders=(),
         reason="packed documents must not attend to one another",
-        without=PACKING,
+        without=MIXED,
+        needed_for=(PACKING,),
         replacement=attention_mask,
+        check=same_masks,
     ),
     Patch(
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
         signature="(self, x)",
         holders=(),
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
-        without=PACKING,
+        without=MIXED,
+        needed_for=(PACKING,),
         replacement=_conv1d,
+        check=same_layer(layer_input, build=_causal_conv),
     ),
 )

@@ -11,9 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..patch_record import Function, Patch
+from ..patch_record import PACKING, TRAINING, Function, Patch
+from ..small_cases import drawn, same_layer
 from . import mlx_vlm_experts, mlx_vlm_vision
-from .mlx_lm import LOOP, PACKING, UPDATE_PLAIN, attention_mask, same_update
+from .mlx_lm import LOOP, MIXED, UPDATE_PLAIN, attention_mask, same_masks, same_update
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
 SHARED = "mlx_vlm.models.gated_delta"
@@ -64,13 +65,14 @@ def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> 
     bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
     return Patch(
         package="mlx_vlm",
-        versions=versions,
+        tried=versions,
         module=module,
         name="gated_delta_update",
         signature=f"({UPDATE_PLAIN}{more})",
         holders=tuple(f"mlx_vlm.models.{name}" for name in holders),
         reason=_REASON,
         without=LOOP,
+        needed_for=(TRAINING, PACKING),
         replacement=recurrence.update,
         check=same_update(bounded),
     )
@@ -93,19 +95,21 @@ PATCHES = (
     # Earlier versions import mlx-lm's function.
     Patch(
         package="mlx_vlm",
-        versions=">=0.6.4,<=0.7.10",
+        tried=">=0.6.4,<=0.7.10",
         settled="<0.6.4",
         module="mlx_vlm.models.base",
         name="create_attention_mask",
         signature="(h, cache=None, window_size=None, return_array=False)",
         holders=(),
         reason="packed documents must not attend to one another",
-        without=PACKING,
+        without=MIXED,
+        needed_for=(PACKING,),
         replacement=attention_mask,
+        check=same_masks,
     ),
     Patch(
         package="mlx_vlm",
-        versions=">=0.6.2,<0.6.4",
+        tried=">=0.6.2,<0.6.4",
         settled=">=0.6.4",
         module="mlx_vlm.models.rope_utils",
         name="MRoPERotaryEmbedding.apply_rotary",
@@ -113,7 +117,16 @@ PATCHES = (
         holders=(),
         reason="the fused rotation is a Metal kernel without a gradient, and is used in training too",
         without="On Apple GPUs the training step of attention layers then fails: CustomKernel has no vjp.",
+        needed_for=(TRAINING,),
         replacement=_rotary,
+        check=same_layer(
+            lambda: drawn(0, 1, 2, 3, 8),
+            lambda: drawn(1, 1, 2, 3, 8),
+            lambda: mx.arange(3)[None],
+            build=lambda cls: cls(8, mrope_section=[2, 1, 1]),
+            # The fused form has none.
+            gradient=False,
+        ),
     ),
     *mlx_vlm_experts.PATCHES,
     *mlx_vlm_vision.PATCHES,

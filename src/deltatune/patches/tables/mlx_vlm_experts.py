@@ -10,7 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patch_record import Function, Patch
+from ..patch_record import TRAINING, Function, Patch
+from ..small_cases import layer_input, same_layer
 from . import LOWEST_MLX_VLM
 from .experts import weighted_block
 
@@ -72,7 +73,7 @@ def _experts_alone(upstream: Function) -> Function:
 def _record(versions: str, module: str, name: str, signature: str, replacement: Any) -> Patch:
     return Patch(
         package="mlx_vlm",
-        versions=versions,
+        tried=versions,
         settled=">=0.7.5",
         module=f"mlx_vlm.models.{module}.language",
         name=f"{name}.__call__",
@@ -80,7 +81,10 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
         holders=(),
         reason="gradients reach the indices of the chosen experts, which mlx >= 0.32.1 refuses",
         without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with older versions.",
+        needed_for=(TRAINING,),
         replacement=lambda upstream: weighted_block(replacement(upstream)),
+        # Upstream's own gradient is what fails.
+        check=same_layer(layer_input, gradient=False),
     )
 
 

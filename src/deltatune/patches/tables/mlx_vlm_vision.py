@@ -12,26 +12,40 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..patch_record import Function, Patch
+from ..patch_record import ALWAYS, SETTLED, TRAINING, Check, Function, Patch
+from ..small_cases import WIDTH, SmallConfig, built, describe_difference, drawn
 from . import LOWEST_MLX_VLM
 
 
-def _merger(upstream: Function) -> Function:
+def _merger(activation: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         if self.use_postshuffle_norm:
             x = self.norm(x.reshape(-1, self.hidden_size))
         else:
             x = self.norm(x).reshape(-1, self.hidden_size)
-        return self.linear_fc2(nn.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(activation(self.linear_fc1(x)))
 
     return __call__
 
 
-def _mlp(upstream: Function) -> Function:
+def _mlp(activation: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        return self.linear_fc2(nn.gelu_approx(self.linear_fc1(x)))
+        return self.linear_fc2(activation(self.linear_fc1(x)))
 
     return __call__
+
+
+def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
+    """Build a check: upstream must compute what `other` does, or else have mended it."""
+
+    def check(upstream: Function, ours: Function) -> str | None:
+        layer, x = built(upstream, build), 2 * drawn(0, *shape)
+        # The two GELUs differ by about 1e-4 of what they give here.
+        if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
+            return SETTLED
+        return describe_difference([upstream(layer, x)], [other(layer, x)], 1e-5, "both ways to exchange the GELUs")
+
+    return check
 
 
 def _deepstack(upstream: Function) -> Function:
@@ -47,28 +61,51 @@ def _deepstack(upstream: Function) -> Function:
     return _deepstack_process
 
 
+def _adds_features(upstream: Function, ours: Function) -> str | None:
+    """Compare upstream's sum, of features [N, D], with ours, of features that are arranged by token."""
+    hidden, features = drawn(0, 2, 3, 4), drawn(1, 3, 4)
+    images = mx.array([[False, True, True], [True, False, False]])
+    zero = mx.zeros((4,))
+    by_token = mx.stack([mx.stack([zero, *features[:2]]), mx.stack([features[2], zero, zero])])
+    expected = upstream(None, hidden, images, features)
+    return describe_difference([ours(None, hidden, images, by_token)], [expected], 1e-6, "upstream's sum")
+
+
 _DEEPSTACK: dict[str, Any] = {
     "package": "mlx_vlm",
-    "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
+    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
     "holders": (),
     "reason": "upstream looks for the image tokens on the host, which a compiled step cannot do",
     "without": "deltatune cannot train this model on images then.",
+    "needed_for": (TRAINING,),
     "replacement": _deepstack,
+    "check": _adds_features,
 }
 _RECORD: dict[str, Any] = {
     "package": "mlx_vlm",
-    "versions": f">={LOWEST_MLX_VLM},<=0.7.10",
+    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
     "signature": "(self, x)",
     "holders": (),
     "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
     "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
+    "needed_for": ALWAYS,
 }
 
 PATCHES = (
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name="Qwen3VLModel._deepstack_process"),
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name="Qwen3VLMoEModel._deepstack_process"),
-    Patch(**_RECORD, name="PatchMerger.__call__", replacement=_merger),
-    Patch(**_RECORD, name="MLP.__call__", replacement=_mlp),
+    Patch(
+        **_RECORD,
+        name="PatchMerger.__call__",
+        replacement=lambda _: _merger(nn.gelu),
+        check=_has_the_other_gelu(_merger(nn.gelu_approx), lambda cls: cls(SmallConfig()), 4, WIDTH),
+    ),
+    Patch(
+        **_RECORD,
+        name="MLP.__call__",
+        replacement=lambda _: _mlp(nn.gelu_approx),
+        check=_has_the_other_gelu(_mlp(nn.gelu), lambda cls: cls(WIDTH, WIDTH), 4, WIDTH),
+    ),
 )

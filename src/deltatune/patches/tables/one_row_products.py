@@ -21,10 +21,8 @@ from ...machine import backend
 from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
 from ..patch import PatchWarning
-from ..patch_record import Function, Patch, core_record
+from ..patch_record import ALWAYS, Check, Function, Patch, core_record
 from ..whole_rows import attending
-
-Check = Function
 
 _WITHOUT = "One-row products of this kind can return NaN on this machine."
 # The faults that this process has warned of.
@@ -246,7 +244,7 @@ def _weight(*shape: int) -> mx.array:
 
 def _record(name: str, replacement: Function, call: Function) -> Patch:
     reason = "the BLAS of this machine leaves NaN in products of one row"
-    return core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT)
+    return core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT, needed_for=ALWAYS)
 
 
 def _gathered(function: Function, x: mx.array) -> mx.array:

@@ -13,8 +13,10 @@ import mlx.nn as nn
 
 from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
+from .. import definitions
 from ..last_convolution import taken
-from ..patch_record import Function, Patch, describe_difference
+from ..patch_record import Function, Patch
+from ..small_cases import LENGTH, WIDTH, alike, causal, drawn, layer_input, same_layer
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -30,11 +32,6 @@ def _silu(upstream: Function) -> Function:
         return upstream(x)
 
     return ours
-
-
-def is_silu(upstream: Function, _ours: Function) -> str | None:
-    x = mx.random.normal((2, 8), key=mx.random.key(0))
-    return describe_difference([upstream(x)], [x * mx.sigmoid(x)], 1e-5, "x sigmoid(x)")
 
 
 def _swiglu(upstream: Function) -> Function:
@@ -132,9 +129,16 @@ def _rotary(rope: Any) -> tuple[int, float] | None:
     return (rope.dims, rope.base) if plain else None
 
 
-def is_swiglu(upstream: Function, _ours: Function) -> str | None:
-    gate, x = (mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(2))
-    return describe_difference([upstream(gate, x)], [gate * mx.sigmoid(gate) * x], 1e-5, "silu(gate) x")
+def _other_rows() -> mx.array:
+    return drawn(1, 1, LENGTH, WIDTH)
+
+
+IS_SILU = alike(layer_input, definition=definitions.silu)
+IS_SWIGLU = alike(layer_input, _other_rows, definition=definitions.swiglu)
+IS_GATED_NORM = same_layer(
+    layer_input, _other_rows, build=definitions.plain_norm(WIDTH), definition=definitions.gated_norm
+)
+IS_ATTENTION = same_layer(layer_input, causal, definition=definitions.gated_attention)
 
 
 RECORD: dict[str, Any] = {
@@ -150,62 +154,74 @@ PATCHES = (
     Patch(
         **RECORD,
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.activations",
         name="silu",
         signature="",
         replacement=_silu,
-        check=is_silu,
+        check=IS_SILU,
     ),
     Patch(
         **RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.embedding",
         name="Embedding.__call__",
         signature="(self, x)",
         replacement=_embedding,
+        check=same_layer(
+            lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), definition=definitions.embedding
+        ),
     ),
     Patch(
         **_MLX_LM,
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.activations",
         name="swiglu",
         signature="",
         replacement=_swiglu,
-        check=is_swiglu,
+        check=IS_SWIGLU,
     ),
     Patch(
         **_MLX_LM,
-        versions=">=0.32.0,<=0.32.2",
+        tried=">=0.32.0,<=0.32.2",
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
         signature="(q, k, *, inv_scale, eps)",
         settled="==0.31.3",  # In this version each model has the code inline.
         replacement=_normalize_qk,
+        check=alike(
+            layer_input,
+            _other_rows,
+            call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1),
+            definition=definitions.normalize_qk,
+        ),
     ),
     Patch(
         **_MLX_LM,
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextRMSNormGated.__call__",
         signature="(self, hidden_states, gate=None)",
         replacement=_gated_norm,
+        check=IS_GATED_NORM,
     ),
     Patch(
         **_MLX_LM,
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextAttention.__call__",
         signature="(self, x, mask=None, cache=None)",
         replacement=_attention,
+        check=IS_ATTENTION,
     ),
     Patch(
         **_MLX_LM,
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.olmo_hybrid",
         name="RMSNormGated.__call__",
         signature="(self, x, gate)",
         replacement=_gated_norm,
+        check=IS_GATED_NORM,
     ),
 )

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
-from ..patch_record import Function, core_record, describe_difference
+from ..patch_record import Function, core_record
+from ..small_cases import describe_difference
 
 
 def _quantized_matmul(upstream: Function) -> Function:

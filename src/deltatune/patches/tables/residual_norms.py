@@ -16,7 +16,9 @@ import mlx.nn as nn
 
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
 from ...ops.recomputation import remember
+from .. import definitions
 from ..patch_record import Function, Patch
+from ..small_cases import WIDTH, first_layer, layer_input, of_config, same_layer
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
@@ -69,10 +71,10 @@ def _by_kind(layer: Any) -> Any:
     return layer.linear_attn if layer.is_linear else layer.self_attn
 
 
-def _layer_record(module: str, name: str, mixer: Callable[[Any], Any]) -> Patch:
+def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: Any = first_layer) -> Patch:
     return Patch(
         package="mlx_lm",
-        versions=">=0.31.3,<=0.32.2",
+        tried=">=0.31.3,<=0.32.2",
         module=f"mlx_lm.models.{module}",
         name=f"{name}.__call__",
         signature="(self, x, mask=None, cache=None)",
@@ -80,13 +82,14 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any]) -> Patch:
         reason="on an NVIDIA GPU its residual sums are passes over memory of their own, forward and backward",
         without=_SLOWER,
         replacement=_layer(mixer),
+        check=same_layer(layer_input, build=build, definition=definitions.residual_layer(mixer)),
     )
 
 
 PATCHES = (
     Patch(
         package="mlx",
-        versions=">=0.31.2,<0.33",
+        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.normalization",
         name="RMSNorm.__call__",
         signature="(self, x)",
@@ -94,10 +97,11 @@ PATCHES = (
         reason="on an NVIDIA GPU its gradient sums the weight's over all tokens, also where the weight is frozen",
         without=_SLOWER,
         replacement=_rms_norm,
+        check=same_layer(layer_input, build=definitions.plain_norm(WIDTH), definition=definitions.rms_norm),
     ),
     _layer_record("qwen3_5", "DecoderLayer", _by_kind),
     _layer_record("qwen3_next", "Qwen3NextDecoderLayer", _by_kind),
     _layer_record("kimi_linear", "KimiDecoderLayer", lambda layer: layer.self_attn),
     _layer_record("bailing_moe_v3", "BailingDecoderLayer", lambda layer: layer.attention),
-    _layer_record("olmo_hybrid", "LinearAttentionDecoderLayer", lambda layer: layer.linear_attn),
+    _layer_record("olmo_hybrid", "LinearAttentionDecoderLayer", lambda layer: layer.linear_attn, of_config),
 )

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.experts.single_rows import single_rows
-from ..patch_record import Function, core_record, describe_difference
+from ..patch_record import ALWAYS, Function, core_record
+from ..small_cases import describe_difference
 
 # Products may be computed in TF32, whose mantissa has 10 bits. A wrong row has a relative error above 1.
 _BOUND = 1e-2
@@ -58,5 +59,6 @@ PATCHES = (
         _agrees,
         reason="MLX's sorted products on a GPU take the stride of an axis of length 1 for the distance between rows",
         without="Layers of experts that run upstream's code then compute wrong results on this GPU.",
+        needed_for=ALWAYS,
     ),
 )

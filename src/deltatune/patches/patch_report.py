@@ -1,0 +1,91 @@
+"""What was patched, what was left alone and why, and which versions nobody has tried."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from .patch_record import Patch
+from .versions import contains, latest
+
+
+class PatchWarning(UserWarning):
+    """A target keeps its original code. The message says which one, why, and what that means for training."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A patch that was applied: the installed version of its package, and the modules that hold the replacement."""
+
+    patch: Patch
+    version: str
+    holders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        modules = f" in {len(self.holders)} modules" if len(self.holders) > 1 else ""
+        return f"{self.patch.name}{modules} ({self.patch.package} {self.version})"
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A function that keeps its original code.
+
+    Attributes:
+        patch: The record that would have replaced it.
+        version: The installed version of the package.
+        why: What was expected and what was found, in a sentence.
+        message: `why`, with the function's name and what follows for training.
+    """
+
+    patch: Patch
+    version: str
+    why: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass
+class PatchReport:
+    """What apply() did.
+
+    Attributes:
+        applied: The patches that are in force.
+        left_alone: The functions that keep their original code.
+        waiting: The modules that are not imported yet; their functions are replaced when they are.
+        unreached: A message for each gated-delta layer that does not call deltatune.
+    """
+
+    applied: list[Applied] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every function was replaced and every layer that was traced calls deltatune."""
+        return not self.left_alone and not self.unreached
+
+    @property
+    def untried(self) -> list[str]:
+        """A sentence for each installed version that the records do not name."""
+        found: dict[tuple[str, str], list[tuple[Patch, bool]]] = defaultdict(list)
+        for applied in self.applied:
+            found[applied.patch.package, applied.version].append((applied.patch, True))
+        for left in self.left_alone:
+            found[left.patch.package, left.version].append((left.patch, False))
+        lines = []
+        for (package, version), patches in found.items():
+            new = [(patch, behaves) for patch, behaves in patches if not contains(patch.tried, version)]
+            if new:
+                known = latest([patch.tried for patch, _ in new])
+                lines.append(
+                    f"{package.replace('_', '-')} {version} has not been tried with this deltatune; "
+                    f"{sum(behaves for _, behaves in new)} of {len(new)} functions behave as in {known}."
+                )
+        return lines
+
+    def __str__(self) -> str:
+        parts = [str(applied) for applied in self.applied] or ["nothing patched yet"]
+        return "; ".join([*parts, *self.untried, *map(str, self.left_alone), *self.unreached])

@@ -1,0 +1,58 @@
+"""Makes a stand-in for a package of upstream: its own files under another version, with some of its code changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+# Gives mlx.core another version when it is imported, since its library cannot be copied.
+_SITE = """
+import importlib.abc, importlib.machinery, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "mlx.core":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module.__version__ = {version!r}
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def stand_in(folder: Path, version: str, changes: dict[str, list[tuple[str, str, str]]], mlx: str | None = None) -> str:
+    """Write mlx-lm's files with changes into a folder, and return the PYTHONPATH under which they are imported.
+
+    Args:
+        folder: Where the package is written.
+        version: The version that it states.
+        changes: By module of mlx_lm.models: after the first text, the second one is replaced by the third. A module
+            that does not exist yet is written.
+        mlx: The version that mlx states, if not its own.
+    """
+    package = Path(importlib.util.find_spec("mlx_lm").origin).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, folder / "mlx_lm", copy_function=os.symlink, ignore=ignored)
+    _write(folder / "mlx_lm/_version.py", f"__version__ = {version!r}\n")
+    for module, edits in changes.items():
+        path = folder / f"mlx_lm/models/{module}.py"
+        text = path.read_text() if path.exists() else ""
+        for after, old, new in edits:
+            at = text.index(old, text.index(after))
+            text = text[:at] + new + text[at + len(old) :]
+        _write(path, text)
+    if mlx is not None:
+        (folder / "sitecustomize.py").write_text(_SITE.format(version=mlx))
+    return str(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)  # The file of the installed package is only linked.
+    path.write_text(text)

@@ -1,0 +1,108 @@
+"""The evidence decides what is replaced, whatever version is installed, and is asked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import textwrap
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import beside
+from deltatune.patches import TRAINING, PatchWarning, evidence, patch
+from deltatune.patches.patch_record import SETTLED
+
+pytestmark = pytest.mark.any_blas
+
+package = beside.load(Path(__file__).with_name("acme_package.py"))
+FILES, RECORD, acme = package.FILES, package.RECORD, package.acme
+
+
+def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme):
+    one = acme("acme.one")
+    report = patch.apply([dataclasses.replace(RECORD, tried=">=1.0,<=1.1.5")])
+    assert one.update(2) == ("ours", 2)
+    assert report.complete
+    assert report.untried == ["acme 1.2.3 has not been tried with this deltatune; 1 of 1 functions behave as in 1.1.5."]
+
+
+def test_of_several_records_that_no_version_chooses_the_evidence_does(acme):
+    acme("acme.ops")
+    wrong = dataclasses.replace(RECORD, tried="<=1.1", check=lambda upstream, ours: "it differs.")
+    right = dataclasses.replace(RECORD, tried="<=1.0")
+    assert patch.apply([wrong, right]).applied[0].patch is right
+
+
+def test_what_upstream_has_mended_is_silent(acme):
+    one = acme("acme.one")
+    report = patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: SETTLED)])
+    assert report.complete
+    assert not report.applied
+    assert one.update(1) == 1
+
+
+def test_a_function_that_moved_within_its_package_is_replaced(acme, tmp_path):
+    (tmp_path / "acme/ops.py").write_text("from .moved import update")
+    (tmp_path / "acme/moved.py").write_text(FILES["acme/own.py"].replace("(x)", "(x, scale=1)"))
+    one = acme("acme.one")
+    assert patch.apply([RECORD]).complete
+    assert one.update(5) == acme("acme.moved").update(5) == ("ours", "its own")
+
+
+@pytest.mark.parametrize("first", ["acme", None])
+def test_a_module_that_is_gone_is_said_where_results_depend_on_it(acme, tmp_path, first):
+    (tmp_path / "acme/ops.py").unlink()
+    said = []
+    if first:
+        acme(first)
+    needed = dataclasses.replace(RECORD, needed_for=(TRAINING,))
+    said.append(patch.apply([needed], said.append))
+    if not first:
+        with pytest.warns(PatchWarning, match="has no module"):
+            acme("acme")
+    assert [left.why for report in said for left in report.left_alone] == [
+        "acme 1.2.3 has no module acme.ops any more."
+    ]
+    assert patch.apply([RECORD]).complete
+
+
+def test_a_check_is_asked_once_and_again_when_upstreams_text_changes(acme, tmp_path):
+    asked = []
+    record = dataclasses.replace(RECORD, check=lambda upstream, ours: asked.append(upstream))
+
+    def starts_anew():
+        patch.revert()
+        evidence.forget()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "acme"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        acme("acme.ops")
+        return len(patch.apply([record]).applied)
+
+    assert [starts_anew(), len(asked), starts_anew(), len(asked)] == [1, 1, 1, 1]
+    (tmp_path / "acme/base.py").write_text("factor = 1\ndef helper():\n    pass")
+    (tmp_path / "acme/ops.py").write_text("from .base import helper\n" + textwrap.dedent(FILES["acme/ops.py"]))
+    assert [starts_anew(), len(asked), starts_anew(), len(asked)] == [1, 2, 1, 2]
+    # The function's own module is as it was; one that it imports from is not.
+    (tmp_path / "acme/base.py").write_text("factor = 22\ndef helper():\n    pass")
+    assert [starts_anew(), len(asked)] == [1, 3]
+
+
+def test_what_speaks_against_a_replacement_is_not_remembered(acme):
+    found = ["it differs.", None]
+    record = dataclasses.replace(RECORD, check=lambda upstream, ours: found.pop(0))
+    acme("acme.ops")
+    assert not patch.apply([record]).applied
+    assert patch.apply([record]).applied
+
+
+def test_a_check_draws_none_of_the_users_random_numbers(acme):
+    acme("acme.ops")
+    mx.random.seed(3)
+    expected = mx.random.uniform()
+    mx.random.seed(3)
+    patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: mx.random.uniform().item() * 0 or None)])
+    assert mx.random.uniform() == expected
