@@ -34,6 +34,7 @@ _OPTIONS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-6,
     "max_position_embeddings": 64,
     "rope_theta": 10000.0,
+    "rope_traditional": False,
     "partial_rotary_factor": 0.5,
     "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "rope_interleave": True,

@@ -7,6 +7,8 @@ calls, so that one record reaches all of them. Versions read: mlx-lm 0.31.3, 0.3
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -131,7 +133,9 @@ def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
             function(model=nn.Module(), dataset=[], batch_size=1, num_batches=-1, loss=loss, iterate_batches=batches)
         )
 
-    return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
+    # mlx-lm 0.31.3 shows a bar.
+    with redirect_stderr(io.StringIO()):
+        return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
 
 
 _MARK: dict[str, Any] = {
