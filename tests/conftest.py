@@ -265,6 +265,16 @@ def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable
     return factory
 
 
+@pytest.fixture(autouse=True)
+def _records_are_trusted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small cases of the patches run where they are tested: elsewhere tests that count calls would see them."""
+    asks = request.path.parent.name == "patches" or {"doctor", "selftest"} & set(request.path.parts)
+    if not asks and "asked_anew" not in request.fixturenames:
+        from deltatune.patches import evidence
+
+        monkeypatch.setattr(evidence, "_outcome", lambda *record: None)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
     """run(*arguments) -> (exit code, standard output, standard error)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -12,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 import beside
+from deltatune import patches
 from deltatune.patches import TRAINING, PatchWarning, evidence, patch
 from deltatune.patches.patch_record import SETTLED
 
@@ -19,6 +21,23 @@ pytestmark = pytest.mark.any_blas
 
 package = beside.load(Path(__file__).with_name("acme_package.py"))
 FILES, RECORD, acme = package.FILES, package.RECORD, package.acme
+
+
+def test_every_record_passes_with_the_installed_versions(tmp_path, monkeypatch):
+    """Those of GPUs too: their small cases need no kernel."""
+    monkeypatch.setattr(evidence, "_path", tmp_path.joinpath)
+    evidence.forget()
+    records = dict.fromkeys((*patches.PATCHES, *patches.ON_CUDA, *patches.ON_METAL, *patches.ON_CPU))
+    for module in sorted({record.module for record in records}):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+    for group in (patches.PATCHES, patches.ON_CUDA, patches.ON_METAL, patches.ON_CPU):
+        try:
+            report = patch.apply(group)
+        finally:
+            patch.revert()
+        assert [str(left) for left in report.left_alone] == []
+        assert report.applied
 
 
 def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme):

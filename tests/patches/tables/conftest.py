@@ -8,16 +8,14 @@ from deltatune.patches import evidence, revert
 
 
 @pytest.fixture(autouse=True)
-def _revert(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(evidence, "_path", lambda key: tmp_path_factory.getbasetemp() / "evidence" / key)
+def _revert():
     yield
     revert()
-    evidence.forget()
 
 
 @pytest.fixture
 def asked_anew(monkeypatch):
-    """Every check is asked, whatever was remembered."""
+    """Every check is asked, whatever was remembered; without this fixture, none is."""
     evidence.forget()
     monkeypatch.setattr(evidence, "_read", lambda key: None)
     monkeypatch.setattr(evidence, "_write", lambda *stored: None)
