@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from .json_rows import json_file
 from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
-from .preferences.preference_rows import CHOSEN, LABEL
+from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .reader import LAST_TURN, Reader
-from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features
+from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .row_streams import JsonLines, hugging_face_streams
 from .sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
@@ -48,10 +48,16 @@ def first_image(config: TrainConfig) -> str | None:
         return None
     for parts in _tables(config, _needed_splits(config)).values():
         for table, features in parts:
+            formats = RowFormats(features) if config.loss == "sft" else None
             for source, row in table.candidates():
-                if kind := media_kind(row, features.chat):
+                if kind := media_kind(row, _messages(row, source, formats)):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
+
+
+def _messages(row: Any, source: str, formats: RowFormats | None) -> Iterator[Any]:
+    """Yield the messages of a row as `formats` reads it, or of a row of preferences where that is None."""
+    yield from messages_of(row) if formats is None else formats.messages(row, source) or []
 
 
 def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None) -> Splits:
@@ -137,8 +143,9 @@ def _read_more(
 
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
     """Return the examples of rows that were streamed; UserError for a row with an image or video."""
+    formats = RowFormats(features)
     for source, row in rows:
-        if media_kind(row, features.chat):
+        if media_kind(row, _messages(row, source, formats)):
             raise UserError(f"{source}: images and videos cannot be streamed; leave streaming out, or remove the row.")
     return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
 

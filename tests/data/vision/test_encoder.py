@@ -1,6 +1,7 @@
 """Rows with images give the processor's own tokens and patches, and each bad row gives one message."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -189,6 +190,25 @@ def test_the_first_image_is_found(write, folder):
     assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:3"
     write(chat(user='say "image"'))
     assert first_image(TrainConfig(data=str(folder))) is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": chat(user=parts("0.png", None))["messages"]},
+        {"conversations": [{"from": "human", "value": parts("0.png", None)}, {"from": "gpt", "value": "an answer"}]},
+        {"messages": json.dumps(chat(user=parts("0.png", None))["messages"])},
+    ],
+    ids=["conversations", "ShareGPT", "JSON in a string"],
+)
+def test_a_part_is_found_wherever_messages_are_read(write, read, folder, row):
+    write(chat(user=parts("0.png", None)))
+    (expected,) = read().train
+    write(row)
+    assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:1"
+    (example,) = read().train
+    assert example.tokens.tolist() == expected.tokens.tolist()
+    assert example.pictures.digests == expected.pictures.digests
 
 
 def test_another_image_of_the_same_size_is_other_data(write, read, folder):

@@ -33,7 +33,7 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     pictured = next((one for one in preferences if one.documents[0].pictures is not None), None)
     if pictured is not None and config.loss in _WITHOUT_IMAGES:
         raise UserError(f"{pictured.source}: --loss {config.loss} does not take images; use dpo, simpo or cpo.")
-    differing = [one for one in preferences if len(one.documents) == 1 or _differ(*one.documents)]
+    differing = [one for one in preferences if not one.undecided]
     if len(differing) < len(preferences):
         notes.append(
             f"{len(preferences) - len(differing):,} pairs were left out: within max_seq_length {limit:,}, chosen and "
@@ -56,10 +56,6 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
         one.with_documents((own, _behind_prompt(own, other, limit)))
         for one, own, other in zip(single, answers, before, strict=True)
     ]
-
-
-def _differ(chosen: Example, rejected: Example) -> bool:
-    return not np.array_equal(chosen.tokens, rejected.tokens)
 
 
 def _behind_prompt(own: Example, other: Example, limit: int) -> Example:

@@ -37,6 +37,14 @@ class Preference:
         """The positions that both documents need in a packed row."""
         return sum(document.positions for document in self.documents)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the two documents are equal in their tokens and pictures, so that neither is preferred."""
+        if len(self.documents) == 1:
+            return False
+        one, other = self.documents
+        return np.array_equal(one.tokens, other.tokens) and _digests(one) == _digests(other)
+
     def with_documents(self, documents: Sequence[Example]) -> Preference:
         """Return the preference with other documents in the place of its own."""
         return replace(self, documents=tuple(documents))
@@ -115,6 +123,11 @@ def lay_out(
             tokens[index] = [document.targets.sum() for document in one.documents]
             lengths[index] = [document.positions for document in one.documents]
     return documents, PreferenceBatch(marks, flat, present, desirable, reference, tokens, lengths)
+
+
+def _digests(document: Example) -> tuple[bytes, ...]:
+    """Return the digests of a document's pictures."""
+    return () if document.pictures is None else document.pictures.digests
 
 
 def _one_a_row(held: list[list[Example]]) -> list[list[Example]]:

@@ -52,11 +52,12 @@ class PreferenceEncoder:
             documents = [
                 each if isinstance(each, Example) else _only(next(encoded), one.source) for each in one.answers
             ]
-            if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
+            preference = Preference(tuple(documents), one.desirable)
+            if preference.undecided:
                 raise UserError(
                     f"{one.source}: chosen and rejected are equal, so neither is preferred; remove this row."
                 )
-            yield [Preference(tuple(documents), one.desirable)]
+            yield [preference]
 
     def _read(self, row: Any, source: str) -> _Read:
         """Return the answers of a row."""
@@ -138,7 +139,7 @@ class PreferenceEncoder:
         chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
-            if prompt is not None and prompt not in [_content(message) for message in chosen[:shared]]:
+            if prompt is not None and prompt not in [_text_of(message) for message in chosen[:shared]]:
                 raise UserError(
                     f"{source}: the prompt is a text and chosen a list of messages that do not begin with it; give the "
                     "prompt as messages, or leave it out."
@@ -151,6 +152,13 @@ class PreferenceEncoder:
             raise UserError(f"{source}: chosen repeats the prompt; give what follows it, or leave the prompt out.")
         sides = {CHOSEN: chosen, REJECTED: rejected}
         return [_conversation(row, prompt, answer, side, source) for side, answer in sides.items()]
+
+
+def messages_of(row: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the messages of a row in any of the formats of preferences, unchecked."""
+    for name in (PROMPT, CHOSEN, REJECTED, COMPLETION):
+        if isinstance(row.get(name), list):
+            yield from row[name]
 
 
 # An answer that is tokenised already, or the row of a conversation.
@@ -221,5 +229,10 @@ def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _content(message: Any) -> Any:
-    return message.get("content") if isinstance(message, Mapping) else None
+def _text_of(message: Any) -> Any:
+    """Return the text of a message, whose parts may stand around pictures."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(text for text in texts if isinstance(text, str))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import UserError
@@ -15,15 +15,14 @@ _FPS = "fps"
 Messages = list[dict[str, Any]]
 
 
-def media_kind(row: Any, chat: str = "messages") -> str | None:
-    """Return "image" or "video" if a row has one, in a column of its own or inside a message, else None."""
+def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
+    """Return "image" or "video" if a row has one, in a column of its own or inside one of its messages, else None."""
     if not isinstance(row, Mapping):
         return None
     for kind in (IMAGE, VIDEO):
         if row.get(f"{kind}s") or row.get(kind) is not None:
             return kind
-    messages = row.get(chat)
-    for message in messages if isinstance(messages, list) else []:
+    for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else []:
             if isinstance(part, Mapping) and part.get("type") in _KINDS:
