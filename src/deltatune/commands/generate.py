@@ -50,6 +50,21 @@ def add(commands: Any) -> None:
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
     )
+    _add_media(add)
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
+    add(
+        "--verbose",
+        type=_true_or_false,
+        metavar="BOOL",
+        help="whether to print speeds after the answer: true or false",
+    )
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
+    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
+    parser.set_defaults(call=run, parser=parser)
+
+
+def _add_media(add: Any) -> None:
+    """Add the flags of images and videos to the command line."""
     add(
         "--image",
         nargs="+",
@@ -72,16 +87,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="largest number of frames to take from --video; default: as for pixels",
     )
-    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
-    add(
-        "--verbose",
-        type=_true_or_false,
-        metavar="BOOL",
-        help="whether to print speeds after the answer: true or false",
-    )
-    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
-    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -171,6 +171,18 @@ def json_text(value: Any, where: str) -> Any:
     return _json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
+def messages_in_text(value: Any) -> Any:
+    """Return the messages that a text holds as JSON, as cells of a CSV file do, or any other value as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    are_messages = found and all(isinstance(message, dict) and "role" in message for message in found)
+    return found if are_messages else value
+
+
 def join_text_parts(messages: Messages, source: str) -> Messages:
     """Return the messages with each content that is a list of text parts as one string."""
     joined = []

@@ -1,5 +1,7 @@
 """Rows of TRL's preference formats: their tokens, what counts in them, and what is refused."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,22 @@ def test_messages_with_and_without_a_prompt_of_their_own_are_the_same(read, toke
     prompt = "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n"
     for one in examples:
         assert answers(tokenizer, one) == [(prompt, "yes<|im_end|>\n"), (prompt, "no<|im_end|>\n")]
+
+
+def test_messages_as_json_text_are_messages_and_other_texts_stay_texts(read, tokenizer):
+    """A cell of a CSV file holds a list as JSON; a text that only begins like one is a text."""
+    row = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
+    as_text = {name: json.dumps(value) for name, value in row.items()}
+    (one, other), _ = read([row, as_text])
+    assert answers(tokenizer, one) == answers(tokenizer, other)
+    (plain, numbers), _ = read(
+        [
+            {"prompt": "[the dog", "chosen": " jumps", "rejected": " sleeps"},
+            {"prompt": "[1, 2]", "chosen": " 3", "rejected": " 4"},
+        ]
+    )
+    assert answers(tokenizer, plain)[0] == ("[the dog", " jumps<|im_end|>")
+    assert answers(tokenizer, numbers)[0] == ("[1, 2]", " 3<|im_end|>")
 
 
 def test_an_earlier_answer_belongs_to_the_prompt(read, tokenizer):

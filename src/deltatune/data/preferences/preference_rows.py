@@ -11,12 +11,13 @@ import numpy as np
 
 from ...errors import UserError
 from ..example import Example
-from ..row_formats import ASSISTANT
+from ..row_formats import ASSISTANT, messages_in_text
 from ..text import TextEncoder
 from ..vision.encoder import VisionEncoder
 from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
+_TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
 # What a row may hold besides the answers: tools for the chat template, and images or videos.
 _BESIDE = ("tools", "chat_template_kwargs", "images", "image", "videos", "video")
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...} (the prompt may be left out)'
@@ -63,6 +64,7 @@ class PreferenceEncoder:
         """Return the answers of a row."""
         if not isinstance(row, Mapping):
             raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
+        row = _with_messages(row)
         if LABEL in row and COMPLETION in row:
             return self._labelled(row, source)
         missing = [side for side in (CHOSEN, REJECTED) if row.get(side) is None]
@@ -156,9 +158,15 @@ class PreferenceEncoder:
 
 def messages_of(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the messages of a row in any of the formats of preferences, unchecked."""
-    for name in (PROMPT, CHOSEN, REJECTED, COMPLETION):
+    row = _with_messages(row)
+    for name in _TEXTS:
         if isinstance(row.get(name), list):
             yield from row[name]
+
+
+def _with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with messages in the place of texts that hold them as JSON."""
+    return {name: messages_in_text(value) if name in _TEXTS else value for name, value in row.items()}
 
 
 # An answer that is tokenised already, or the row of a conversation.
