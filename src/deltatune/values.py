@@ -39,6 +39,8 @@ class _ShortRepr(reprlib.Repr):
 
 
 _SHORT = _ShortRepr()
+# The most characters of a value in a message: lists of lists have many, however few of each are written.
+_LONGEST = 120
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def about(
 
 def short(value: object) -> str:
     """Return a value as Python writes it, cut to a length that fits a message."""
-    return _SHORT.repr(value)
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -154,6 +157,10 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     return cls(**values)
 
 
+# How many unknown keys of a file are named, since a file may hold any number.
+_NAMED = 8
+
+
 def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
     """Check a mapping as `build` does, without making the dataclass. One message names all that is wrong in it."""
     fields = fields_of(cls)
@@ -167,9 +174,13 @@ def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
 
 
 def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[str]:
-    """Return a message for each name that is not known, with the nearest one that is."""
+    """Return a message for each name that is not known, with the nearest one that is; one in all for many."""
     before = f"{where}: " if where else ""
-    return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in names if name not in known]
+    unknown = [name for name in names if name not in known]
+    if len(unknown) > _NAMED:
+        few = ", ".join(map(short, unknown[:_NAMED]))
+        return [f"{before}unknown keys {few} and {len(unknown) - _NAMED} more."]
+    return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in unknown]
 
 
 @contextlib.contextmanager

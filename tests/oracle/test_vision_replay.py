@@ -89,5 +89,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault, monkeypatch):
     plant, name = FAULTS[fault]
+    if plant is wrong_gelus:
+        # The patches take the GELU that they find when they are applied; the other faults are planted after that.
+        plant(monkeypatch)
     found = replay(name, lambda: plant(monkeypatch))
     assert not found.small, found

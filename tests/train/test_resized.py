@@ -128,7 +128,7 @@ def test_without_new_tokens_it_says_that_nothing_was_added(run, tiny_checkpoint,
     options = ["--model", tiny_checkpoint("qwen3"), "--data", data, "--batch-size", 2, "--iters", 1]
     code, out, _ = run("train", *options, "--adapter-path", tmp_path / "out", "--resize-embeddings")
     assert code == 0
-    assert "resize_embeddings: the embedding has a row for every id of the tokenizer" in " ".join(out.split())
+    assert "resize_embeddings: the embedding has a trained row for every token" in " ".join(out.split())
 
 
 def test_the_plan_counts_the_new_rows(tiny_checkpoint, tmp_path, data, monkeypatch):

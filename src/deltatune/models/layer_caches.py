@@ -56,7 +56,10 @@ def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
     watched = calls_through([layer.module for layer in layers], noting)
     with drawing_from(get_key()), undisturbed(model), segments(None), watched:
         model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
-    return [found[0] if len(found := seen[id(layer.module)]) == 1 else None for layer in layers]
+    given = [found[0] if len(found := seen[id(layer.module)]) == 1 else None for layer in layers]
+    # The watching classes refer to this until Python collects them, and the caches hold arrays.
+    seen.clear()
+    return given
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
