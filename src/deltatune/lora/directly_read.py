@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from, get_key
+from ..ops.watched_calls import as_subclasses
 
 _ARRAY_NAMES = ("weight", "scales", "biases", "bias")
 
@@ -127,16 +128,9 @@ def _set_child(owner: Any, name: Any, module: nn.Module) -> None:
 @contextmanager
 def _watched(modules: Iterable[nn.Module], record: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Within the context, reads of these modules' arrays from outside their own methods are recorded."""
-    originals = [(module, type(module)) for module in modules]
     running: set[int] = set()
-    watching = {cls: _watching_class(cls, running, record) for _, cls in originals}
-    try:
-        for module, cls in originals:
-            module.__class__ = watching[cls]
+    with as_subclasses(modules, lambda cls: _watching_class(cls, running, record)):
         yield
-    finally:
-        for module, cls in originals:
-            module.__class__ = cls
 
 
 def _watching_class(cls: type, running: set[int], record: Callable[[nn.Module, str], None]) -> type:

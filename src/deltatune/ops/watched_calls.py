@@ -14,12 +14,16 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 @contextmanager
 def calls_through(modules: Iterable[nn.Module], around: Around) -> Iterator[None]:
-    """Within the context, each call of one of the modules goes through `around`.
+    """Within the context, each call of one of the modules goes through `around`."""
+    with as_subclasses(modules, lambda original: _calling(original, around)):
+        yield
 
-    The class of each module is a subclass of the same name meanwhile, as in checkpoint.checkpointed.
-    """
+
+@contextmanager
+def as_subclasses(modules: Iterable[nn.Module], subclass: Callable[[type], type]) -> Iterator[None]:
+    """Within the context, each module is of the class that `subclass` makes of its own, once for each class."""
     originals = [(module, type(module)) for module in modules]
-    classes = {original: _subclass(original, around) for _, original in originals}
+    classes = {original: subclass(original) for _, original in originals}
     try:
         for module, original in originals:
             module.__class__ = classes[original]
@@ -29,7 +33,9 @@ def calls_through(modules: Iterable[nn.Module], around: Around) -> Iterator[None
             module.__class__ = original
 
 
-def _subclass(original: type, around: Around) -> type:
+def _calling(original: type, around: Around) -> type:
+    """Make a subclass of the same name whose calls go through `around`."""
+
     def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         # Bound late: a subclass must call what the class holds now, also where a patch has replaced it.
         return around(self, lambda *a, **o: original.__call__(self, *a, **o), arguments, options)

@@ -128,6 +128,18 @@ def _causal_conv(cls: Any) -> Any:
     return cls(WIDTH, WIDTH, 3, groups=WIDTH)
 
 
+# What the records of this function have in common, in either package.
+ATTENTION_MASK: dict[str, Any] = {
+    "name": "create_attention_mask",
+    "signature": "(h, cache=None, window_size=None, return_array=False)",
+    "holders": (),
+    "reason": "packed documents must not attend to one another",
+    "without": MIXED,
+    "needed_for": (PACKING,),
+    "replacement": attention_mask,
+    "check": same_masks,
+}
+
 _UPDATE_RECORD: dict[str, Any] = {
     "package": "mlx_lm",
     "module": "mlx_lm.models.gated_delta",
@@ -159,17 +171,10 @@ PATCHES = (
         check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
     ),
     Patch(
+        **ATTENTION_MASK,
         package="mlx_lm",
         tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.base",
-        name="create_attention_mask",
-        signature="(h, cache=None, window_size=None, return_array=False)",
-        holders=(),
-        reason="packed documents must not attend to one another",
-        without=MIXED,
-        needed_for=(PACKING,),
-        replacement=attention_mask,
-        check=same_masks,
     ),
     Patch(
         package="mlx",

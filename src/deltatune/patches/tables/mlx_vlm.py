@@ -14,7 +14,7 @@ from .. import recurrence
 from ..patch_record import PACKING, TRAINING, Function, Patch
 from ..small_cases import drawn, same_layer
 from . import mlx_vlm_experts, mlx_vlm_vision
-from .mlx_lm import LOOP, MIXED, UPDATE_PLAIN, attention_mask, same_masks, same_update
+from .mlx_lm import ATTENTION_MASK, LOOP, UPDATE_PLAIN, same_update
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
 SHARED = "mlx_vlm.models.gated_delta"
@@ -94,18 +94,11 @@ PATCHES = (
     ),
     # Earlier versions import mlx-lm's function.
     Patch(
+        **ATTENTION_MASK,
         package="mlx_vlm",
         tried=">=0.6.4,<=0.7.10",
         settled="<0.6.4",
         module="mlx_vlm.models.base",
-        name="create_attention_mask",
-        signature="(h, cache=None, window_size=None, return_array=False)",
-        holders=(),
-        reason="packed documents must not attend to one another",
-        without=MIXED,
-        needed_for=(PACKING,),
-        replacement=attention_mask,
-        check=same_masks,
     ),
     Patch(
         package="mlx_vlm",
