@@ -487,4 +487,3 @@ using namespace metal;
 
 // An Apple GPU has no double.
 #pragma GCC poison double
-#line 1 "kernel.metal"

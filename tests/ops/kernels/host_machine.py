@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -40,7 +41,7 @@ ATTRIBUTES = {
 MOST_BUFFERS = 31
 SPACES = ("device", "constant", "threadgroup", "thread", "GLOBAL")
 # C++14 and no double, as in Metal. Nothing comes from a C++ library, so that any clang will do.
-FLAGS = ["-x", "c++", "-std=c++14", "-shared", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off"]
+FLAGS = ["-std=c++14", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off", "-g0"]
 # -O1 is for the runtime that zig builds once, which takes five times as long without it.
 FLAGS += ["-O1", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
@@ -50,6 +51,7 @@ METAL, CUDA = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 # Makes every load and store call the race detector of host.h.
 WATCH = ["-DDELTATUNE_WATCH", "-fsanitize-coverage=edge,trace-loads,trace-stores"]
+RUNTIME = Path(__file__).with_name("host.h")
 
 
 class HostError(AssertionError):
@@ -64,7 +66,18 @@ def compiler() -> list[str]:
     # Apple's clang has computed in bf16 only since late versions; zig's is the same everywhere.
     clang = shutil.which("clang++") if sys.platform == "linux" else None
     # Clang alone compiles for the plainest CPU. Zig compiles for the one that it runs on, unless told otherwise.
-    return [clang] if clang else [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+    return [clang] if clang else [str(zig()), "c++", "-mcpu=baseline"]
+
+
+def zig() -> Path:
+    """Return the program of the ziglang package, which `python -m ziglang` starts, too, only later."""
+    return Path(importlib.util.find_spec("ziglang").origin).with_name("zig.exe" if os.name == "nt" else "zig")
+
+
+@cache
+def version() -> str:
+    """Return what the compiler says of its version: a header that another one compiled is of no use to it."""
+    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 @cache
@@ -168,9 +181,7 @@ class HostMachine:
         spaceless = [] if self.cuda else without_address_space(self.text)
         if spaceless:
             raise HostError(f"no address space: {'; '.join(spaceless)}")
-        library = ctypes.CDLL(
-            str(self._library(Path(__file__).with_name("host.h").read_text() + self.text + "".join(needed.values())))
-        )
+        library = ctypes.CDLL(str(self._library('#line 1 "kernel.metal"\n' + self.text + "".join(needed.values()))))
         for entry in needed:
             function = getattr(library, entry)
             function.restype = ctypes.c_char_p
@@ -178,18 +189,27 @@ class HostMachine:
             self.entries[entry] = function
 
     def _library(self, source: str) -> Path:
-        key = hashlib.sha256("\n".join([source, *self.flags, *compiler()]).encode()).hexdigest()[:16]
-        library = self.folder / f"{key}.so"
-        if not library.exists():
+        # host.h is half of what a kernel would take to compile.
+        header = self._compiled(RUNTIME.read_text(), "h", "pch", ["-x", "c++-header"])
+        # The key knows all that the header was compiled from, but for the C library's headers, which may be touched.
+        included = ["-fno-validate-pch", "-include-pch", str(header)]
+        return self._compiled(source, "cpp", "so", ["-shared", *(w for flag in included for w in ("-Xclang", flag))])
+
+    def _compiled(self, source: str, kind: str, made: str, flags: list[str]) -> Path:
+        """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there."""
+        key = hashlib.sha256("\n".join([source, *self.flags, *flags, *compiler(), version()]).encode()).hexdigest()[:16]
+        result = self.folder / f"{key}.{made}"
+        if not result.exists():
             # The files carry the process's number: another process may be compiling the same text.
-            file, compiled = (self.folder / f"{key}.{os.getpid()}.{kind}" for kind in ("cpp", "so"))
+            file, compiled = (self.folder / f"{key}.{os.getpid()}.{each}" for each in (kind, made))
             file.write_text(source)
-            command = [*compiler(), *self.flags, str(file), "-o", str(compiled)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                raise HostError(result.stderr[:4000])
-            os.replace(compiled, library)
-        return library
+            ended = subprocess.run(
+                [*compiler(), *self.flags, *flags, str(file), "-o", str(compiled)], capture_output=True, text=True
+            )
+            if ended.returncode:
+                raise HostError(ended.stderr[:4000])
+            os.replace(compiled, result)
+        return result
 
     def run(self, launch: Launch, seed: int = 1) -> list[mx.array]:
         """Run a launch and return its outputs, which start as NaN. `seed` orders the blocks, groups and lanes."""
