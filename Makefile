@@ -13,7 +13,7 @@ help:
 	@echo "make coverage             run the tests and print which lines and branches they reach"
 	@echo "make env                  only the virtual environment, in .venv"
 	@echo "make lint                 ruff, mypy, and actionlint for the workflows"
-	@echo "make tree                 print which group of files imports which"
+	@echo "make tree                 print every room of the source, what its files hold and what it imports"
 	@echo "make docs                 build the documentation as a site, in site/ (installs MkDocs)"
 	@echo "make selftest             everything on this machine, into deltatune-selftest.json (minutes)"
 	@echo "make selftest-metal       the same on a Mac, with Metal's validation layers on (slow)"

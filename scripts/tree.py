@@ -1,7 +1,10 @@
-"""Print the groups of src/deltatune from top to bottom, each with the groups that it imports (`make tree`).
+"""Print the rooms of src/deltatune from top to bottom, with what each imports and what its files hold (`make tree`).
 
-The exit code is 1 where an import goes up or in a circle, and the lines that do so are printed. tests/test_imports.py
-checks the same.
+usage: scripts/tree.py [ROOM ...]
+
+A room is a folder, or a file beside the folders; without a name, all are printed. What a file holds is the first
+sentence of its docstring. The exit code is 1 where an import goes up or in a circle, and the lines that do so are
+printed; tests/test_imports.py checks the same.
 """
 
 from __future__ import annotations
@@ -126,21 +129,39 @@ def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def main() -> int:
+def phrase(path: Path) -> str:
+    """What a module says of itself: the first paragraph of its docstring, or nothing where it has none."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n\n")[0]
+
+
+def main(rooms: list[str]) -> int:
     found, known = imports(), modules()
+    unknown = sorted(set(rooms) - set(ORDER))
+    if unknown:
+        print(f"No room: {', '.join(unknown)}. The rooms are {', '.join(reversed(ORDER))}.", file=sys.stderr)
+        return 2
     arrows: dict[str, set[str]] = defaultdict(set)
     for each in found:
         if each.imported in known and each.importer:
             arrows[group_of(each.importer)].add(group_of(each.imported))
-    for group in [group for group in reversed(ORDER) if group in {group_of(name) for name in known}]:
-        paths = [path for name, path in known.items() if group_of(name) == group]
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-        below = [other for other in reversed(ORDER) if other in arrows[group] - {group}]
-        print(f"{group:9} {len(paths):3} files {lines:6,} lines  ->  {', '.join(below) or 'nothing'}")
+    for group in reversed(ORDER):
+        if not rooms or group in rooms:
+            below = [other for other in reversed(ORDER) if other in arrows[group] - {group}]
+            _print_room(group, {name: path for name, path in known.items() if group_of(name) == group}, below)
     wrong = [str(each) for each in upward(found)] + [f"a circle: {', '.join(each)}" for each in circles(found)]
     print("\n".join(wrong) or "No import goes up, and none goes in a circle.")
     return int(bool(wrong))
 
 
+def _print_room(room: str, files: dict[str, Path], below: list[str]) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files.values())
+    print(f"{room}: {len(files)} files, {lines:,} lines; imports {', '.join(below) or 'nothing'}")
+    for path in sorted(files.values(), key=lambda path: (path.parent, path.stem != "__init__", path.stem)):
+        place = path.relative_to(SOURCE)
+        print(f"  {f'{place.parent}/' if path.stem == '__init__' else place!s:42} {phrase(path)}")
+    print()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,40 +1,47 @@
-"""CONTRIBUTING.md's map of the tree is the tree, in the order in which groups may import one another."""
+"""The map of the tree: every module says what it holds, and CONTRIBUTING.md lists the rooms from top to bottom."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tree
 
 ROOT = Path(__file__).parents[1]
+# The options and what reads them stand together in the table, as "`config.py` and its neighbours".
+NEIGHBOURS = tree.ORDER[: tree.ORDER.index("config")]
 
-LINE = re.compile(r"(  )?(\S+?)(/|\.py)\s+(\S.*)")
+
+def test_the_first_line_of_every_docstring_says_what_the_module_holds():
+    phrases = {str(path.relative_to(tree.SOURCE)): tree.phrase(path) for path in tree.modules().values()}
+    unclear = {name: text for name, text in phrases.items() if not re.fullmatch(r"[^\n]{20,}[.?]", text)}
+    assert not unclear, "the first line of a docstring is one sentence that says what the file holds"
 
 
-def listed() -> dict[str, str]:
-    """Path -> phrase, of every folder and file that the map lists."""
+def test_the_rooms_are_listed_from_top_to_bottom():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```\n(__main__.*?)```", page, re.DOTALL)
-    found: dict[str, str] = {}
-    folder = ""
-    for line in block.splitlines():
-        indented, name, kind, phrase = LINE.fullmatch(line).groups()
-        if kind == "/":
-            folder = f"{name}/"
-        path = f"{name}/" if kind == "/" else f"{folder if indented else ''}{name}.py"
-        assert path not in found, f"{path} is listed twice"
-        found[path] = phrase
-    return found
+    (table,) = re.findall(r"\| room \|[^\n]*\n\|[-|]+\n((?:\|[^\n]*\n)+)", page)
+    named = [name for line in table.splitlines() for name in re.findall(r"`(\w+)(?:/|\.py)`", line.split("|")[1])]
+    rooms = [room for room in reversed(tree.ORDER) if room not in NEIGHBOURS and room != "__main__"]
+    assert sorted(named) == sorted(rooms)
+    # A line of the table may hold two rooms, in either order.
+    assert all(abs(named.index(room) - rooms.index(room)) <= 1 for room in rooms)
 
 
-def test_the_map_lists_every_file_with_a_phrase():
-    files = {str(path.relative_to(tree.SOURCE)) for path in tree.modules().values() if path.stem != "__init__"}
-    folders = {f"{path.parent.relative_to(tree.SOURCE)}/" for path in tree.modules().values()} - {"./"}
-    assert listed().keys() == files | folders
-    assert all(len(phrase) > 8 for phrase in listed().values())
+@pytest.mark.parametrize("rooms", [(), ("lora", "machine")])
+def test_the_tree_is_printed_with_what_its_files_hold(rooms):
+    command = [sys.executable, ROOT / "scripts" / "tree.py", *rooms]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "lora/pissa.py" in printed
+    assert ("data/packing.py" in printed) == (not rooms)
+    assert tree.phrase(tree.SOURCE / "lora" / "pissa.py") in printed
 
 
-def test_the_map_goes_from_top_to_bottom():
-    groups = list(dict.fromkeys(path.partition("/")[0].removesuffix(".py") for path in listed()))
-    assert groups == [group for group in reversed(tree.ORDER) if group in groups]
+def test_an_unknown_room_is_named():
+    command = [sys.executable, ROOT / "scripts" / "tree.py", "kitchen"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "No room: kitchen." in done.stderr

@@ -1,5 +1,4 @@
-"""Runs a decoder layer on one piece of a long row after another, forward and backward, so that no array inside it is
-as long as the row.
+"""Runs a decoder layer on one piece of a long row after another, so that no array inside it is as long as the row.
 
 A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
 keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
