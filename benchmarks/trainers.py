@@ -166,7 +166,6 @@ def deltatune(
     ready = time.perf_counter()
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
-    from deltatune.ops.random_state import get_key
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
     from deltatune.train.freed_memory import FreedMemory
@@ -199,7 +198,7 @@ def deltatune(
             total, weight, gradients = started.pop() if started else launched()
             norm = whole.update(gradients, total, weight)
             del gradients
-            evaluate(whole.parameters(), optimizer.state, norm, get_key())
+            evaluate(whole.parameters(), optimizer.state, norm, whole.random)
             if early:
                 started.append(launched())
             loss = total.item() / weight.item()

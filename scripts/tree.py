@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
 # From bottom to top: a group imports only groups before it. A group is a folder, or a file beside the folders.
 ORDER = [
     "errors",
+    "upstream",
     "values",
     "yaml_files",
     "json_fields",

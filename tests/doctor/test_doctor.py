@@ -1,5 +1,6 @@
 """What the doctor prints, as text and as JSON, and when it exits with 1."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from deltatune import cli
+from deltatune import cli, upstream
 from deltatune.doctor import examination, implementations, inventory, probes, screen
 from deltatune.doctor.custom_kernels import sweep
 from deltatune.doctor.probes import Fault
@@ -17,6 +18,7 @@ from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
 from deltatune.patches import evidence
+from deltatune.plan.process_memory import LayoutError
 from new_tokens import with_new_tokens
 
 
@@ -54,7 +56,7 @@ def test_on_a_cpu(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    text = " ".join(" ".join(lines).split())
+    text, names = " ".join(" ".join(lines).split()), len(upstream.NAMES) + 1
     for part in (
         "This machine chip ",
         " GFLOP/s on fp32 matrices of 64 x 64",
@@ -67,6 +69,7 @@ def test_on_a_cpu(capsys):
         else "Attention:",
         "✓ scatter-add with a batch stride",
         " functions replaced: ",
+        f"✓ {names} of {names} are as deltatune knows them",
         "--json names each",
     ):
         assert part in text
@@ -78,7 +81,7 @@ def test_json_has_everything(capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         "versions", "machine", "gated_delta", "findings", "attention", "attention_findings", "faults", "patches",
-        "model", "wrong",
+        "private_names", "model", "wrong",
     }  # fmt: skip
     assert found["wrong"] is False
     assert found["model"] is None
@@ -87,6 +90,20 @@ def test_json_has_everything(capsys):
     assert found["faults"][0]["status"] in ("absent", "avoided")
     holders = next(each for each in found["patches"]["applied"] if each["name"] == "gated_delta_update")["holders"]
     assert "mlx_lm.models.qwen3_5" in holders
+
+
+def test_a_private_name_that_is_gone_is_named_with_what_is_done_without_it(monkeypatch, doctor):
+    gone = dataclasses.replace(upstream.NAMES[0], present=lambda: False)
+    monkeypatch.setattr(upstream, "NAMES", (gone, *upstream.NAMES[1:]))
+    monkeypatch.setattr(examination.ArrayLayout, "measured", unreadable)
+    text = doctor()
+    assert f"{len(upstream.NAMES) - 1} of {len(upstream.NAMES) + 1} are as deltatune knows them" in text
+    assert "! mlx::core::set_compile_mode is gone. mx.compile builds kernels of its own" in text
+    assert "an mlx.core.array in memory is gone. Runs are not planned: two offsets fit." in text
+
+
+def unreadable():
+    raise LayoutError("two offsets fit")
 
 
 def test_a_fault_that_is_avoided_is_shown_and_harmless(found, doctor):

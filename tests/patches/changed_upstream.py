@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -27,22 +28,37 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def stand_in(folder: Path, version: str, changes: dict[str, list[tuple[str, str, str]]], mlx: str | None = None) -> str:
-    """Write mlx-lm's files with changes into a folder, and return the PYTHONPATH under which they are imported.
+def stand_in(
+    folder: Path,
+    version: str,
+    changes: dict[str, list[tuple[str, str, str]]],
+    mlx: str | None = None,
+    name: str = "mlx_lm",
+    renamed: dict[str, str] | None = None,
+) -> str:
+    """Write a package's files with changes into a folder, and return the PYTHONPATH under which they are imported.
 
     Args:
         folder: Where the package is written.
         version: The version that it states.
-        changes: By module of mlx_lm.models: after the first text, the second one is replaced by the third. A module
+        changes: By module of its `models`: after the first text, the second one is replaced by the third. A module
             that does not exist yet is written.
         mlx: The version that mlx states, if not its own.
+        name: The package: mlx_lm or mlx_vlm.
+        renamed: Names that all its files have in another form.
     """
-    package = Path(importlib.util.find_spec("mlx_lm").origin).parent
+    package = Path(importlib.util.find_spec(name).origin).parent
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(package, folder / "mlx_lm", copy_function=os.symlink, ignore=ignored)
-    _write(folder / "mlx_lm/_version.py", f"__version__ = {version!r}\n")
+    shutil.copytree(package, folder / name, copy_function=os.symlink, ignore=ignored)
+    stated = folder / name / ("_version.py" if name == "mlx_lm" else "version.py")
+    _write(stated, f"__version__ = {version!r}\n")
+    for old, new in (renamed or {}).items():
+        for path in (folder / name).rglob("*.py"):
+            text = path.read_text()
+            if re.search(rf"\b{old}\b", text):
+                _write(path, re.sub(rf"\b{old}\b", new, text))
     for module, edits in changes.items():
-        path = folder / f"mlx_lm/models/{module}.py"
+        path = folder / name / "models" / f"{module}.py"
         text = path.read_text() if path.exists() else ""
         for after, old, new in edits:
             at = text.index(old, text.index(after))

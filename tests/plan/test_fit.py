@@ -9,8 +9,7 @@ from mlx.utils import tree_flatten
 from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops.random_state import get_key
-from deltatune.plan import fit, screen, search
+from deltatune.plan import fit, primitives, screen, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
@@ -106,7 +105,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     config = TrainConfig(num_layers=-1, grad_checkpoint=True, expert_updates=expert_updates)
     prepare(model, config)
     mx.eval(model.parameters())
-    before, key = dict(tree_flatten(model.parameters())), get_key().tolist()
+    before, key = dict(tree_flatten(model.parameters())), mx.random.state[0].tolist()
     next(reversed(model.modules())).eval()  # one module has another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
@@ -115,9 +114,25 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     after = dict(tree_flatten(model.parameters()))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
-    assert get_key().tolist() == key
+    assert mx.random.state[0].tolist() == key
     assert [(type(module), module.training) for module in model.modules()] == kinds
     assert mx.get_active_memory() - active < 1 << 16
+
+
+def test_primitives_without_a_rule_are_counted_and_said(tiny_model, monkeypatch):
+    layout, limits = ArrayLayout.measured(), DeviceLimits(None, None, "a test", "a test")
+    model, config = tiny_model("qwen3_5_moe"), TrainConfig(num_layers=-1)
+    prepare(model, config)
+    known = forecast_step(model, config, 2, 32, layout)
+    assert known.unknown == {}
+    assert screen.line(known, limits).endswith("it fits.")
+    monkeypatch.delitem(primitives.RULES, "RandomBits", raising=True)
+    monkeypatch.delitem(primitives.RULES, "Reduce")
+    found = forecast_step(model, config, 2, 32, layout)
+    assert found.unknown.keys() == {"Reduce"}
+    assert (found.bytes.amount, found.buffers.amount) == (known.bytes.amount, known.buffers.amount)
+    said = rf"it fits\. The plan has no rule for {found.unknown['Reduce']} Reduce of this version of MLX, and"
+    assert re.search(said, screen.line(found, limits))
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")

@@ -105,8 +105,8 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path,
 
     def launched(self, batch, accumulated, iteration):
         if iteration == 4:
-            key = mx.random.state
-            self._step._micro_batch = compiled(out_of_memory, [trainer.model.state, key], [key])
+            state = [trainer.model.state, self._step.random]
+            self._step._micro_batch = compiled(out_of_memory, state, state[1:])
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from ..errors import UserError
+from ..upstream import hugging_face_tokenizer
 from .rendering import Renderer, special_tokens
 from .template_probes import Messages, behind_the_last_answer, first_of
 
@@ -32,12 +33,13 @@ def missing_end(tokenizer: Any) -> str | None:
     tail = behind_the_last_answer(write, tools=False)
     if tail is None or first_of(ends(tokenizer), tail):
         return None
-    return first_of(special_tokens(tokenizer._tokenizer), tail)
+    return first_of(special_tokens(hugging_face_tokenizer(tokenizer)), tail)
 
 
 def ends(tokenizer: Any) -> list[str]:
     """Return the tokens at which generation stops, as they are written."""
-    return [tokenizer._tokenizer.decode([number]) for number in sorted(tokenizer.eos_token_ids)]
+    inner = hugging_face_tokenizer(tokenizer)
+    return [inner.decode([number]) for number in sorted(tokenizer.eos_token_ids)]
 
 
 def ending_answers(tokenizer: Any) -> Any:

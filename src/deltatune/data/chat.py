@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..upstream import hugging_face_tokenizer
 from .rendering import ChatRow
 
 # How many tokens a message quotes from the place where two texts differ.
@@ -28,7 +29,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Any):
-        self._inner = tokenizer._tokenizer
+        self._inner = hugging_face_tokenizer(tokenizer)
         self._added = {number: token.content for number, token in self._inner.added_tokens_decoder.items()}
         # Few texts stand between the last added token and an answer, such as the name of its role.
         self.short = lru_cache(4096)(lambda text: self.encode([text])[0])

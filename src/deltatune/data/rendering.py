@@ -26,6 +26,7 @@ import jinja2
 
 from ..errors import UserError, reason
 from ..machine.environment import cores
+from ..upstream import chat_template_code, hugging_face_tokenizer
 from .chat_rows import Marks, RefusalError, chat_rows
 from .render_process import RenderLimits
 from .row_formats import Conversation, PlainText
@@ -85,7 +86,7 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
-        self._tokenizer, self._inner = tokenizer, tokenizer._tokenizer
+        self._tokenizer, self._inner = tokenizer, hugging_face_tokenizer(tokenizer)
         self.options = {"enable_thinking": tokenizer.has_thinking, **(options or {})}
         self._setups: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}
@@ -96,7 +97,7 @@ class Renderer:
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         own = type(self._inner).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        return own or self._tokenizer._chat_template is not None
+        return own or chat_template_code(self._tokenizer) is not None
 
     def template(self, tools: Any) -> str | None:
         """Return the Jinja template for conversations with these tools; None where code writes them."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..template_options import THINKING
+from ..upstream import hugging_face_tokenizer
 from .chat import ChatTokenizer
 from .example import Example
 from .rendering import ChatRow, Item, Rendered, Renderer
@@ -135,7 +136,7 @@ class TextEncoder:
         """Return the tokens of plain texts."""
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-        inner = self._tokenizer._tokenizer
+        inner = hugging_face_tokenizer(self._tokenizer)
         if not texts or type(inner).encode is not PreTrainedTokenizerBase.encode:
             return [self._tokenizer.encode(text) for text in texts]
         return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]

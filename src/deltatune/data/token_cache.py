@@ -19,6 +19,7 @@ import numpy as np
 
 from ..machine.atomic_files import write
 from ..machine.environment import cache_directory
+from ..upstream import chat_template_code, hugging_face_tokenizer
 from .example import Example
 
 # The files together; the one that was not read for longest goes first.
@@ -63,7 +64,9 @@ def encoding_digest(tokenizer: Any) -> str | None:
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
     """
-    inner = tokenizer._tokenizer
+    inner, writer = hugging_face_tokenizer(tokenizer), chat_template_code(tokenizer)
+    if getattr(writer, "__self__", None) is tokenizer:
+        return None
     backend = getattr(inner, "backend_tokenizer", None)
     folder = Path(inner.name_or_path)
     if backend is not None:
@@ -81,7 +84,7 @@ def encoding_digest(tokenizer: Any) -> str | None:
         "ends": sorted(tokenizer.eos_token_ids),
         "thinking": tokenizer.has_thinking,
         "split": getattr(inner, "split_special_tokens", None),
-        "writer": repr(getattr(tokenizer._chat_template, "__module__", None)),
+        "writer": repr(getattr(writer, "__module__", None)),
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
     # A template that writes the date gives other tokens every day.

@@ -16,10 +16,15 @@ from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import backend
 from ..patches import PATCHES, patched, reached
+from ..plan.array_layout import ArrayLayout
+from ..plan.process_memory import LayoutError
+from ..upstream import Probed, probed
 from . import implementations, inventory, mlx_kernels, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
 from .implementations import Finding
 from .probes import Fault
+
+_LAYOUT = "the description of an mlx.core.array in memory"
 
 
 @dataclass
@@ -101,6 +106,7 @@ class Examination:
     attention_findings: list[Finding]
     faults: list[Fault]
     patches: Patches
+    private_names: list[Probed]
     model: Layers | None = None
 
     @property
@@ -146,8 +152,18 @@ def examine(model: str | None = None) -> Examination:
                 attention_findings=implementations.of_attention(),
                 faults=probes.faults(),
                 patches=patches,
+                private_names=[*probed(), _layout()],
                 model=layers,
             )
+
+
+def _layout() -> Probed:
+    """Whether the plan can read MLX's arrays in memory."""
+    try:
+        ArrayLayout.measured()
+    except LayoutError as error:
+        return Probed(_LAYOUT, False, f"Runs are not planned: {error}.")
+    return Probed(_LAYOUT, True, "Runs are not planned.")
 
 
 def _layers(path: str) -> Layers:

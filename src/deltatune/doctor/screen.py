@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
 from .implementations import Finding
 from .probes import Fault
@@ -85,6 +86,7 @@ def screen(found: Examination) -> RenderableType:
         ),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
         _section("Patches", _patches(found.patches)),
+        _section("Private names of upstream", _private_names(found.private_names)),
     ]
     if found.model is not None:
         parts.append(_section(f"Model: {found.model.path}", _model(found.model)))
@@ -156,6 +158,15 @@ def _patches(patches: Patches) -> RenderableType:
         table.add_row(Text("–", style="dim"), Text(message, style="dim"))
     if not table.row_count:
         table.add_row(Text("–", style="dim"), Text("none applies", style="dim"))
+    return table
+
+
+def _private_names(names: list[Probed]) -> RenderableType:
+    table, present = _columns(1, None), sum(each.present for each in names)
+    table.add_row(Text("✓", style="green"), Text(f"{present} of {len(names)} are as deltatune knows them"))
+    for each in names:
+        if not each.present:
+            table.add_row(Text("!", style="yellow"), Text(f"{each.name} is gone. {each.without}"))
     return table
 
 

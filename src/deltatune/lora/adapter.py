@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..upstream import dropout_rate
 from .weights import dense_weight, with_weight
 
 # The parameters that an adapter may hold: the low-rank factors and, for DoRA, the magnitudes.
@@ -51,7 +52,7 @@ class Adapter(nn.Module):
     @property
     def dropout_rate(self) -> float:
         """The share of the update's inputs that training sets to zero."""
-        return 1 - self.dropout._p_1
+        return dropout_rate(self.dropout)
 
     @property
     def rank(self) -> int:

@@ -24,6 +24,7 @@ from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from ..ops.functional import is_finite
 from ..template_options import checked_options
+from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
@@ -108,9 +109,9 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         raise UserError(
             f"LoRA ({kinds['lora']}) and DoRA ({kinds['dora']}) in one adapter: mlx-lm's format has one kind for all."
         )
-    keep_rates = {adapter.dropout._p_1: path for path, adapter in by_path.items()}
-    if len(keep_rates) > 1:
-        paths = _first_few(list(keep_rates.values()))
+    rates = {dropout_rate(adapter.dropout): path for path, adapter in by_path.items()}
+    if len(rates) > 1:
+        paths = _first_few(list(rates.values()))
         raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
     stored = {path: _stored(adapter) for path, adapter in by_path.items()}
     rank = max(_rank(leaves) for leaves in stored.values())
@@ -119,7 +120,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     for path, adapter in by_path.items():
         unified = _with_rank_and_scale(path, adapter, stored[path], rank, scale)
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
-    dropout = round(1 - next(iter(keep_rates)), 12)
+    dropout = round(next(iter(rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
     return tensors | new_rows, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters, **where}
 

@@ -81,8 +81,9 @@ def convert_to_lora(
         raise UserError(f"fine_tune_type: {fine_tune_type!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}.")
     check_parts(model, list(parts))
     for module in model.modules():
-        # mlx-lm's recurrent_gemma does not call nn.Module.__init__, which sets this.
-        vars(module).setdefault("_no_grad", set())
+        # mlx-lm's recurrent_gemma does not call nn.Module.__init__, which sets what MLX keeps of every module.
+        for name, value in vars(nn.Module()).items():
+            vars(module).setdefault(name, value)
     if fine_tune_type == "full":
         return _unfreeze_layers(model, config, num_layers, parts)
     dora = fine_tune_type == "dora"

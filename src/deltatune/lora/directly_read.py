@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.functional import undisturbed
-from ..ops.random_state import drawing_from, get_key
+from ..ops.random_state import drawing_from
 from ..ops.watched_calls import as_subclasses
 
 _ARRAY_NAMES = ("weight", "scales", "biases", "bias")
@@ -43,19 +43,18 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     def record(module: nn.Module, name: str) -> None:
         read.setdefault(paths[id(module)], name)
 
-    with drawing_from(get_key()), undisturbed(model), _watched(candidates.values(), record):
+    with drawing_from(mx.random.key(0)), undisturbed(model), _watched(candidates.values(), record):
         _run_forward_passes(model)
     suspects, read = {path: candidates[path] for path in read}, {}
     if suspects:
-        with drawing_from(get_key()), undisturbed(model), _replaced_by_stand_ins(model, suspects, record):
+        with drawing_from(mx.random.key(0)), undisturbed(model), _replaced_by_stand_ins(model, suspects, record):
             _run_forward_passes(model)
     return read
 
 
 def _run_forward_passes(model: nn.Module) -> None:
     for training, length in ((True, 2), (False, 2), (False, 1)):
-        for module in model.modules():
-            module._training = training
+        model.train(training)
         model(mx.zeros((1, length), dtype=mx.int32), **without_pictures(model))
 
 

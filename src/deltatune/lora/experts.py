@@ -16,8 +16,9 @@ import mlx.nn as nn
 
 from ..machine import backend
 from ..ops.experts import Projection
+from ..upstream import dropout_rate
 from .adapter import Adapter, uniform
-from .weights import dense_weight, input_size, is_quantized, output_factor, quantization, takes_indices
+from .weights import dense_weight, frozen, input_size, is_quantized, output_factor, quantization, takes_indices
 
 # The number of indices from which mlx-lm's expert layers sort their rows by expert.
 _SORTED_FROM = 64
@@ -147,10 +148,12 @@ def projection(module: nn.Module) -> Projection | None:
         if not is_quantized(module) or output_factor(module) is not None:
             return None
         settings |= quantization(module)
-    trains = [n for n in ("weight", "bias") if arrays[n] is not None and n not in module._no_grad and not packed]
+    still = frozen(module)
+    trains = [n for n in ("weight", "bias") if arrays[n] is not None and n not in still and not packed]
     if adapter is not None:
         factors = ("lora_a", "lora_b")
-        trains += [name for name in factors if name not in adapter._no_grad]
+        still = frozen(adapter)
+        trains += [name for name in factors if name not in still]
         settings |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
     return Projection(**arrays, **settings, trains=tuple(trains))
 
@@ -159,7 +162,7 @@ _ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
 
 def _dropout(adapter: nn.Module) -> dict[str, Any]:
-    rate = 1 - adapter.dropout._p_1
+    rate = dropout_rate(adapter.dropout)
     if not adapter.dropout.training or rate == 0:
         return {}
     return {"dropout": rate, "key": mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)}

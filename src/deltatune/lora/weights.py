@@ -5,7 +5,6 @@ Modules are recognised by the arrays and settings they hold, so that mlx-lm's an
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -129,8 +128,20 @@ def _with_quantized_weight(module: nn.Module, weight: mx.array) -> nn.Module:
     return copied
 
 
+def frozen(module: nn.Module) -> list[str]:
+    """Return the names of a module's own arrays that do not train."""
+    trained = module.trainable_parameters()
+    return [name for name, value in module.items() if isinstance(value, mx.array) and name not in trained]
+
+
 def _copy(module: nn.Module) -> nn.Module:
-    # copy.copy shares the set of frozen parameters, so that unfreezing the copy would unfreeze the original.
-    copied = copy.copy(module)
-    copied._no_grad = set(module._no_grad)
+    # copy.copy would share the set of frozen parameters, so that unfreezing the copy would unfreeze the original.
+    copied: nn.Module = type(module).__new__(type(module))
+    nn.Module.__init__(copied)
+    # What MLX keeps of every module: its mode, and which of its parameters are frozen.
+    own = set(vars(copied))
+    vars(copied).update({name: value for name, value in vars(module).items() if name not in own})
+    dict.update(copied, module)
+    copied.train(module.training)
+    copied.freeze(recurse=False, keys=frozen(module))
     return copied

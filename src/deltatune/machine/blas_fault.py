@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,10 +138,9 @@ def _sgemm_of_accelerate() -> Any | None:
 
 def _sgemm_of_process() -> Any | None:
     """Look as the linker does for libmlx: first in globally loaded libraries, then in those that libmlx names."""
-    import mlx.core as mx
+    from ..upstream import libmlx
 
-    paths = [None, *Path(str(mx.__file__)).parent.glob("lib/libmlx.so")]
-    for path in paths:
+    for path in (None, libmlx()):
         function = getattr(ctypes.CDLL(None if path is None else str(path)), "cblas_sgemm", None)
         if function is not None:
             return function

@@ -4,37 +4,20 @@ mx.compile fuses elementwise chains into kernels that it builds at first use, ab
 step. On a CPU, g++ needs 35 to 60 s of one core for them on a machine that has not built them before, and an iteration
 becomes 5 to 10 % faster. On NVIDIA GPUs, NVRTC needs minutes in every process, since it builds each kernel for 34
 layouts and keeps none (docs/log.md). MLX has a compile mode that traces and simplifies but does not fuse. It has no
-Python binding, so this module calls the C++ function.
+Python binding, so upstream.py finds the C++ function.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import mlx.core as mx
 
+from .. import upstream
 from . import backend
 
-# mlx/compile.h: void set_compile_mode(CompileMode), enum class CompileMode {disabled, no_simplify, no_fuse, enabled}.
-_SYMBOL = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
-_NO_FUSE = 2
-
 _depth = 0
-
-
-def _library() -> ctypes.CDLL | None:
-    """Load libmlx from where the Linux wheels put it; None if it is not there or does not export the function."""
-    spec = importlib.util.find_spec("mlx")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "lib" / "libmlx.so"
-        if path.is_file():
-            library = ctypes.CDLL(str(path))
-            return library if hasattr(library, _SYMBOL) else None
-    return None
 
 
 def compiles() -> bool:
@@ -63,9 +46,9 @@ def not_compiled() -> Iterator[None]:
         yield
     finally:
         mx.enable_compile()
-        library = _library() if _depth else None
-        if library is not None:
-            library[_SYMBOL](_NO_FUSE)
+        do_not_fuse = upstream.set_no_fuse() if _depth else None
+        if do_not_fuse is not None:
+            do_not_fuse()
 
 
 @contextmanager
@@ -82,11 +65,11 @@ def without_kernels() -> Iterator[str]:
     if not compiles():
         yield "not compiled (mx.compile is off)"
         return
-    library = None if backend.device() == "metal" else _library()
-    if library is None:
+    do_not_fuse = None if backend.device() == "metal" else upstream.set_no_fuse()
+    if do_not_fuse is None:
         yield "compiled"
         return
-    library[_SYMBOL](_NO_FUSE)
+    do_not_fuse()
     _depth += 1
     try:
         yield "compiled, without kernels of its own"

@@ -16,7 +16,7 @@ from .vocabulary import token_tables
 def noisy_embedding(model: nn.Module, alpha: float) -> Iterator[None]:
     """Within the context, add noise to each embedding that is looked up in training mode.
 
-    It is drawn from MLX's random state, uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens,
+    It is drawn uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens,
     padding included, and embeddings D numbers. The class of the embedding is a subclass of the same name meanwhile.
 
     Args:

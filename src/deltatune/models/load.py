@@ -22,6 +22,7 @@ import mlx_lm.models
 import mlx_lm.utils
 from huggingface_hub.errors import StrictDataclassError
 
+from .. import upstream
 from ..errors import UserError, first_line, reason
 from ..json_files import read_json
 from .checked_tensors import checked
@@ -182,7 +183,7 @@ def locate(path_or_name: str | Path | None) -> Path:
     if isinstance(path_or_name, Path) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise UserError(f"model {name}: no such directory, and not a hub name of the form owner/model.")
     try:
-        return Path(mlx_lm.utils._download(name))
+        return upstream.download(name)
     except (OSError, ValueError) as error:
         raise UserError(
             f"model {name}: no such directory, and it cannot be downloaded from the hub: {first_line(error)}"
@@ -317,7 +318,7 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
     try:
         if not re.fullmatch(r"[\w-]+", model_type):
             raise ValueError(f"{model_type!r} is no name of a model")
-        return mlx_lm.utils._get_classes(with_known_type(config))
+        return upstream.model_classes(with_known_type(config))
     except (ValueError, AttributeError) as error:
         if _vision_only(config):
             message = "is that of a vision encoder alone; give the folder of the whole model."

@@ -21,8 +21,9 @@ from ..lora.directly_read import without_pictures
 from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
 from ..lora.weights import dense_rows
 from ..ops.functional import undisturbed
-from ..ops.random_state import drawing_from, get_key
+from ..ops.random_state import drawing_from
 from ..ops.watched_calls import calls_through
+from ..upstream import hugging_face_tokenizer
 from .load import Loaded, new_model
 from .vision.load import new_vision_model
 
@@ -86,7 +87,7 @@ def _called_with_ids(model: nn.Module) -> dict[str, nn.Module]:
         return call(*arguments, **options)
 
     watched = calls_through([module for module in model.modules() if id(module) in paths], noting)
-    with drawing_from(get_key()), undisturbed(model), watched:
+    with drawing_from(mx.random.key(0)), undisturbed(model), watched:
         model(ids, **without_pictures(model))
     return found
 
@@ -188,7 +189,7 @@ def _first_untrained(loaded: Loaded, table: nn.Module, rows: int) -> int:
     A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show what rows
     look like that nobody trained (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
     """
-    added = loaded.tokenizer._tokenizer.added_tokens_decoder.keys()
+    added = hugging_face_tokenizer(loaded.tokenizer).added_tokens_decoder.keys()
     last = max(loaded.tokenizer.get_vocab().values())
     if rows - last <= _SPARE:
         return rows

@@ -19,7 +19,8 @@ from . import pieces, segments, side_outputs
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .pieces import Carry
-from .random_state import drawing_from, get_key
+from .random_state import drawing_from, repeatable
+from .watched_calls import as_subclasses
 
 
 def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
@@ -76,33 +77,14 @@ def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] |
         >>> with checkpointed(model.layers):
         ...     loss, gradients = nn.value_and_grad(model, loss_function)(batch)
     """
-    classes: dict[type, type] = {}
-    changed: list[tuple[nn.Module, type]] = []
     layers = list(modules)
     carry_of = dict(zip(map(id, layers), carries or [None] * len(layers), strict=True))
-    try:
-        for layer in layers:
-            original = type(layer)
-            if not isinstance(layer, nn.Module):
-                raise ValueError(f"checkpointed: expected modules, got {original.__name__}.")
-            if "_deltatune_checkpointed" in vars(original):
-                continue
-            if original not in classes:
-                classes[original] = _checkpointed_class(original, carry_of)
-            layer.__class__ = classes[original]
-            changed.append((layer, original))
+    for layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"checkpointed: expected modules, got {type(layer).__name__}.")
+    plain = [layer for layer in layers if "_deltatune_checkpointed" not in vars(type(layer))]
+    with as_subclasses(plain, lambda original: _checkpointed_class(original, carry_of)):
         yield
-    finally:
-        foreign = []
-        for layer, original in changed:
-            if type(layer) is classes[original]:
-                layer.__class__ = original
-            else:
-                foreign.append(type(layer).__name__)
-        if foreign:
-            raise RuntimeError(
-                f"checkpointed: other code changed the class of {foreign} within the context; they stay as they are."
-            )
 
 
 def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> type:
@@ -165,7 +147,8 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     arguments.arrays.clear()
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
-    outputs = function(mx.stop_gradient(get_key()), *given)
+    with repeatable() as key:
+        outputs = function(mx.stop_gradient(key), *given)
     count, rebuild = results[0]
     side_outputs.add(list(outputs[count:]))
     return rebuild(outputs[:count])

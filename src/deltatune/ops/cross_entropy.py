@@ -19,7 +19,7 @@ from .functional import holding, trainable
 from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
 from .quantized_product import unpacked_once
-from .random_state import drawing_from, get_key
+from .random_state import drawing_from, repeatable
 
 # A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
 # head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
@@ -108,8 +108,9 @@ def linear_token_losses(
     bounds = _even_bounds(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
     eager = not run.parameters and run.in_training()
     flat = mx.stop_gradient(mx.maximum(targets.reshape(-1), 0))
-    key = mx.stop_gradient(get_key())
-    return _token_losses(run, bounds, eager)(key, run.parameters, rows, flat).reshape(targets.shape)
+    with repeatable() as key:
+        losses = _token_losses(run, bounds, eager)(mx.stop_gradient(key), run.parameters, rows, flat)
+    return losses.reshape(targets.shape)
 
 
 class _Head:

@@ -75,6 +75,19 @@ def undisturbed(module: nn.Module | None) -> Iterator[None]:
             vars(part).update(attributes)
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Give every module at the end of the context the mode, training or evaluation, that it had at its start."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        # A module comes after those that hold it, whose mode train() gives to it.
+        for module, training in modes:
+            if module.training != training:
+                module.train(training)
+
+
 _once: ContextVar[bool] = ContextVar("deltatune_differentiated_once", default=False)
 
 

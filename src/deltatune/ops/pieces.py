@@ -21,7 +21,7 @@ from ..machine import backend
 from . import segments, side_outputs
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .known_masks import rule_of
-from .random_state import drawing_from, get_key, set_key
+from .random_state import drawing_from, repeatable, skip
 
 # The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
@@ -185,11 +185,11 @@ def in_pieces(
     row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current(), side_outputs.wanted())
     function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
     function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
-    key = get_key()
-    y, *more = function(mx.stop_gradient(key), *parameters, x)
+    with repeatable() as key:
+        y, *more = function(mx.stop_gradient(key), *parameters, x)
+        # The next layer has to draw other random numbers than this one.
+        skip()
     side_outputs.add(more[row.saved :])
-    # The next layer has to draw other random numbers than this one.
-    set_key(mx.random.split(key)[1])
     return y
 
 

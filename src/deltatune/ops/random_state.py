@@ -1,45 +1,130 @@
-"""Reads and sets MLX's random key.
+"""Random numbers from a key of deltatune's own, so that draws can be repeated and continued.
 
-`mx.random.seed` cannot restore a random state, since a key that draws have split is not the key of any seed.
+MLX has no function that sets its random key. Within the contexts of this module, the functions of mx.random get their
+keys from one of deltatune's, which each call splits as MLX splits its own. No draw there reads MLX's random state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
 
+from .. import upstream
 
-def get_key() -> mx.array:
-    """Return the key, [2] uint32, that the next draw without a key of its own will split."""
-    return _state()[0]
+# The functions of mx.random that take a key, and the place of that argument.
+DRAWS = {
+    "bernoulli": 2,
+    "categorical": 4,
+    "gumbel": 2,
+    "laplace": 4,
+    "multivariate_normal": 4,
+    "normal": 4,
+    "permutation": 2,
+    "randint": 4,
+    "truncated_normal": 4,
+    "uniform": 4,
+}
+
+# Holds the key that the next draw splits, as the one item of a list, so that mx.compile can take it as a state.
+_current: ContextVar[list[mx.array] | None] = ContextVar("deltatune_random_key", default=None)
+
+_lock = threading.Lock()
+_originals: dict[str, Callable[..., mx.array]] = {}
+_open = 0
 
 
-def set_key(key: mx.array) -> None:
-    """Make this thread's draws continue from `key`, [2] uint32."""
-    _state()[0] = key
+@contextmanager
+def drawing_with(state: list[mx.array]) -> Iterator[None]:
+    """Within the context, draws continue from the key in `state`, and leave the next key there.
+
+    Args:
+        state: A list of one key, [2] uint32.
+    """
+    token = _current.set(state)
+    try:
+        with _served():
+            yield
+    finally:
+        _current.reset(token)
 
 
 @contextmanager
 def drawing_from(key: mx.array) -> Iterator[None]:
     """Within the context, draw from `key`; afterwards the draws continue as if nothing had been drawn."""
-    original = get_key()
-    set_key(key)
+    with drawing_with([key]):
+        yield
+
+
+@contextmanager
+def repeatable() -> Iterator[mx.array]:
+    """Yield a key; drawing_from(key) draws again what is drawn within the context.
+
+    Outside the contexts of this module, the draws also move MLX's random state on, as they would without this one.
+    """
+    state = _current.get()
+    if state is not None:
+        yield state[0]
+        return
+    key = upstream.random_key()
+    counted = _Counted([key])
+    with drawing_with(counted):
+        yield key
+    for _ in range(counted.draws):
+        mx.random.bernoulli()
+
+
+def skip() -> None:
+    """Move on to a key that no draw before this call has used."""
+    state = _current.get()
+    if state is None:
+        mx.random.bernoulli()
+    else:
+        state[0] = mx.random.split(state[0])[1]
+
+
+class _Counted(list):
+    """A state that counts how often its key was replaced."""
+
+    draws = 0
+
+    def __setitem__(self, at: Any, key: Any) -> None:
+        super().__setitem__(at, key)
+        self.draws += 1
+
+
+@contextmanager
+def _served() -> Iterator[None]:
+    """Within the context, the functions of mx.random ask for deltatune's key; the last context to end restores them."""
+    global _open
+    with _lock:
+        _open += 1
+        if _open == 1:
+            _originals.update({name: getattr(mx.random, name) for name in DRAWS if hasattr(mx.random, name)})
+            for name, original in _originals.items():
+                setattr(mx.random, name, _with_key(original, DRAWS[name]))
     try:
         yield
     finally:
-        set_key(original)
+        with _lock:
+            _open -= 1
+            if not _open:
+                for name, original in _originals.items():
+                    setattr(mx.random, name, original)
+                _originals.clear()
 
 
-def _state() -> list:
-    """Return the list behind `mx.random.state` whose one item is the key; in older versions `state` is that list."""
-    state: Any = mx.random.state
-    if isinstance(state, list):
-        return state
-    # MLX gives access to the list only through its iterator, and pickling an iterator names what it iterates over.
-    _, (key_list,), *_ = iter(state).__reduce__()
-    if not isinstance(key_list, list) or len(key_list) != 1:
-        raise RuntimeError("deltatune does not know where this version of mlx keeps its random state.")
-    return key_list
+def _with_key(original: Callable[..., mx.array], place: int) -> Callable[..., mx.array]:
+    def draw(*arguments: Any, **options: Any) -> mx.array:
+        state = _current.get()
+        if state is None or options.get("key") is not None or len(arguments) > place:
+            return original(*arguments, **options)
+        keys = mx.random.split(state[0])
+        state[0] = keys[0]
+        return original(*arguments, **{**options, "key": keys[1]})
+
+    return draw

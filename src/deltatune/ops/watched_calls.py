@@ -21,16 +21,26 @@ def calls_through(modules: Iterable[nn.Module], around: Around) -> Iterator[None
 
 @contextmanager
 def as_subclasses(modules: Iterable[nn.Module], subclass: Callable[[type], type]) -> Iterator[None]:
-    """Within the context, each module is of the class that `subclass` makes of its own, once for each class."""
-    originals = [(module, type(module)) for module in modules]
+    """Within the context, each module is of the class that `subclass` makes of its own, once for each class.
+
+    Raises:
+        RuntimeError: Other code changed the class of a module within the context; it keeps the other code's class.
+    """
+    originals = {id(module): (module, type(module)) for module in modules}.values()
     classes = {original: subclass(original) for _, original in originals}
+    foreign = []
     try:
         for module, original in originals:
             module.__class__ = classes[original]
         yield
     finally:
         for module, original in originals:
-            module.__class__ = original
+            if type(module) is classes[original]:
+                module.__class__ = original
+            elif type(module) is not original:
+                foreign.append(type(module).__name__)
+        if foreign:
+            raise RuntimeError(f"other code changed the class of {foreign} within the context; they stay as they are.")
 
 
 def _calling(original: type, around: Around) -> type:

@@ -14,6 +14,7 @@ from ..models.vision.inputs import ImageShapes
 from ..ops.recomputation import Checkpoints
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
+from .primitives import without_rule
 from .simulate import Peak, Simulation
 from .traced_step import TracedStep, build, simulate_step, simulate_tower
 
@@ -51,6 +52,7 @@ class Forecast:
         bytes: the peak of live bytes.
         counts: how many arrays are parameters, gradients and moments; the peak of buffers includes them.
         sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
+        unknown: how many primitives of the step have no rule in primitives.py, by kind.
         seconds: how long it took to make this plan.
     """
 
@@ -61,6 +63,7 @@ class Forecast:
     bytes: Moment
     counts: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, int] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -126,6 +129,7 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> For
         peak_bytes,
         counts,
         sizes,
+        without_rule(machine.evaluated),
     )
 
 

@@ -8,7 +8,8 @@ Source: mlx/backend/cpu/*.cpp and mlx/backend/common/*.h of MLX 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from .array_layout import ArrayLayout
@@ -50,6 +51,11 @@ def run(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[Stor
             return found
         return [_copied(machine, node, given[0])]
     return RULES.get(node.kind, _plain)(machine, node, given)
+
+
+def without_rule(nodes: Iterable[Node]) -> dict[str, int]:
+    """How many of the nodes are of a kind that no rule here describes, by kind. Each counts as one new buffer."""
+    return dict(Counter(node.kind for node in nodes if node.kind not in RULES and node.kind not in VIEWS))
 
 
 def fresh(machine: Machine, node: Node) -> StoredArray:
@@ -313,7 +319,16 @@ _BINARY = [
     "LessEqual", "LogAddExp", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Multiply", "NotEqual", "Power",
     "Remainder", "Subtract",
 ]  # fmt: skip
+# Each output is a new dense array.
+_PLAIN = [
+    "AllGather", "AllReduce", "Arange", "ArgPartition", "ArgReduce", "ArgSort", "BlockMaskedMM", "Cholesky",
+    "CrossEntropy", "CrossEntropyVJP", "CustomKernel", "DynamicSlice", "Eig", "Eigh", "FFT", "GatedDeltaUpdate",
+    "GatedDeltaUpdateVJP", "Gather", "GatherAxis", "GatherQQMM", "Hadamard", "Inverse", "LUF", "LayerNorm",
+    "LayerNormVJP", "Load", "QQMatmul", "QRF", "Quantize", "RMSNorm", "RMSNormVJP", "RandomBits", "Recv", "Reduce",
+    "ReduceScatter", "RoPE", "SVD", "ScaledDotProductAttention", "ScaledDotProductAttentionVJP", "SearchSorted", "Send",
+]  # fmt: skip
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(_PLAIN, _plain),
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_BINARY, _binary),
     **dict.fromkeys(("Matmul", "GatherMM", "SegmentedMM"), _matmul),

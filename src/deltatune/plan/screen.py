@@ -20,8 +20,16 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
     verdict = "it fits" if fits(plan, limits) else "it does not fit"
     return (
         f"Plan: {plan.rows} x {plan.length:,} tokens need {size(plan.bytes.amount)}{most} and "
-        f"{plan.buffers.amount:,}{buffers} live buffers at their peaks: {verdict}."
+        f"{plan.buffers.amount:,}{buffers} live buffers at their peaks: {verdict}.{unknown(plan)}"
     )
+
+
+def unknown(plan: Forecast) -> str:
+    """A sentence on the primitives that the plan has no rule for; nothing where it has one for each."""
+    if not plan.unknown:
+        return ""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in plan.unknown.items())
+    return f" The plan has no rule for {kinds} of this version of MLX, and counts one new buffer for each result."
 
 
 def shape(rows: int, length: int, max_seq_length: int) -> str:
@@ -45,7 +53,7 @@ def step(found: RunForecast) -> str:
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in {plan.buffers.where}.")
     parts = [f"{name} {count:,}" for name, count in plan.counts.items()]
     lines.append(f"  {', '.join(parts)}, all else {plan.beyond:,}; {_alive(plan.buffers)}")
-    lines.append("It fits." if fits(plan, limits) else "It does not fit.")
+    lines.append(("It fits." if fits(plan, limits) else "It does not fit.") + unknown(plan))
     lines.append("Largest that fits, one at a time:")
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
-from ..ops.random_state import get_key, set_key
+from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..train.distributed import World
 from ..train.expert_updates import ExpertGradients
@@ -116,7 +116,7 @@ def build(
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
-        given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), get_key()]
+        given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
 
         batch, features = _batch(model, step, blank_batch(rows, length, config.pack, preferences), shapes)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
@@ -248,19 +248,15 @@ def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
 @contextlib.contextmanager
 def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Any]:
     """Yields the loss function; within it the model is as Trainer has it, and afterwards it is as before."""
-    modes, key = [(module, module.training) for module in model.modules()], get_key()
     parameters = model.trainable_parameters()
     # Copies protect the model's own arrays, into which an update of experts writes new values.
     model.update(tree_map(copy.copy, parameters))
-    with training(model, config, compare=False, checkpoints=checkpoints) as trained:
+    with modes_kept(model), training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         try:
             yield trained.loss
         finally:
             model.update(parameters)
-            for module, mode in modes:
-                module._set_training_mode(mode)
-            set_key(key)
 
 
 def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.random_state import get_key, set_key
 from .tree import Place, leaves
 
 
@@ -18,7 +17,7 @@ def compiled(
     """Compile `function` once for each set of shapes, as mx.compile does.
 
     While MLX compiles, it puts placeholders into `inputs`. If `function` raises, MLX leaves them there, and no array of
-    the model can be read any more; here the arrays, and the random key, are put back.
+    the model can be read any more; here they are put back.
 
     Args:
         function: The function.
@@ -36,13 +35,12 @@ def compiled(
         kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
         if kind in known:
             return call(*arguments)
-        arrays, key = [(place, place.array) for tree in inputs for place in _array_places(tree)], get_key()
+        arrays = [(place, place.array) for tree in inputs for place in _array_places(tree)]
         try:
             results = call(*arguments)
         except BaseException:
             for place, array in arrays:
                 place.array = array
-            set_key(key)
             raise
         known.add(kind)
         return results

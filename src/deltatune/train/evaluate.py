@@ -15,6 +15,8 @@ import numpy as np
 from ..data import BatchOrder
 from ..data.example import Example
 from ..layers import gated_delta_layers
+from ..ops.functional import modes_kept
+from ..ops.random_state import drawing_from
 from ..patches.whole_rows import whole_rows
 from .compiled import compiled
 from .distributed import World
@@ -29,13 +31,9 @@ from .tree import number
 @contextmanager
 def inferring(model: nn.Module) -> Iterator[None]:
     """Switch `model` to evaluation mode, without dropout, inside the `with` block; afterwards its mode is restored."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
+    with modes_kept(model):
         model.eval()
         yield
-    finally:
-        for module, mode in before:
-            module._set_training_mode(mode)
 
 
 @contextmanager
@@ -47,7 +45,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     mixers = list(gated_delta_layers(model).values())
     with inferring(model):
         for mixer in mixers:
-            mixer._set_training_mode(True)
+            inner = mixer.modules()[1:]
+            mixer.train()
+            for module in inner:
+                module.eval()
         yield
 
 
@@ -103,7 +104,8 @@ class Evaluation:
         return loss_sum / weight_sum if weight_sum else float("nan")
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, ...]:
-        return loss_of(self._loss, batch)
+        with drawing_from(mx.random.key(0)):
+            return loss_of(self._loss, batch)
 
 
 def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:

@@ -24,7 +24,7 @@ from .ending import Ending
 from .result import Advance
 from .saving import Saving
 from .step import Step, Sums
-from .tree import leaves, number, seed_iteration
+from .tree import iteration_key, leaves, number
 
 # The most bytes of parameters that train in a run that starts iterations early. Those of adapters are a small part of a
 # step's memory; those of full fine-tuning must not wait in it beside the next iteration.
@@ -130,7 +130,7 @@ class MicroBatches:
         return started.results
 
     def _launched(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
-        seed_iteration(self._config.seed, iteration, self._world.rank)
+        self._step.random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
         return self._step.micro_batch(batch, accumulated)
 
     def _start_next(self, after_update: bool) -> None:

@@ -26,6 +26,7 @@ from ..ops import side_outputs
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.experts import routing
 from ..ops.functional import differentiated_once, undisturbed
+from ..ops.random_state import drawing_with
 from ..ops.segments import segments
 from . import optimizer as updates
 from .bundles import TOGETHER, Bundles
@@ -214,6 +215,7 @@ class Step:
         tower: The model's frozen vision tower; None without one.
         routers: The argument.
         figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
+        random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
     """
 
     def __init__(
@@ -243,10 +245,9 @@ class Step:
         # because a reference to them would keep MLX from updating experts in place.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self.parameters())
-        self.tower = frozen_tower(model)
+        self.tower, self.random = frozen_tower(model), [mx.random.key(0)]
         self.figures: list[mx.array] = []
-        random = mx.random.state
-        self._micro_batch = compiled(self._trace_micro_batch, [model.state, random], [random])
+        self._micro_batch = compiled(self._trace_micro_batch, [model.state, self.random], [self.random])
         self._update = compiled(self._trace_update, [optimizer.state], [optimizer.state])
 
     def parameters(self) -> Any:
@@ -356,9 +357,10 @@ class Step:
         self, batch: Arrays, accumulated: Any, parameters: Any, lengths: mx.array | None
     ) -> tuple[Any, ...]:
         used = self.bundles.part(parameters, used=True)
-        loss, weight, gradients, *figures = mean_loss_and_gradients(
-            self._model, self._loss, batch, used, self.routers, lengths
-        )
+        with drawing_with(self.random):
+            loss, weight, gradients, *figures = mean_loss_and_gradients(
+                self._model, self._loss, batch, used, self.routers, lengths
+            )
         gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)

@@ -1,4 +1,4 @@
-"""Wraps functions of MLX on trees, scalars and random state, with types."""
+"""Wraps functions of MLX on trees, scalars and random keys, with types."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def from_host(*arrays: np.ndarray) -> list[mx.array]:
     return [joined[i].view(_FOUR_BYTES[array.dtype]) for i, array in enumerate(arrays)]
 
 
-def seed_iteration(seed: int, iteration: int, rank: int) -> None:
-    """Seed MLX from these three numbers, so that dropout depends on nothing else and no random state must be saved."""
+def iteration_key(seed: int, iteration: int, rank: int) -> mx.array:
+    """Make a random key of these three numbers, so that dropout depends on nothing else and no key must be saved."""
     drawn = np.random.SeedSequence([seed % 2**64, iteration, rank]).generate_state(1, np.uint64)
-    mx.random.seed(int(drawn[0]))
+    return mx.random.key(int(drawn[0]))
 
 
 def number(scalar: mx.array) -> float:

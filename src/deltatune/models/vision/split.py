@@ -16,6 +16,7 @@ import numpy as np
 from packaging.version import Version
 
 from ...errors import UserError
+from ...ops.functional import undisturbed
 from ...patches import PatchWarning
 from .inputs import Grid, Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
 from .tower import TowerInputs, run_tower
@@ -176,12 +177,11 @@ def _difference(
     spec, (tokens, pictures) = vision_spec(model), example
     grids = [picture.grid for picture in pictures]
     batch = vision_batch([(tokens, token_positions(tokens, grids, spec), pictures)], len(tokens), spec)
-    language, modes = model.language_model, [(module, module.training) for module in model.modules()]
-    saved = {name: getattr(language, name, None) for name in ("_position_ids", "_rope_deltas")}
-    if not own_positions:
-        # Some versions ignore positions that are passed as an argument, so the method that computes them is replaced.
-        language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
-    try:
+    language = model.language_model
+    with undisturbed(model):
+        if not own_positions:
+            # Some versions ignore positions that are passed as an argument, so their own method is replaced.
+            language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
         # In training mode, dropout would make the two forward passes differ.
         model.eval()
         rows = mx.array(tokens[None])
@@ -191,12 +191,6 @@ def _difference(
             image_grid_thw=mx.array(grids),
         ).logits
         actual = split.head(split.backbone(rows, vision_arrays(batch)))
-    finally:
-        vars(language).pop("get_rope_index", None)
-        for module, training in modes:
-            module._set_training_mode(training)
-        for name, value in saved.items():
-            setattr(language, name, value)
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     return float(mx.abs(actual - expected).max() / mx.abs(expected).max())
 

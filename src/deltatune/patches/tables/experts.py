@@ -22,6 +22,7 @@ import mlx.nn as nn
 from ...lora.experts import projection
 from ...machine import backend
 from ...ops.experts import expert_block, routing, swiglu
+from ...upstream import COMBINE
 from ..patch_record import Check, Function, Patch
 from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
 
@@ -201,7 +202,7 @@ def _combining_switch(upstream: Function) -> Function:
         if _called(indices) and weights is None and shared is None and residual is None:
             return DeferredExperts(run, indices, x.shape[-1], x.dtype)
         routed = run(None if weights is None else weights.astype(x.dtype))
-        return self._combine(routed, None, shared, residual)
+        return getattr(self, COMBINE)(routed, None, shared, residual)
 
     return __call__
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...upstream import SHARED_EXPERT_SCALE
 from ..patch_record import TRAINING, Function, Patch
 from ..small_cases import layer_input, same_layer
 from . import LOWEST_MLX_VLM
@@ -53,7 +54,7 @@ def _gate(self: Any, x: mx.array) -> mx.array:
 
 
 def _scale(self: Any, x: mx.array) -> mx.array:
-    return self._shared_expert_scale(x)
+    return getattr(self, SHARED_EXPERT_SCALE)(x)
 
 
 def _experts_alone(upstream: Function) -> Function:

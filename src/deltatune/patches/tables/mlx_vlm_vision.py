@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...upstream import DEEPSTACK
 from ..patch_record import ALWAYS, SETTLED, TRAINING, Check, Function, Patch
 from ..small_cases import WIDTH, SmallConfig, built, describe_difference, drawn
 from . import LOWEST_MLX_VLM
@@ -51,14 +52,14 @@ def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
 def _deepstack(upstream: Function) -> Function:
     """Features that are arranged by token already, [B, T, D], are added. Others go to upstream's code."""
 
-    def _deepstack_process(
+    def add_features(
         self: Any, hidden_states: mx.array, visual_pos_masks: mx.array, visual_embeds: mx.array
     ) -> mx.array:
         if visual_embeds.ndim == 3:
             return hidden_states + visual_embeds.astype(hidden_states.dtype)
         return upstream(self, hidden_states, visual_pos_masks, visual_embeds)
 
-    return _deepstack_process
+    return add_features
 
 
 def _adds_features(upstream: Function, ours: Function) -> str | None:
@@ -94,8 +95,8 @@ _RECORD: dict[str, Any] = {
 }
 
 PATCHES = (
-    Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name="Qwen3VLModel._deepstack_process"),
-    Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name="Qwen3VLMoEModel._deepstack_process"),
+    Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name=f"Qwen3VLModel.{DEEPSTACK}"),
+    Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name=f"Qwen3VLMoEModel.{DEEPSTACK}"),
     Patch(
         **_RECORD,
         name="PatchMerger.__call__",

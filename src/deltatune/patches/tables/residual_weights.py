@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from ...upstream import RESIDUAL_WEIGHTS_OF_LAYER, RESIDUAL_WEIGHTS_OF_MODEL
 from ..patch_record import SETTLED, TRAINING, Check, Function, Patch
 from ..small_cases import BOUND, Build, SmallConfig, built, describe_difference, drawn, layer_input, of_config
 
@@ -81,14 +82,14 @@ def _records(package: str, versions: str, module: str, model_signature: str) -> 
             **shared,
             name="KimiK3DecoderLayer.__call__",
             signature="(self, x, mask=None, cache=None, blocks=None)",
-            replacement=_fresh_product("_attn_res_w_eff", "_mlp_res_w_eff"),
+            replacement=_fresh_product(*RESIDUAL_WEIGHTS_OF_LAYER),
             check=_stale(lambda cls: cls(SmallConfig(), 1), _in_second_block),
         ),
         Patch(
             **shared,
             name="KimiK3TextModel.__call__",
             signature=model_signature,
-            replacement=_fresh_product("_output_res_w_eff"),
+            replacement=_fresh_product(*RESIDUAL_WEIGHTS_OF_MODEL),
             check=_stale(of_config, lambda _: (mx.array([[3, 1, 4, 1, 5]]),)),
         ),
     )

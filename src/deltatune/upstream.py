@@ -1,0 +1,244 @@
+"""Every private name of mlx, mlx-lm, mlx-vlm and transformers that deltatune uses, with what serves where it is gone.
+
+A private name may be renamed by any release. So each stands here alone, with a probe that `deltatune doctor` prints and
+a way to go on without it that is slower or plainer. Names of functions that patches replace, or of attributes that a
+replacement reads, need no way of their own: the patch's evidence leaves the function as it is, and says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .errors import UserError
+
+# mlx/compile.h: void set_compile_mode(CompileMode), enum class CompileMode {disabled, no_simplify, no_fuse, enabled}.
+_SET_COMPILE_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
+_NO_FUSE = 2
+
+# mlx-vlm: what a Qwen3-VL model adds to its first layers, the shared expert's weight, and a SwitchGLU's last sum.
+DEEPSTACK = "_deepstack_process"
+SHARED_EXPERT_SCALE = "_shared_expert_scale"
+COMBINE = "_combine"
+# Kimi K3's cached products of residual weights: those of a layer, and that of the model.
+RESIDUAL_WEIGHTS_OF_LAYER = ("_attn_res_w_eff", "_mlp_res_w_eff")
+RESIDUAL_WEIGHTS_OF_MODEL = ("_output_res_w_eff",)
+
+
+def libmlx() -> Path | None:
+    """The library that mlx.core is linked with; None where it lies elsewhere than in the wheels of Linux and macOS."""
+    spec = importlib.util.find_spec("mlx")
+    folders = [Path(folder, "lib") for folder in (spec.submodule_search_locations or [])] if spec else []
+    found = [path for folder in folders for path in (folder / "libmlx.so", folder / "libmlx.dylib") if path.is_file()]
+    return found[0] if found else None
+
+
+def set_no_fuse() -> Callable[[], None] | None:
+    """The function that keeps mx.compile from fusing operations into kernels; None where libmlx does not export it."""
+    path = libmlx()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    return partial(library[_SET_COMPILE_MODE], _NO_FUSE) if hasattr(library, _SET_COMPILE_MODE) else None
+
+
+def random_key() -> mx.array:
+    """MLX's random key, [2] uint32, which the next draw will split; a drawn one where MLX does not show it."""
+    try:
+        key = _random_state()[0]
+    except (AttributeError, TypeError, LookupError):
+        key = None
+    if isinstance(key, mx.array) and key.shape == (2,) and key.dtype == mx.uint32:
+        return key
+    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+
+
+def _random_state() -> Any:
+    return mx.random.state
+
+
+def dropout_rate(dropout: nn.Module) -> float:
+    """The share of its inputs that an nn.Dropout sets to zero in training; else read from what it prints of itself.
+
+    Raises:
+        UserError: Neither says it.
+    """
+    keep = getattr(dropout, "_p_1", None)
+    if isinstance(keep, float | int):
+        return 1 - keep
+    printed = re.search(r"\bp=([0-9.eE+-]+)", repr(dropout))
+    if printed is None:
+        raise UserError(f"{dropout!r}: this version of mlx does not say how much it drops; set dropout to 0.")
+    return float(printed[1])
+
+
+def hugging_face_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of transformers inside mlx-lm's TokenizerWrapper; else the owner of a method that it passes on."""
+    inner = getattr(tokenizer, "_tokenizer", None)
+    return getattr(tokenizer.convert_tokens_to_ids, "__self__", tokenizer) if inner is None else inner
+
+
+def chat_template_code(tokenizer: Any) -> Any:
+    """The function that writes conversations in the place of a Jinja template, or None.
+
+    Where mlx-lm's TokenizerWrapper does not show it, its own method stands for it, which renders one text at a time.
+    """
+    return getattr(tokenizer, "_chat_template", tokenizer.apply_chat_template)
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
+    """mlx-lm's classes of a model and of its arguments, by config.json; else those in the module of the model's type.
+
+    Raises:
+        ValueError: mlx-lm does not know the type.
+    """
+    utils: Any = importlib.import_module("mlx_lm.utils")
+    find = getattr(utils, "_get_classes", None)
+    if find is None:
+        find = getattr(inspect.signature(utils.load_model).parameters.get("get_model_classes"), "default", None)
+    if callable(find):
+        return find(config)
+    kind = config["model_type"]
+    name = f"mlx_lm.models.{getattr(utils, 'MODEL_REMAPPING', {}).get(kind, kind)}"
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"Model type {kind} not supported.")
+    module = importlib.import_module(name)
+    return module.Model, module.ModelArgs
+
+
+def download(name: str) -> Path:
+    """The folder of a model of the Hugging Face hub, with the files that mlx-lm would fetch; else with all files."""
+    utils: Any = importlib.import_module("mlx_lm.utils")
+    fetch = getattr(utils, "_download", None)
+    if fetch is not None:
+        return Path(fetch(name))
+    return Path(importlib.import_module("huggingface_hub").snapshot_download(name))
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of upstream.
+
+    Args:
+        package: Whose name it is.
+        name: The name.
+        without: What deltatune does where the name is gone, in a sentence.
+        present: Whether the installed package has it. It is asked only where the package is installed.
+    """
+
+    package: str
+    name: str
+    without: str
+    present: Callable[[], bool]
+
+
+def _holds(module: str, *names: str) -> bool:
+    """Whether the text of a module holds these names. The module is not imported, which would take seconds."""
+    folder = Path(str(importlib.util.find_spec(module.partition(".")[0]).origin)).parent  # type: ignore[union-attr]
+    path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return path.is_file() and all(name in path.read_text() for name in names)
+
+
+_LEFT = "The patch that needs it is left alone, and the doctor's patches name it."
+
+NAMES = (
+    PrivateName(
+        "mlx",
+        "mlx::core::set_compile_mode",
+        "mx.compile builds kernels of its own, which takes a minute at the start of a run.",
+        lambda: set_no_fuse() is not None,
+    ),
+    PrivateName(
+        "mlx",
+        "mlx.core.random.state[0]",
+        "Checkpointed layers in other programs' loops draw from a key of their own.",
+        lambda: isinstance(_random_state()[0], mx.array),
+    ),
+    PrivateName(
+        "mlx",
+        "mlx.nn.Dropout._p_1",
+        "The rate of dropout is read from what the layer prints of itself.",
+        lambda: hasattr(nn.Dropout(0.5), "_p_1"),
+    ),
+    PrivateName(
+        "mlx_lm",
+        "mlx_lm.tokenizer_utils.TokenizerWrapper._tokenizer",
+        "The tokenizer is found as the owner of one of its methods.",
+        lambda: _holds("mlx_lm.tokenizer_utils", "self._tokenizer = "),
+    ),
+    PrivateName(
+        "mlx_lm",
+        "mlx_lm.tokenizer_utils.TokenizerWrapper._chat_template",
+        "Conversations are rendered one at a time, without limits of time and memory, and tokens are not kept.",
+        lambda: _holds("mlx_lm.tokenizer_utils", "self._chat_template = "),
+    ),
+    PrivateName(
+        "mlx_lm",
+        "mlx_lm.utils._get_classes",
+        "The module of the model's type is imported by its name.",
+        lambda: _holds("mlx_lm.utils", "def _get_classes("),
+    ),
+    PrivateName(
+        "mlx_lm",
+        "mlx_lm.utils._download",
+        "All files of a model are downloaded from the hub.",
+        lambda: _holds("mlx_lm.utils", "def _download("),
+    ),
+    PrivateName(
+        "mlx_lm",
+        f"mlx_lm.models.kimi_k3: {', '.join((*RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL))}",
+        _LEFT,
+        lambda: _holds("mlx_lm.models.kimi_k3", *RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL),
+    ),
+    PrivateName(
+        "mlx_vlm",
+        f"mlx_vlm.models.qwen3_vl.language.Qwen3VLModel.{DEEPSTACK}",
+        _LEFT,
+        lambda: _holds("mlx_vlm.models.qwen3_vl.language", f"def {DEEPSTACK}("),
+    ),
+    PrivateName(
+        "mlx_vlm",
+        f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
+        _LEFT,
+        lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),
+    ),
+    PrivateName(
+        "mlx_vlm",
+        f"mlx_vlm.models.qwen3_5_moe.language: {SHARED_EXPERT_SCALE}",
+        _LEFT,
+        lambda: _holds("mlx_vlm.models.qwen3_5_moe.language", f"def {SHARED_EXPERT_SCALE}("),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found: the private name, whether the installed package has it, and what is done without it."""
+
+    name: str
+    present: bool
+    without: str
+
+
+def probed() -> list[Probed]:
+    """Look for every private name of the packages that are installed."""
+    installed = {name.package for name in NAMES if importlib.util.find_spec(name.package) is not None}
+    return [Probed(each.name, _present(each), each.without) for each in NAMES if each.package in installed]
+
+
+def _present(name: PrivateName) -> bool:
+    try:
+        return name.present()
+    except (AttributeError, TypeError, LookupError, OSError):
+        return False
