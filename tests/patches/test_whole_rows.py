@@ -11,8 +11,9 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.machine.environment import ATTENTION
-from deltatune.ops.known_masks import _rules, rule_of
+from deltatune.ops.known_masks import rule_of
 from deltatune.ops.segments import attention_mask
+from deltatune.ops.tracing import trace
 from deltatune.patches import patched, revert, whole_rows
 from deltatune.patches.tables import one_row_products
 
@@ -106,15 +107,16 @@ def test_what_deltatune_does_not_take_is_mlxs():
 
 
 def test_masks_are_forgotten_with_their_arrays():
-    mask = attention_mask(mx.array([[0, 0, 1]]))
-    rule = rule_of(mask)
-    assert rule.window is None
-    assert rule.segments.shape == (1, 3)
-    assert rule_of(mask + False) is None
-    key = id(mask)
-    del mask
-    gc.collect()
-    assert key not in _rules
+    with trace.having():
+        mask = attention_mask(mx.array([[0, 0, 1]]))
+        rule = rule_of(mask)
+        assert rule.window is None
+        assert rule.segments.shape == (1, 3)
+        assert rule_of(mask + False) is None
+        assert len(trace.current().known) == 1
+        del mask
+        gc.collect()
+        assert len(trace.current().known) == 0
 
 
 @ON_A_CPU

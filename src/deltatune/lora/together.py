@@ -1,14 +1,14 @@
 """Computes the adapters that read one input together, while a training step is traced (ops/adapted_products.py).
 
 A layer calls its projections one by one. The first of them that is called computes the outputs of all that read the
-same array, and each of the others finds its own there.
+same array. Until the others are called, these outputs are what is known of that array (ops/tracing/known.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from ..ops.adapted_products import AdaptedMatrix, adapted_products
 from ..ops.functional import is_floating
 from ..ops.low_rank import covered
 from ..ops.quantized_product import Quantization, serves
+from ..ops.tracing import trace
 from .adapter import Adapter
 from .weights import quantization
 
@@ -31,36 +32,50 @@ _READ_TOGETHER = (
 _PACKED = ("weight", "scales", "biases")
 
 
-class AdaptersTogether:
-    """Which adapters of a model read one input, and outputs that were computed and not yet asked for."""
+class _Ahead(NamedTuple):
+    """What is known of an array that adapters read together: the outputs of those that have not been called yet."""
 
-    def __init__(self, model: nn.Module):
-        self._groups: dict[int, list[Adapter]] = {}
-        # By id of a module that has not been called yet: the input for which another of its group was called, and this
-        # module's output for it.
-        self._computed: dict[int, tuple[mx.array, mx.array]] = {}
-        for parent in model.modules():
-            for names in _READ_TOGETHER:
-                group = [parent[name] for name in names if isinstance(parent.get(name), Adapter)]
-                if len(group) == len(names):
-                    self._groups |= {id(module): group for module in group}
+    outputs: list[tuple[Adapter, mx.array]]
 
-    def output(self, module: Adapter, x: mx.array) -> mx.array | None:
-        """Return the output of `module` for x [..., in], or None where the module must compute its output itself.
 
-        Neither x nor a factor may change in place between the calls of the modules that read x.
-        """
-        source, y = self._computed.pop(id(module), (None, None))
-        if source is x:
+def together(model: nn.Module) -> AbstractContextManager[None]:
+    """Within the context, adapters of `model` that read one input are computed together."""
+    groups: list[list[Adapter]] = []
+    for parent in model.modules():
+        for names in _READ_TOGETHER:
+            group = [parent[name] for name in names if isinstance(parent.get(name), Adapter)]
+            if len(group) == len(names):
+                groups.append(group)
+    return trace.having(read_together=groups)
+
+
+def output(module: Adapter, x: mx.array) -> mx.array | None:
+    """Return the output of `module` for x [..., in], or None where the module must compute its output itself.
+
+    Within `together`, neither x nor a factor may change in place between the calls of the modules that read x.
+    """
+    told = trace.current()
+    if told.read_together is None:
+        return None
+    ahead = told.known.of(x, _Ahead)
+    waiting = [] if ahead is None else ahead.outputs
+    for place, (other, y) in enumerate(waiting):
+        if other is module:
+            del waiting[place]
             return y
-        if not _joins(module, module, x):
-            return None
-        group = [other for other in self._groups.get(id(module), [module]) if _joins(other, module, x)]
-        matrices = [_matrix(other, x.dtype) for other in group]
-        outputs = dict(zip(map(id, group), adapted_products(x, matrices, module.scale), strict=True))
-        own = outputs.pop(id(module))
-        self._computed |= {key: (x, output) for key, output in outputs.items()}
-        return own
+    if not _joins(module, module, x):
+        return None
+    beside: Sequence[Any] = next((group for group in told.read_together if _holds(group, module)), [module])
+    group = [other for other in beside if _joins(other, module, x)]
+    outputs = adapted_products(x, [_matrix(other, x.dtype) for other in group], module.scale)
+    computed = list(zip(group, outputs, strict=True))
+    told.known.note(x, _Ahead([*waiting, *(each for each in computed if each[0] is not module)]))
+    return next(y for other, y in computed if other is module)
+
+
+def _holds(group: Sequence[Any], module: nn.Module) -> bool:
+    """Whether this very module is in the group; modules are dicts, which `in` would compare by their arrays."""
+    return any(other is module for other in group)
 
 
 def _joins(other: Adapter, module: Adapter, x: mx.array) -> bool:
@@ -86,21 +101,3 @@ def _matrix(module: Adapter, dtype: mx.Dtype) -> AdaptedMatrix:
         return AdaptedMatrix([linear.weight], *factors)
     arrays = [linear[name] for name in _PACKED if linear.get(name) is not None]
     return AdaptedMatrix(arrays, *factors, Quantization(True, **quantization(linear)))
-
-
-_current: ContextVar[AdaptersTogether | None] = ContextVar("deltatune_adapters_together", default=None)
-
-
-@contextmanager
-def together(model: nn.Module) -> Iterator[None]:
-    """Within the context, adapters of `model` that read one input are computed together."""
-    token = _current.set(AdaptersTogether(model))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def current() -> AdaptersTogether | None:
-    """Return what the innermost `together` has made, or None."""
-    return _current.get()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import mlx.core as mx
 
 from ..errors import UserError
@@ -22,19 +18,6 @@ _ATTENTION: dict[str, tuple[str, ...]] = {
     "cuda": ("fused", "blocked"),
     "metal": ("fused", "blocked"),
 }
-
-
-_no_trials: ContextVar[bool] = ContextVar("only implementations that need no trial serve", default=False)
-
-
-@contextmanager
-def without_trials() -> Iterator[None]:
-    """Within the context, the last implementation of each operator serves, which needs neither kernels nor a trial."""
-    token = _no_trials.set(True)
-    try:
-        yield
-    finally:
-        _no_trials.reset(token)
 
 
 def device() -> str:
@@ -79,7 +62,7 @@ def _candidates(
     here = device()
     problem = _why_not_fused() if here == "cuda" else None
     if forced is None:
-        names = preferred[here][-1:] if _no_trials.get() else preferred[here]
+        names = preferred[here]
         return (names[-1:], f"automatic on cuda: {problem}") if problem else (names, f"automatic on {here}")
     if forced == "fused" and problem:
         raise UserError(f"{variable}=fused: {problem}; unset it for the automatic choice.")

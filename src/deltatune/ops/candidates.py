@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from .tracing import trace
 from .verdicts import Verdict, machine
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,11 @@ class Candidate:
     checked: Callable[..., Any] | None = None
 
 
+def without_trials() -> AbstractContextManager[None]:
+    """Within the context, the last implementation of each operator serves, which needs neither kernels nor a trial."""
+    return trace.having(trials=False)
+
+
 def choose(
     operator: str,
     variable: str,
@@ -63,6 +70,7 @@ def choose(
         UserError: The variable forces an implementation that does not support the call or fails its check.
     """
     names, why = order
+    names = names if trace.current().trials else names[-1:]
     forced = len(names) == 1
     passed_over = []
     for name in names:

@@ -15,11 +15,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import pieces, segments, side_outputs
+from . import pieces, side_outputs
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .pieces import Carry
 from .random_state import drawing_from, repeatable
+from .tracing import trace
 from .watched_calls import as_subclasses
 
 
@@ -122,7 +123,8 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     """Call fn(*args, **kwargs) as an MLX function of arrays, whose gradient calls it again."""
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
-    packing, collects = segments.current(), side_outputs.wanted()
+    told = trace.current()
+    packing, collects = told.segments, told.side_outputs is not None
 
     def run(given: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
         holder = holding(module, paths, given[: len(paths)]) if module is not None else nullcontext()
@@ -177,7 +179,7 @@ def _gradients(run, module, packing, num_parameters, primals, cotangents) -> lis
         arrays = list(given)
         for index, value in zip(floating, values, strict=True):
             arrays[index] = value
-        with drawing_from(key), segments.segments(packing), undisturbed(module):
+        with drawing_from(key), trace.having(segments=packing), undisturbed(module):
             outputs, aside, _ = run(arrays)
         # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it. That costs
         # nothing, because only its gradient is evaluated.

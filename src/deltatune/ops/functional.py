@@ -8,14 +8,15 @@ the arrays they are called with (`holding`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+from .tracing import trace
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
@@ -88,41 +89,20 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
                 module.train(training)
 
 
-_once: ContextVar[bool] = ContextVar("deltatune_differentiated_once", default=False)
-
-
-@contextmanager
-def differentiated_once() -> Iterator[None]:
+def differentiated_once() -> AbstractContextManager[None]:
     """Within the context, what is traced is a training step: nobody maps it, or differentiates its gradients.
 
     MLX keeps the rule of a custom function in the graph and walks through it at every step. Rules that only a second
     derivative or mx.vmap needs are therefore left out here. The context must enclose the call of mx.value_and_grad.
     """
-    token = _once.set(True)
-    try:
-        yield
-    finally:
-        _once.reset(token)
+    return trace.having(once=True)
 
 
-_recomputed: ContextVar[bool] = ContextVar("deltatune_recomputed", default=False)
-
-
-@contextmanager
-def recomputed() -> Iterator[None]:
+def recomputed() -> AbstractContextManager[None]:
     """Within the context a layer runs that is checkpointed: its first run is for its output alone, its second run for
     its gradients alone. What a layer keeps for its backward pass is then needed in neither, or computed at once.
     """
-    token = _recomputed.set(True)
-    try:
-        yield
-    finally:
-        _recomputed.reset(token)
-
-
-def is_recomputed() -> bool:
-    """Whether the layer that runs is checkpointed."""
-    return _recomputed.get()
+    return trace.having(recomputed=True)
 
 
 def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +110,7 @@ def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., A
 
     Only a derivative of such a pass asks for the rule, so `differentiated_once` leaves it out.
     """
-    if _once.get():
+    if trace.current().once:
         return function
     with_rule = mx.custom_function(function)
     with_rule.vjp(rule)
@@ -151,7 +131,7 @@ def without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
 
     MLX asks this rule before it reaches functions behind it that have none. `differentiated_once` leaves it out.
     """
-    return (lambda *arrays: arrays) if _once.get() else _without_vmap(message)
+    return (lambda *arrays: arrays) if trace.current().once else _without_vmap(message)
 
 
 @cache

@@ -6,10 +6,11 @@ deltatune's reads it, and then it is right there too.
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from .tracing import trace
 
 
 class MaskRule(NamedTuple):
@@ -26,18 +27,12 @@ class MaskRule(NamedTuple):
     read: bool = False
 
 
-# By the id of a mask that is alive.
-_rules: dict[int, tuple[weakref.ref[mx.array], MaskRule]] = {}
-
-
 def remember(mask: mx.array, rule: MaskRule) -> mx.array:
     """Remember that `mask` hides what `rule` says, for as long as the array lives, and return it."""
-    key = id(mask)
-    _rules[key] = weakref.ref(mask, lambda _: _rules.pop(key, None)), rule
+    trace.current().known.note(mask, rule)
     return mask
 
 
 def rule_of(mask: mx.array) -> MaskRule | None:
     """Return the rule that was remembered for this very array; None if there is none."""
-    found = _rules.get(id(mask))
-    return found[1] if found is not None and found[0]() is mask else None
+    return trace.current().known.of(mask, MaskRule)

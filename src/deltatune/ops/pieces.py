@@ -9,7 +9,6 @@ first, computes each one again, and adds up the gradients of the weights in fp32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -18,10 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from . import segments, side_outputs
+from . import side_outputs
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .known_masks import rule_of
 from .random_state import drawing_from, repeatable, skip
+from .tracing import trace
 
 # The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
@@ -29,8 +29,6 @@ PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
 PIECES_IN_MEMORY = 2048
 # A row of more pieces has longer ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
-
-_span: ContextVar[tuple[int, int] | None] = ContextVar("the piece of its row that a layer runs on", default=None)
 
 
 class States:
@@ -108,16 +106,6 @@ class Carry:
         return 2 if self.states is None else self.states
 
 
-def running() -> bool:
-    """Whether a layer is called on a piece of its row, with the states before the piece."""
-    return _span.get() is not None
-
-
-def span() -> tuple[int, int] | None:
-    """Return where the piece that a layer is called on begins and ends in its row; None for a whole row."""
-    return _span.get()
-
-
 def piece_bytes() -> int:
     """Return the size of a piece of the layer's input on this device."""
     device = backend.device()
@@ -182,7 +170,8 @@ def in_pieces(
     Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
     """
     paths, parameters = trainable(module)
-    row = _Row(layer, module, paths, carry, list(pairwise(bounds)), options, segments.current(), side_outputs.wanted())
+    told, spans = trace.current(), list(pairwise(bounds))
+    row = _Row(layer, module, paths, carry, spans, options, told.segments, told.side_outputs is not None)
     function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
     function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
     with repeatable() as key:
@@ -283,13 +272,9 @@ class _Row:
         # Queries of attention see keys of earlier pieces, whose documents are needed as well.
         first = 0 if before and self.carry.states is None else start
         own = None if documents is None else documents[:, first:stop]
-        token = _span.set((start, stop))
-        try:
-            held = holding(self.module, self.paths, parameters)
-            with held, recomputed(), segments.segments(own), drawing_from(keys[number]):
-                y = self.layer(rows, cache=cache, **self.options)
-        finally:
-            _span.reset(token)
+        held = holding(self.module, self.paths, parameters)
+        with held, recomputed(), trace.having(segments=own, piece=(start, stop)), drawing_from(keys[number]):
+            y = self.layer(rows, cache=cache, **self.options)
         if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
             raise ValueError(
                 f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import mlx.nn as nn
 from ..machine import backend
 from .functional import is_floating, promoted
 from .pointwise import unpacking
+from .tracing import trace
 
 # The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
 ROWS = {"cpu": 8, "cuda": 64}
@@ -71,12 +71,12 @@ def packed_product(
     scales and biases where they are floats.
     """
     stored = [scales] if biases is None else [scales, biases]
-    kept = (_unpacked.get() or {}).get(id(w))
-    if kept is not None:
-        dtype = _result_dtype(x, scales)
-        if dtype not in kept:
-            kept[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
-        return x.astype(dtype) @ (kept[dtype].T if quantization.transpose else kept[dtype])
+    whole = trace.current().known.of(w, _Whole)
+    if whole is not None:
+        dtype, by_dtype = _result_dtype(x, scales), whole.by_dtype
+        if dtype not in by_dtype:
+            by_dtype[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
+        return x.astype(dtype) @ (by_dtype[dtype].T if quantization.transpose else by_dtype[dtype])
 
     def forward(x: mx.array, w: mx.array, *stored: mx.array) -> mx.array:
         return rows_times(x, [w, *stored], quantization, quantization.transpose)
@@ -91,8 +91,10 @@ def packed_product(
     return function(x, w, *stored)
 
 
-# The unpacked matrices by dtype, for the ids of the words of those that `unpacked_once` covers.
-_unpacked: ContextVar[dict[int, dict[mx.Dtype, mx.array]] | None] = ContextVar("deltatune_unpacked", default=None)
+class _Whole(NamedTuple):
+    """What is known of the words of a matrix that `unpacked_once` covers: the numbers so far, by dtype."""
+
+    by_dtype: dict[mx.Dtype, mx.array]
 
 
 @contextmanager
@@ -103,11 +105,15 @@ def unpacked_once(module: nn.Module) -> Iterator[None]:
     """
     parts = module.modules() if backend.device() == "cuda" else []
     frozen = [part for part in parts if "scales" in part and "scales" not in part.trainable_parameters()]
-    token = _unpacked.set({id(part["weight"]): {} for part in frozen if part["weight"].ndim == 2})
-    try:
-        yield
-    finally:
-        _unpacked.reset(token)
+    with trace.having():
+        known = trace.current().known
+        for part in frozen:
+            if part["weight"].ndim == 2:
+                known.note(part["weight"], _Whole({}))
+        try:
+            yield
+        finally:
+            known.forget(_Whole)
 
 
 def matrix_gradients(

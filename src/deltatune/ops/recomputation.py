@@ -11,16 +11,16 @@ an activation. `from_inputs` keeps the inputs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from ..machine import backend
-from .functional import as_list, is_recomputed
+from .functional import as_list
+from .tracing import trace
 
 # Arrays of fewer elements are not worth a rule of their own; a token alone, as in decoding, stays below.
 LEAST = 2**16
@@ -42,25 +42,17 @@ class Checkpoints:
     operators: bool = False
 
 
-@dataclass
-class _Last:
-    """What an operator computed last, and how it is computed again, until something else is read."""
+class _Result(NamedTuple):
+    """What is known of an array that a cheap operator computed: `compute` returns `size` arrays, it at `place`."""
 
-    arrays: Arrays = ()
-    compute: Compute | None = None
-
-
-_last: ContextVar[_Last | None] = ContextVar("deltatune_last_cheap_operator", default=None)
+    place: int
+    size: int
+    compute: Compute
 
 
-@contextmanager
-def cheap_recomputed() -> Iterator[None]:
+def cheap_recomputed() -> AbstractContextManager[None]:
     """Within the context, a training step that is traced computes the results of cheap operators twice."""
-    token = _last.set(_Last())
-    try:
-        yield
-    finally:
-        _last.reset(token)
+    return trace.having(cheap_twice=True)
 
 
 def operators_pay() -> bool:
@@ -70,7 +62,8 @@ def operators_pay() -> bool:
 
 def recomputes() -> bool:
     """Whether the results of cheap operators are computed twice: not in a layer that is computed again as a whole."""
-    return _last.get() is not None and not is_recomputed()
+    told = trace.current()
+    return told.cheap_twice and not told.recomputed
 
 
 def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array) -> None:
@@ -78,18 +71,20 @@ def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array)
 
     It must give the same bits at each call, and the gradients that reach `inputs` must keep these in any case.
     """
-    last = _last.get()
-    if last is None:
+    told = trace.current()
+    if not told.cheap_twice:
         return
-    found: list[Arrays] = []
+    computed: list[Arrays] = []
 
     def compute(cotangents: Arrays) -> Arrays:
         # Several adapters may read the arrays. The one whose cotangents come first has them computed for all.
-        if not found:
-            found.append(function(*mx.depends(list(inputs), list(cotangents))))
-        return found[0]
+        if not computed:
+            computed.append(function(*mx.depends(list(inputs), list(cotangents))))
+        return computed[0]
 
-    last.arrays, last.compute = arrays, compute
+    told.known.forget(_Result)
+    for place, array in enumerate(arrays):
+        told.known.note(array, _Result(place, len(arrays), compute))
 
 
 def keeps_inputs_alone() -> bool:
@@ -98,7 +93,7 @@ def keeps_inputs_alone() -> bool:
     On Apple GPUs mx.compile fuses what is computed again with the gradient, which then reads fewer arrays. A layer that
     is computed again as a whole keeps nothing for long in any case.
     """
-    return recomputes() or (backend.device() == "metal" and not is_recomputed())
+    return recomputes() or (backend.device() == "metal" and not trace.current().recomputed)
 
 
 def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
@@ -154,9 +149,13 @@ class Input:
 
 def input_of(*arrays: mx.array) -> Input:
     """Return the arrays as an operator's input: they are computed again if they are what was remembered."""
-    last = _last.get()
-    if last is None:
+    told = trace.current()
+    if not told.cheap_twice:
         return Input(None)
-    if len(last.arrays) != len(arrays) or any(one is not other for one, other in zip(last.arrays, arrays, strict=True)):
-        last.arrays, last.compute = (), None
-    return Input(last.compute if recomputes() else None)
+    results = [told.known.of(array, _Result) for array in arrays]
+    first = results[0]
+    if first is None or results != [_Result(place, first.size, first.compute) for place in range(first.size)]:
+        # Another array is read. What was remembered will not be read soon, and is kept if it is read after all.
+        told.known.forget(_Result)
+        return Input(None)
+    return Input(None if told.recomputed else first.compute)

@@ -1,30 +1,26 @@
 """Tells layers which document each token of a packed batch belongs to, and builds the attention mask for it.
 
-Models have no argument for this, so patched layers read `current()`. The context `segments(array)` must enclose the
-whole call of mx.value_and_grad and not only the loss function: a checkpointed layer runs again in the backward pass,
-after the loss function has returned.
+Models have no argument for this, so patched layers read it in the trace (tracing/trace.py). The context
+`segments(array)` must enclose the whole call of mx.value_and_grad and not only the loss function: a checkpointed layer
+runs again in the backward pass, after the loss function has returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
 from .known_masks import MaskRule, remember
-
-_current: ContextVar[mx.array | None] = ContextVar("segments", default=None)
+from .tracing import trace
 
 
 def current() -> mx.array | None:
     """Return the segments of the present batch, [B, T] int32, non-decreasing along T; None if it is not packed."""
-    return _current.get()
+    return trace.current().segments
 
 
-@contextmanager
-def segments(array: mx.array | None) -> Iterator[None]:
+def segments(array: mx.array | None) -> AbstractContextManager[None]:
     """Within the context, `array` gives the segments of the batch.
 
     Args:
@@ -39,11 +35,7 @@ def segments(array: mx.array | None) -> Iterator[None]:
     """
     if array is not None and (array.ndim != 2 or not mx.issubdtype(array.dtype, mx.integer)):
         raise ValueError(f"segments: expected integers of shape [B, T], got {array.dtype} of shape {array.shape}.")
-    token = _current.set(array)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return trace.having(segments=array)
 
 
 def attention_mask(array: mx.array, window_size: int | None = None, *, read: bool = False) -> mx.array:

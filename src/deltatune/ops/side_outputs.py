@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import mlx.core as mx
 
-_collected: ContextVar[list[mx.array] | None] = ContextVar("side outputs", default=None)
-
-
-def wanted() -> bool:
-    """Whether somebody collects the arrays of add()."""
-    return _collected.get() is not None
+from .tracing import trace
 
 
 def add(arrays: list[mx.array]) -> None:
     """Add floating-point arrays to those that are collected; nothing happens if nobody collects."""
-    collected = _collected.get()
+    collected = trace.current().side_outputs
     if collected is not None:
         collected += arrays
 
@@ -32,8 +26,5 @@ def add(arrays: list[mx.array]) -> None:
 def collecting(wanted: bool = True) -> Iterator[list[mx.array]]:
     """Within the context, collect what add() is given in the list that the context yields; nothing if not `wanted`."""
     collected: list[mx.array] = []
-    token = _collected.set(collected if wanted else None)
-    try:
+    with trace.having(side_outputs=collected if wanted else None):
         yield collected
-    finally:
-        _collected.reset(token)

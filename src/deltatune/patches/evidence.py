@@ -23,6 +23,7 @@ import mlx.core as mx
 from ..errors import UserError, first_line
 from ..machine import atomic_files, backend, environment
 from ..machine.compiling import not_compiled
+from ..ops import candidates
 from ..ops.random_state import drawing_from
 from . import recurrence, whole_rows
 from .holders import attribute_of, defined_function
@@ -128,9 +129,9 @@ def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
     on_cpu = mx.stream(mx.cpu) if backend.device() == "cuda" else nullcontext()
     # Neither the user's random numbers nor the counts of served calls know of the check.
     with ExitStack() as stack:
-        for context in (not_compiled(), on_cpu, backend.without_trials(), drawing_from(mx.random.key(0))):
+        for context in (not_compiled(), on_cpu, candidates.without_trials(), drawing_from(mx.random.key(0))):
             stack.enter_context(context)
-        stack.enter_context(recurrence.trace())
+        stack.enter_context(recurrence.noting_callers())
         stack.enter_context(whole_rows.uncounted())
         try:
             return patch.check(upstream, ours)

@@ -9,27 +9,22 @@ import mlx.nn as nn
 
 from ..machine import backend
 from ..ops.recomputation import keeps_inputs_alone
+from ..ops.tracing import trace
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """The output `y` [B, T, C] of a causal convolution, and the arguments that it was computed from.
+    """What is known of the output [B, T, C] of a causal convolution: the arguments that it was computed from.
 
     Attributes:
-        y: The output.
         x: The input [B, K - 1 + T, C].
         weight: The filters [C, K].
         segments: The documents that it kept separate, [B, T], or None.
     """
 
-    y: mx.array
     x: mx.array
     weight: mx.array
     segments: mx.array | None
-
-
-# The last convolution, until the next call of nn.silu.
-_last: Convolution | None = None
 
 
 def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | None = None) -> mx.array:
@@ -44,14 +39,16 @@ def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | N
     Returns:
         y.
     """
-    global _last
-    serves = (backend.device() == "cuda" or keeps_inputs_alone()) and layer.training and "bias" not in layer
-    _last = Convolution(y, x, layer.weight[..., 0], segments) if serves else None
+    known = trace.current().known
+    known.forget(Convolution)
+    if (backend.device() == "cuda" or keeps_inputs_alone()) and layer.training and "bias" not in layer:
+        known.note(y, Convolution(x, layer.weight[..., 0], segments))
     return y
 
 
 def taken(y: mx.array) -> Convolution | None:
     """Return the last convolution if `y` is its output, and forget it."""
-    global _last
-    last, _last = _last, None
-    return last if last is not None and last.y is y else None
+    known = trace.current().known
+    convolution = known.of(y, Convolution)
+    known.forget(Convolution)
+    return convolution

@@ -12,16 +12,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops import pieces, segments
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating
+from ..ops.tracing import trace
 from .whole_rows import PROMPT_TOKENS, decodes
 
 # Who may serve a call; the keys of the counter that served() returns.
@@ -35,42 +34,30 @@ _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 # Parameters that only some versions of the original function have: options of the gates, and those of decoding.
 _OPTIONS, _DECODING = ("lower_bound", "allow_neg_eigval"), ("state_steps", "cache")
 
-_inside_upstream: ContextVar[bool] = ContextVar("inside a call that upstream serves", default=False)
-_served: Counter[str] = Counter()
-# While a trace runs: for each call, the ids of the objects whose methods were running.
-_callers: list[list[int]] | None = None
-
 
 def served() -> Counter[str]:
     """How many calls of patched functions each of OURS, BACKWARD and UPSTREAM served since the last reset().
 
     A compiled function counts once per trace, however often it runs.
     """
-    return Counter(_served)
+    return Counter(trace.current().recurrences)
 
 
 def reset() -> None:
     """Set the counts of served() back to zero."""
-    _served.clear()
+    trace.current().recurrences.clear()
 
 
 @contextmanager
-def trace() -> Iterator[list[list[int]]]:
-    """Record which objects call patched functions within a `with` block. Calls inside it do not count in served().
+def noting_callers() -> Iterator[list[list[int]]]:
+    """Record which objects call patched functions within a `with` block. Calls inside it do not count outside it.
 
     Yields:
         A list that grows by one entry for each call: the ids of the `self` of every stack frame above that call.
     """
-    global _callers
-    outer, counts = _callers, Counter(_served)
     calls: list[list[int]] = []
-    _callers = calls
-    try:
+    with trace.having(callers=calls, recurrences=Counter()):
         yield calls
-    finally:
-        _callers = outer
-        _served.clear()
-        _served.update(counts)
 
 
 def update(upstream: Update) -> Update:
@@ -92,12 +79,11 @@ def update(upstream: Update) -> Update:
         given = signature.bind(*arguments, **keywords)
         given.apply_defaults()
         named = given.arguments
-        if _inside_upstream.get() or any(named.get(name) is not None for name in _DECODING):
-            token = _inside_upstream.set(True)
-            try:
+        if trace.current().upstream_serves:
+            return count(UPSTREAM, upstream(*given.args, **given.kwargs))
+        if any(named.get(name) is not None for name in _DECODING):
+            with trace.having(upstream_serves=True):
                 return count(UPSTREAM, upstream(*given.args, **given.kwargs))
-            finally:
-                _inside_upstream.reset(token)
         arrays = tuple(named[name] for name in _ARRAYS)
         options = {name: named[name] for name in _OPTIONS if name in named}
         return route(upstream, arrays, named["state"], named["mask"], named["use_kernel"], options)
@@ -135,9 +121,10 @@ def route(
         ValueError: A state is given while documents are packed, and not by a piece of the same row (ops/pieces.py).
     """
     use_kernel = use_kernel and (backend.device() == "metal" or arrays[0].shape[1] < PROMPT_TOKENS)
-    documents = segments.current()
+    told = trace.current()
+    documents = told.segments
     if documents is not None:
-        if state is not None and not pieces.running():
+        if state is not None and told.piece is None:
             raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
         return count(OURS, _ours(*arrays, state=state, mask=mask, documents=documents, **options))
     if state is not None and (use_kernel or arrays[0].shape[1] == 1):
@@ -149,9 +136,10 @@ def route(
 
 def count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
     """Count a call as served by `who`, and return its `result`."""
-    _served[who] += 1
-    if _callers is not None:
-        _callers.append(_selves())
+    told = trace.current()
+    told.recurrences[who] += 1
+    if told.callers is not None:
+        told.callers.append(_selves())
     return result
 
 

@@ -26,7 +26,7 @@ def reached(model: nn.Module) -> dict[str, bool]:
     layers = gated_delta_layers(model)
     if not layers:
         return {}
-    with recurrence.trace() as calls:
+    with recurrence.noting_callers() as calls:
         model(mx.array([[0, 1]]), **_absent(type(model)))
     callers = {identity for call in calls for identity in call}
     return {path: id(layer) in callers for path, layer in layers.items()}

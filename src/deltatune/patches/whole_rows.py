@@ -11,18 +11,17 @@ also be wrong: a trainer may sample from a model in training mode, and a loss ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import reduce, wraps
 from typing import Any
 
 import mlx.core as mx
 
-from ..ops import pieces, segments
 from ..ops.attention import attention
 from ..ops.functional import is_floating, promoted
 from ..ops.known_masks import MaskRule, remember, rule_of
+from ..ops.tracing import trace
 
 Function = Callable[..., Any]
 
@@ -32,28 +31,19 @@ OURS, UPSTREAM = "deltatune", "upstream"
 # A call of at least this many tokens a row is a prompt or an evaluation. A speculative decoder checks fewer.
 PROMPT_TOKENS = 16
 
-_whole_rows: ContextVar[bool] = ContextVar("rows are trained or scored whole", default=False)
-# True while deltatune's attention is called.
-_inside: ContextVar[bool] = ContextVar("inside deltatune's attention", default=False)
-_served: Counter[str] = Counter()
 
-
-@contextmanager
-def whole_rows() -> Iterator[None]:
+def whole_rows() -> AbstractContextManager[None]:
     """Within the context, deltatune serves attention, as it does while a gradient is taken.
 
     Evaluations use it, because they have to fit into memory where training does.
     """
-    token = _whole_rows.set(True)
-    try:
-        yield
-    finally:
-        _whole_rows.reset(token)
+    return trace.having(whole_rows=True)
 
 
 def serves() -> bool:
     """Whether deltatune serves the attention that is called now."""
-    return not _inside.get() and (_whole_rows.get() or segments.current() is not None)
+    told = trace.current()
+    return (told.whole_rows or told.segments is not None) and not told.attending
 
 
 def decodes(tokens: int) -> bool:
@@ -61,28 +51,25 @@ def decodes(tokens: int) -> bool:
 
     It is short, no gradient is taken of it, and no documents are packed in it.
     """
-    return tokens < PROMPT_TOKENS and not _whole_rows.get() and segments.current() is None
+    if tokens >= PROMPT_TOKENS:
+        return False
+    told = trace.current()
+    return not told.whole_rows and told.segments is None
 
 
 def served() -> Counter[str]:
     """How many calls OURS and UPSTREAM served since the last reset(). A compiled function counts once per trace."""
-    return Counter(_served)
+    return Counter(trace.current().attentions)
 
 
 def reset() -> None:
     """Set the counts of served() back to zero."""
-    _served.clear()
+    trace.current().attentions.clear()
 
 
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Within the context, calls do not count in served()."""
-    counts = Counter(_served)
-    try:
-        yield
-    finally:
-        _served.clear()
-        _served.update(counts)
+def uncounted() -> AbstractContextManager[None]:
+    """Within the context, calls do not count in the served() of those outside."""
+    return trace.having(attentions=Counter())
 
 
 def marking(upstream: Function) -> Function:
@@ -125,15 +112,12 @@ def attending(upstream: Function) -> Function:
     ) -> mx.array:
         arrays = None if options or not serves() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
-            _served[UPSTREAM] += 1
+            trace.current().attentions[UPSTREAM] += 1
             return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-        _served[OURS] += 1
+        trace.current().attentions[OURS] += 1
         # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.
-        token = _inside.set(True)
-        try:
+        with trace.having(attending=True):
             return _attend(upstream, arrays, scale, mask, sinks)
-        finally:
-            _inside.reset(token)
 
     return scaled_dot_product_attention
 
@@ -184,9 +168,10 @@ def _documents(q: mx.array) -> mx.array | None:
 
     Models of mlx-vlm, and a piece of a row, are given a causal mask that knows no documents.
     """
-    documents = segments.current()
+    told = trace.current()
+    documents = told.segments
     whole = documents is not None and tuple(documents.shape) == (q.shape[0], q.shape[2])
-    return documents if whole or pieces.running() else None
+    return documents if whole or told.piece is not None else None
 
 
 def _with_gradient_of(

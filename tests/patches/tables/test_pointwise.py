@@ -13,7 +13,8 @@ from deltatune.machine import backend
 from deltatune.ops import segments
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.pointwise import conv, norms, rows, silu
-from deltatune.patches import last_convolution, patched
+from deltatune.ops.tracing import trace
+from deltatune.patches import patched
 from deltatune.patches.tables import pointwise
 from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
 
@@ -94,13 +95,13 @@ def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
         with segments.segments(documents):
             return [*found, nn.silu(layer(x))]
 
-    with patched():
+    with patched(), trace.having():
         monkeypatch.setattr(conv, "serves", lambda *_: False)
         wanted = run()
         monkeypatch.setattr(conv, "serves", lambda *_: True)
         monkeypatch.setattr(conv, "conv_silu", doubled)
         found = run()
-        assert last_convolution._last is None
+        assert len(trace.current().known) == 0
         layer.eval()
         assert mx.allclose(nn.silu(layer(x)), wanted[0], atol=1e-6)
     for one, other, ours in zip(found, wanted, (2, 1, 1, 2), strict=True):

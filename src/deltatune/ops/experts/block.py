@@ -19,8 +19,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, is_recomputed, not_differentiated_again, promoted, refuse_second_derivative
+from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
 from ..pointwise import scored_swiglu
+from ..tracing import trace
 from .activation import swiglu
 from .gradient_sums import GradientSums
 from .projection import Projection
@@ -116,7 +117,7 @@ class _Block:
         self.activation, self.layout, self.summed = activation, layout, summed
         self.in_fp32 = backend.device() == "cpu"
         # Computing up and gate again would be two of eight products with weights.
-        self.keeps = backend.device() == "cuda" and not is_recomputed()
+        self.keeps = backend.device() == "cuda" and not trace.current().recomputed
 
     def function(self, num_routing: int) -> Callable[..., list[mx.array]]:
         """Return f(x, scores, *routing, *arguments) -> [y, *kept]: the layout's arrays, then those of projections."""

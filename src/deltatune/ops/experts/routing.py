@@ -9,28 +9,16 @@ The first is k, the number of experts that a token chooses, where the experts ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
-from .. import pieces, side_outputs
+from .. import side_outputs
+from ..tracing import trace
 
 
-class _Watch(NamedTuple):
-    """How routers are watched: which tokens count, [B, T] bool, and whether the sums get gradients."""
-
-    real: mx.array
-    trained: bool
-
-
-_watch: ContextVar[_Watch | None] = ContextVar("how routers are watched", default=None)
-
-
-@contextmanager
-def watching(lengths: mx.array, width: int, *, trained: bool) -> Iterator[None]:
+def watching(lengths: mx.array, width: int, *, trained: bool) -> AbstractContextManager[None]:
     """Within the context, routers add their sums to the side outputs, where those are collected.
 
     The context must enclose the whole call of mx.value_and_grad, since checkpointed layers run again in the backward
@@ -41,16 +29,13 @@ def watching(lengths: mx.array, width: int, *, trained: bool) -> Iterator[None]:
         width: the number T of tokens of every row.
         trained: whether the sums have gradients; without, they cost nothing in the backward pass.
     """
-    token = _watch.set(_Watch(mx.arange(width) < lengths[:, None], trained))
-    try:
-        yield
-    finally:
-        _watch.reset(token)
+    return trace.having(routers=trace.RouterWatch(mx.arange(width) < lengths[:, None], trained))
 
 
 def watched() -> bool:
     """Whether the sums of routers are collected now."""
-    return _watch.get() is not None and side_outputs.wanted()
+    told = trace.current()
+    return told.routers is not None and told.side_outputs is not None
 
 
 def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
@@ -64,10 +49,9 @@ def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
         sigmoid: whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
             softmax.
     """
-    watch = _watch.get()
+    watch, piece = trace.current().routers, trace.current().piece
     assert watch is not None
-    span = pieces.span()
-    real = (watch.real if span is None else watch.real[:, slice(*span)]).reshape(-1, 1)
+    real = (watch.real if piece is None else watch.real[:, slice(*piece)]).reshape(-1, 1)
     logits = logits.reshape(-1, logits.shape[-1]).astype(mx.float32)
     if not watch.trained:
         logits = mx.stop_gradient(logits)

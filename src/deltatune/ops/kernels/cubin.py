@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import atomic_files, environment, nvidia
+from ..tracing import trace
 from . import fatbin, nvrtc
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ _PROLOGUE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 _DIGEST = hashlib.sha256().digest_size
 Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 
-_builders: ContextVar[ThreadPoolExecutor | None] = ContextVar("what builds kernels side by side", default=None)
-
 
 @contextmanager
 def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[None]:
@@ -48,20 +46,16 @@ def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[N
         builders: The threads, which may go on building after the context has ended. By default the context has threads
             of its own, and ends when all kernels are built.
     """
-    if _builders.get() is not None:
+    if trace.current().builders is not None:
         yield
         return
-    with nullcontext(builders) if builders else ThreadPoolExecutor() as pool:
-        token = _builders.set(pool)
-        try:
-            yield
-        finally:
-            _builders.reset(token)
+    with nullcontext(builders) if builders else ThreadPoolExecutor() as pool, trace.having(builders=pool):
+        yield
 
 
 def building() -> bool:
     """Whether kernels are only built (built_side_by_side)."""
-    return _builders.get() is not None
+    return trace.current().builders is not None
 
 
 # Kernels are compared by identity (eq=False): launch.py makes one for each text.
@@ -106,7 +100,7 @@ class CubinKernel:
         """Return the kernel as a function of `inputs=` alone, for arrays of the shapes and dtypes of these."""
         shapes = [array.shape if read else () for array, read in zip(inputs, _shapes_read(self), strict=True)]
         dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
-        kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), _builders.get()
+        kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), trace.current().builders
         if builders is not None:
             builders.submit(_built, self, *kind)
             outputs = list(zip(output_shapes, output_dtypes, strict=True))

@@ -19,10 +19,11 @@ import mlx.nn as nn
 
 from ...layers import ENTRY_POINT
 from ...machine import backend
-from ...ops import pieces, segments
+from ...ops import pieces
 from ...ops.causal_conv import joined_conv
 from ...ops.pointwise import conv
 from ...ops.recomputation import cheap_recomputed, from_inputs, keeps_inputs_alone, remembered
+from ...ops.tracing import trace
 from ..patch_record import Function, Patch
 from ..small_cases import layer_input, same_layer
 
@@ -59,7 +60,7 @@ def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
         return False
     if backend.device() != "cuda" and not keeps_inputs_alone():
         return False
-    documents, taps = segments.current(), layer.conv1d
+    documents, taps = trace.current().segments, layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
     fits = documents is None or documents.shape == x.shape[:2]
     return plain and fits and (cache is None or isinstance(cache, pieces.States))
@@ -116,7 +117,7 @@ def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Call
                 return upstream(self, inputs, mask, cache)
             qkv, z, b, a = project(self, inputs)
             before, state = (None, None) if cache is None else (cache[0], cache[1])
-            heads = _Heads(self, _norms(self, 1e-6, of_sum), before, segments.current())
+            heads = _Heads(self, _norms(self, 1e-6, of_sum), before, trace.current().segments)
             if not heads.serves(qkv):
                 return upstream(self, inputs, mask, cache)
             if mask is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +21,7 @@ import mlx.nn as nn
 from ...lora.experts import projection
 from ...machine import backend
 from ...ops.experts import expert_block, routing, swiglu
+from ...ops.tracing import trace
 from ...upstream import COMBINE
 from ..patch_record import Check, Function, Patch
 from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
@@ -31,9 +31,6 @@ _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.S
 
 # Routers whose probabilities are sigmoids; the others' are a softmax, and KimiSparseMoE's are what its options say.
 _SIGMOID_BLOCKS = ("KimiK3SparseMoE", "BailingSparseMoE")
-
-# While a block runs whose experts wait for their scores: the indices of the experts that it has called.
-_deferring: ContextVar[list[mx.array] | None] = ContextVar("deltatune_deferring_experts", default=None)
 
 
 class DeferredExperts:
@@ -93,14 +90,11 @@ def weighted_block(upstream: Function) -> Function:
 
     def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
         indices: list[mx.array] = []
-        token = _deferring.set(indices)
-        try:
+        with trace.having(chosen_experts=indices):
             if not routing.watched():
                 return upstream(self, x, *arguments, **keywords)
             with _listening_to_gate(self) as logits:
                 y = upstream(self, x, *arguments, **keywords)
-        finally:
-            _deferring.reset(token)
         routing.add_sums(logits[0], indices[0], sigmoid=_has_sigmoids(self))
         return y
 
@@ -164,10 +158,10 @@ def _is_beyond_mlx(layer: Any, names: tuple[str, ...], x: mx.array) -> bool:
 
 def _called(indices: mx.array) -> bool:
     """Note that experts are called, and return whether this is inside a block whose experts wait for their scores."""
-    inside = _deferring.get()
-    if inside is not None:
-        inside.append(indices)
-    return inside is not None
+    chosen = trace.current().chosen_experts
+    if chosen is not None:
+        chosen.append(indices)
+    return chosen is not None
 
 
 def _switch(*names: str) -> Callable[[Function], Function]:

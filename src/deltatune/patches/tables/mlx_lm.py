@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...machine import backend
 from ...ops import segments
 from ...ops.causal_conv import causal_conv
+from ...ops.tracing import trace
 from .. import recurrence
 from ..last_convolution import convolved
 from ..patch_record import PACKING, TRAINING, Check, Function, Patch
@@ -60,7 +61,7 @@ def attention_mask(upstream: Function) -> Function:
     def create_attention_mask(
         h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
     ) -> Any:
-        documents = segments.current()
+        documents = trace.current().segments
         if documents is None:
             return upstream(h, cache, window_size, return_array)
         # Models of mlx-vlm pass the caches of all layers.
@@ -90,7 +91,7 @@ def _conv1d(upstream: Function) -> Function:
     """Inside `segments`, a causal depthwise convolution starts anew with each document. On a CPU it is also faster."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        documents = segments.current()
+        documents = trace.current().segments
         if documents is None and not self.training:
             return upstream(self, x)
         before = self.weight.shape[1] - 1

@@ -1,0 +1,44 @@
+"""What is known of arrays: who made an array and from what, or what was already made from it.
+
+A function that is handed an array sees its values alone. Where it could do better if it knew the array's origin, the
+function that made the array notes a fact. Each kind of fact is a class of its own, beside the functions that note it
+and ask for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar, cast
+
+import mlx.core as mx
+
+Fact = TypeVar("Fact")
+
+
+class Known:
+    """Facts about arrays, by the identity of the array. A fact is forgotten with its array.
+
+    A fact must not hold its own array, which would then live for as long as this mapping.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[type, dict[int, tuple[weakref.ref[mx.array], Any]]] = {}
+
+    def note(self, array: mx.array, fact: object) -> None:
+        """Note a fact about an array, in the place of an earlier fact of the same class."""
+        of_kind, key = self._facts.setdefault(type(fact), {}), id(array)
+        of_kind[key] = weakref.ref(array, lambda _: of_kind.pop(key, None)), fact
+
+    def of(self, array: mx.array, kind: type[Fact]) -> Fact | None:
+        """Return the fact of this class about this very array; None if there is none."""
+        of_kind = self._facts.get(kind)
+        reference, fact = of_kind.get(id(array), (None, None)) if of_kind else (None, None)
+        return cast("Fact", fact) if reference is not None and reference() is array else None
+
+    def forget(self, kind: type) -> None:
+        """Forget all facts of this class."""
+        self._facts.pop(kind, None)
+
+    def __len__(self) -> int:
+        """Return the number of facts."""
+        return sum(map(len, self._facts.values()))

@@ -1,0 +1,68 @@
+"""The trace: contexts nest and end, a thread begins outside them, and a misspelt attribute is refused."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import FrozenInstanceError, fields, replace
+
+import mlx.core as mx
+import pytest
+
+from deltatune.ops.tracing import trace
+
+
+def test_contexts_nest_and_restore():
+    outside = trace.current()
+    with trace.having(piece=(0, 2)):
+        inner = trace.current()
+        with trace.having(piece=(2, 4), segments=mx.zeros((1, 4), mx.int32)):
+            assert trace.current().piece == (2, 4)
+            assert trace.current().segments.shape == (1, 4)
+        assert trace.current() is inner
+        assert inner == replace(outside, piece=(0, 2), known=inner.known)
+    assert trace.current() is outside
+    assert outside.piece is None
+
+
+def test_a_context_restores_after_an_error():
+    def fail() -> None:
+        with trace.having(piece=(0, 2)):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert trace.current().piece is None
+
+
+def test_nobody_writes_into_a_trace():
+    with trace.having(piece=(0, 2)), pytest.raises(FrozenInstanceError):
+        trace.current().piece = None
+
+
+def test_an_unknown_attribute_is_refused():
+    with pytest.raises(TypeError, match=r"a trace has no peice, segment\."):
+        trace.having(segment=None, peice=None, piece=None)
+
+
+def test_the_outermost_context_begins_with_nothing_known():
+    outside = trace.current().known
+    with trace.having(piece=(0, 2)):
+        known = trace.current().known
+        assert known is not outside
+        with trace.having(piece=None):
+            assert trace.current().known is known
+
+
+def test_a_thread_begins_outside_all_contexts():
+    """Else what a thread of its own does, such as building a kernel, would depend on the step that started it."""
+    seen = []
+    with trace.having(piece=(0, 2)):
+        thread = threading.Thread(target=lambda: seen.append(trace.current()))
+        thread.start()
+        thread.join()
+    assert seen[0].piece is None
+    assert seen[0] is trace.current()
+
+
+def test_every_attribute_is_described():
+    assert all(f"        {each.name}: " in trace.Trace.__doc__ for each in fields(trace.Trace))
