@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+import deltatune
 from deltatune.ops.tracing import trace
+
+SOURCE = Path(deltatune.__file__).parent
+TRACING = SOURCE / "ops/tracing"
 
 
 def test_contexts_nest_and_restore():
@@ -66,3 +72,21 @@ def test_a_thread_begins_outside_all_contexts():
 
 def test_every_attribute_is_described():
     assert all(f"        {each.name}: " in trace.Trace.__doc__ for each in fields(trace.Trace))
+
+
+def test_the_page_says_who_sets_and_who_reads():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", (TRACING / "README.md").read_text(encoding="utf-8"), re.M)
+    stated = {name: tuple(re.findall(r"`([^`]+)`", cell) for cell in cells) for name, *cells in rows}
+    texts = {
+        path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.parent != TRACING
+    }
+    found = {
+        each.name: (
+            [file for file, text in texts.items() if re.search(rf"\bhaving\([^)]*\b{each.name}=", text)],
+            [file for file, text in texts.items() if re.search(rf"\b(?:told|current\(\))\.{each.name}\b", text)],
+        )
+        for each in fields(trace.Trace)
+    }
+    assert stated == found
