@@ -48,7 +48,4 @@ def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | N
 
 def taken(y: mx.array) -> Convolution | None:
     """Return the last convolution if `y` is its output, and forget it."""
-    known = trace.current().known
-    convolution = known.of(y, Convolution)
-    known.forget(Convolution)
-    return convolution
+    return trace.current().known.take(y, Convolution)

@@ -71,6 +71,11 @@ def update(upstream: Update) -> Update:
 
     @functools.wraps(upstream)
     def gated_delta_update(*arguments: Any, **keywords: Any) -> Any:
+        if trace.current().upstream_serves:
+            return count(UPSTREAM, upstream(*arguments, **keywords))
+        if keywords.get("cache") is not None:
+            # As below; a decoder of mlx-vlm calls so for each token, and does not wait for bind() either.
+            return _by_upstream(upstream, arguments, keywords)
         if place <= len(arguments) <= place + 2 and arguments[0].shape[1] == 1 and decodes(1):
             # A decoder's next token does not wait for bind(); route() would do the same with it.
             state = arguments[place] if len(arguments) > place else keywords.get("state")
@@ -79,16 +84,18 @@ def update(upstream: Update) -> Update:
         given = signature.bind(*arguments, **keywords)
         given.apply_defaults()
         named = given.arguments
-        if trace.current().upstream_serves:
-            return count(UPSTREAM, upstream(*given.args, **given.kwargs))
         if any(named.get(name) is not None for name in _DECODING):
-            with trace.having(upstream_serves=True):
-                return count(UPSTREAM, upstream(*given.args, **given.kwargs))
+            return _by_upstream(upstream, given.args, given.kwargs)
         arrays = tuple(named[name] for name in _ARRAYS)
         options = {name: named[name] for name in _OPTIONS if name in named}
         return route(upstream, arrays, named["state"], named["mask"], named["use_kernel"], options)
 
     return gated_delta_update
+
+
+def _by_upstream(upstream: Update, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    with trace.having(upstream_serves=True):
+        return count(UPSTREAM, upstream(*arguments, **keywords))
 
 
 def route(

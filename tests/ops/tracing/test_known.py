@@ -37,6 +37,16 @@ def test_a_fact_is_of_one_array_and_of_one_kind():
     assert known.of(x, Read) == Read("two")
 
 
+def test_what_is_taken_is_forgotten_with_all_of_its_kind():
+    known, x, y = Known(), mx.zeros(3), mx.zeros(3)
+    for array, fact in ((x, Made("one")), (y, Made("two")), (x, Read("three"))):
+        known.note(array, fact)
+    assert known.take(x, Made) == Made("one")
+    assert known.take(x, Made) is None
+    assert known.of(y, Made) is None
+    assert known.of(x, Read) == Read("three")
+
+
 def test_a_fact_ends_with_its_array():
     """Many arrays at the same few addresses: no fact is found for another array."""
     known = Known()

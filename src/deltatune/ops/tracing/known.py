@@ -8,7 +8,7 @@ and ask for it.
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -31,9 +31,11 @@ class Known:
 
     def of(self, array: mx.array, kind: type[Fact]) -> Fact | None:
         """Return the fact of this class about this very array; None if there is none."""
-        of_kind = self._facts.get(kind)
-        reference, fact = of_kind.get(id(array), (None, None)) if of_kind else (None, None)
-        return cast("Fact", fact) if reference is not None and reference() is array else None
+        return _about(array, self._facts.get(kind))
+
+    def take(self, array: mx.array, kind: type[Fact]) -> Fact | None:
+        """Return the fact of this class about this very array, and forget all facts of this class."""
+        return _about(array, self._facts.pop(kind, None))
 
     def forget(self, kind: type) -> None:
         """Forget all facts of this class."""
@@ -42,3 +44,8 @@ class Known:
     def __len__(self) -> int:
         """Return the number of facts."""
         return sum(map(len, self._facts.values()))
+
+
+def _about(array: mx.array, facts: dict[int, tuple[weakref.ref[mx.array], Any]] | None) -> Any:
+    reference, fact = facts.get(id(array), (None, None)) if facts else (None, None)
+    return fact if reference is not None and reference() is array else None

@@ -89,9 +89,13 @@ def weighted_block(upstream: Function) -> Function:
     """The replacement of a block's __call__ that lets its experts wait for their scores (see DeferredExperts)."""
 
     def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
+        watched = routing.watched()
+        if not (watched or self.training or backend.device() == "cpu"):
+            # Upstream's experts run (_runner), which do not wait for scores; a decoder opens no context for each token.
+            return upstream(self, x, *arguments, **keywords)
         indices: list[mx.array] = []
         with trace.having(chosen_experts=indices):
-            if not routing.watched():
+            if not watched:
                 return upstream(self, x, *arguments, **keywords)
             with _listening_to_gate(self) as logits:
                 y = upstream(self, x, *arguments, **keywords)
