@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
 
 from .. import upstream
+from .tracing import trace
 
 # The functions of mx.random that take a key, and the place of that argument.
 DRAWS = {
@@ -30,9 +30,6 @@ DRAWS = {
     "uniform": 4,
 }
 
-# Holds the key that the next draw splits, as the one item of a list, so that mx.compile can take it as a state.
-_current: ContextVar[list[mx.array] | None] = ContextVar("deltatune_random_key", default=None)
-
 _lock = threading.Lock()
 _originals: dict[str, Callable[..., mx.array]] = {}
 _open = 0
@@ -45,12 +42,8 @@ def drawing_with(state: list[mx.array]) -> Iterator[None]:
     Args:
         state: A list of one key, [2] uint32.
     """
-    token = _current.set(state)
-    try:
-        with _served():
-            yield
-    finally:
-        _current.reset(token)
+    with trace.having(random_key=state), _served():
+        yield
 
 
 @contextmanager
@@ -66,7 +59,7 @@ def repeatable() -> Iterator[mx.array]:
 
     Outside the contexts of this module, the draws also move MLX's random state on, as they would without this one.
     """
-    state = _current.get()
+    state = trace.current().random_key
     if state is not None:
         yield state[0]
         return
@@ -80,7 +73,7 @@ def repeatable() -> Iterator[mx.array]:
 
 def skip() -> None:
     """Move on to a key that no draw before this call has used."""
-    state = _current.get()
+    state = trace.current().random_key
     if state is None:
         mx.random.bernoulli()
     else:
@@ -120,7 +113,7 @@ def _served() -> Iterator[None]:
 
 def _with_key(original: Callable[..., mx.array], place: int) -> Callable[..., mx.array]:
     def draw(*arguments: Any, **options: Any) -> mx.array:
-        state = _current.get()
+        state = trace.current().random_key
         if state is None or options.get("key") is not None or len(arguments) > place:
             return original(*arguments, **options)
         keys = mx.random.split(state[0])

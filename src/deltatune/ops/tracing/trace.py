@@ -49,6 +49,8 @@ class Trace:
         recomputed: Whether the layer that runs is checkpointed, so that it keeps nothing for its backward pass.
         once: Whether what is traced is a training step, which nobody maps, and whose gradients nobody differentiates.
         cheap_twice: Whether a backward pass computes the results of cheap operators again.
+        random_key: The key that the next draw splits, as the one item of a list, so that mx.compile can take it as a
+            state; None where MLX's own key serves.
         side_outputs: Where arrays go that a layer computes beside its output; None if nobody collects them.
         routers: How the routers of a mixture are watched; None if they are not.
         read_together: The adapters that read one input, in groups; None where each is computed by itself.
@@ -70,6 +72,7 @@ class Trace:
     recomputed: bool = False
     once: bool = False
     cheap_twice: bool = False
+    random_key: list[mx.array] | None = None
     side_outputs: list[mx.array] | None = None
     routers: RouterWatch | None = None
     read_together: Sequence[Sequence[nn.Module]] | None = None
