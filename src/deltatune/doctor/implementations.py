@@ -106,7 +106,7 @@ def of_attention() -> list[Finding]:
     found = []
     shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
     for shape in shapes:
-        verdict = replace(kernel_trial.measure(attention_blocked, shape), implementation="blocked")
+        verdict = kernel_trial.measure("blocked", attention_blocked, shape)
         found.append(_finding(verdict, "right" if verdict.passed else "wrong"))
     if "fused" in names or backend.device() != "cpu":
         found += [_fused_attention(shape, forced=names == ("fused",)) for shape in shapes]
@@ -117,7 +117,7 @@ def _fused_attention(shape: KernelShape, forced: bool) -> Finding:
     candidate = attention.choice.CANDIDATES["fused"](_attention_call(shape))
     if isinstance(candidate, str):
         return Finding("fused", str(shape), "not covered", candidate)
-    found = replace(kernel_trial.again(candidate.function, candidate.shape), implementation="fused")
+    found = replace(kernel_trial.again("fused", candidate.function, candidate.shape))
     return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
 
 

@@ -1,20 +1,24 @@
 """Chooses the implementation that serves a call, for gated_delta and for attention (choice.py of either).
 
-Each device has an order of preference (machine/backend.py). The first implementation in it that supports the call and
-passes its check on this machine is used; the last one supports every call.
+Each device has an order of preference (machine/backend.py). Of the implementations that support the call and pass their
+check on this machine, the first one in it is used; on a device whose order nobody has measured, the fastest one whose
+bits are the same in every run. The last one supports every call.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from ..machine import backend
+from . import rankings, trial_times, verdicts
 from .tracing import trace
+from .trial_times import Run
 from .verdicts import Verdict, machine
 
 logger = logging.getLogger(__name__)
@@ -33,13 +37,36 @@ class Candidate:
 
     Attributes:
         function: Serves the call.
-        shape: The class of calls whose verdict decides about this one; None where no check is needed.
+        shape: The class of calls whose verdict decides about this one; None where it has neither a check nor a time.
         checked: The function that the check calls, which runs the same kernels on a small batch.
+        trusted: Whether it needs no check, because it is made of MLX's operations.
     """
 
     function: Callable[..., Any]
     shape: Any = None
     checked: Callable[..., Any] | None = None
+    trusted: bool = False
+
+
+# A candidate's `checked` and `shape`.
+Trial = tuple[Callable[..., Any], Any]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator that several implementations compute.
+
+    Attributes:
+        name: Its name, for messages.
+        variable: The environment variable that forces an implementation.
+        verdict_of: Returns the verdict on an implementation, from its name and its candidate's `checked` and `shape`.
+        runs_of: Returns what is timed of several implementations: a forward and a backward pass on the same arrays.
+    """
+
+    name: str
+    variable: str
+    verdict_of: Callable[[str, Callable[..., Any], Any], Verdict]
+    runs_of: Callable[[dict[str, Trial]], dict[str, Run]]
 
 
 def without_trials() -> AbstractContextManager[None]:
@@ -48,50 +75,148 @@ def without_trials() -> AbstractContextManager[None]:
 
 
 def choose(
-    operator: str,
-    variable: str,
+    operator: Operator,
     order: tuple[tuple[str, ...], str],
+    calls: str,
     candidate_of: Callable[[str], Candidate | str],
-    verdict_of: Callable[[str, Callable[..., Any], Any], Verdict],
 ) -> tuple[str, Callable[..., Any]]:
     """Return the name and the function of the implementation that serves a call.
 
-    It warns (ImplementationWarning) about an implementation that fails its check, once per class of shapes.
+    It warns (ImplementationWarning) if the preferred implementation fails its check, once per class of calls. Inside a
+    run, the choice for a class is made once, and kept in its state (rankings.py).
 
     Args:
-        operator: The operator's name, for messages.
-        variable: The environment variable that forces an implementation.
+        operator: The operator.
         order: The names of the implementations in order of preference, and the reason for that order. A single name is
             forced.
+        calls: The class of the call, in words that are the same on every machine.
         candidate_of: Returns the candidate of a name, or why that implementation does not support the call.
-        verdict_of: Returns the verdict on an implementation, from its name and its candidate's `checked` and `shape`.
 
     Raises:
         UserError: The variable forces an implementation that does not support the call or fails its check.
     """
     names, why = order
     names = names if trace.current().trials else names[-1:]
-    forced = len(names) == 1
-    passed_over = []
+    forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {calls}"
+    known = None if run is None or forced else run.names.get(key)
+    if known is not None:
+        # Of a run on another device, only what this one has can serve.
+        names = (*(name for name in known if name in names[:-1]), names[-1])
+    measured = backend.compares_times()
+    compares = measured and known is None and not forced and (run is None or run.by_time)
+    found = _right(operator, names, candidate_of, first=not compares, forced=forced)
+    ranked, notes = list(found.right), found.notes
+    tried = any(candidate.checked and not candidate.trusted for candidate in found.right.values())
+    if (compares and len(ranked) > 1) or (forced and measured and tried):
+        ranked, words = _by_time(operator, found.right)
+        notes = notes + words
+    reason = "; ".join([why, *notes])
+    if run is not None and known is None and (compares or tried or found.refused):
+        run.reasons[key] = reason
+        if not forced:
+            run.names[key] = ranked if compares else [name for name in names if name not in found.refused]
+    message = f"{operator.name}: {ranked[0]} ({reason})"
+    if _is_new(message):
+        logger.info(message)
+    return ranked[0], found.right[ranked[0]].function
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The implementations that support a call and pass their checks, the names of those that fail, and why not."""
+
+    right: dict[str, Candidate]
+    refused: list[str]
+    notes: list[str]
+
+
+def _right(
+    operator: Operator,
+    names: Sequence[str],
+    candidate_of: Callable[[str], Candidate | str],
+    *,
+    first: bool,
+    forced: bool,
+) -> _Found:
+    """Return what of `names` serves a call: the `first` alone, or all. A single name may be forced."""
+    found = _Found({}, [], [])
     for name in names:
         candidate = candidate_of(name)
         if isinstance(candidate, str):
             if forced:
-                raise UserError(f"{variable}={name} cannot serve this call: {candidate}.")
-            passed_over.append(f"{name} does not support this call: {candidate}")
+                raise UserError(f"{operator.variable}={name} cannot serve this call: {candidate}.")
+            found.notes.append(f"{name} does not support this call: {candidate}")
             continue
         checked = candidate.checked
-        verdict = None if checked is None else verdict_of(name, checked, candidate.shape)
+        verdict = None if checked is None or candidate.trusted else operator.verdict_of(name, checked, candidate.shape)
         if verdict is None or verdict.passed:
-            message = f"{operator}: {name} ({'; '.join([why, *passed_over])})"
-            if _is_new(message):
-                logger.info(message)
-            return name, candidate.function
-        if forced:
-            raise UserError(f"{variable}={name}: {verdict}. Unset it for the automatic choice.")
-        _warn(operator, verdict)
-        passed_over.append(f"{name} fails its check")
-    raise AssertionError(f"{names[-1]} supports every call")
+            found.right[name] = candidate
+            if first:
+                break
+        elif forced:
+            raise UserError(f"{operator.variable}={name}: {verdict}. Unset it for the automatic choice.")
+        else:
+            _tell(operator.name, verdict, preferred=name == names[0])
+            found.refused.append(name)
+            found.notes.append(f"{name} fails its check")
+    if not found.right:
+        raise AssertionError(f"{names[-1]} supports every call")
+    return found
+
+
+def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]:
+    """Return the verdicts on right implementations with their times: stored ones, or else those of runs now.
+
+    One that cannot be timed has none.
+    """
+    trials = {name: (candidate.checked, candidate.shape) for name, candidate in right.items() if candidate.checked}
+    found = {name: _verdict(operator, name, right[name].trusted, *trial) for name, trial in trials.items()}
+    if any(verdict.seconds is None for verdict in found.values()):
+        measured = trial_times.side_by_side(operator.runs_of(trials))
+        for name, seconds in measured.items():
+            found[name] = verdicts.timed(_stored(operator, name), right[name].shape, found[name], seconds)
+    return found
+
+
+def said(found: dict[str, Verdict]) -> str:
+    """Return the times in words, such as `fused 3.1 ms, chunk 9.0 ms`."""
+
+    def words(name: str, verdict: Verdict) -> str:
+        if verdict.seconds is None:
+            return f"{name} not timed"
+        return f"{name} {1e3 * verdict.seconds:.1f} ms" + ("" if verdict.same_bits else " (its bits change)")
+
+    return ", ".join(words(name, verdict) for name, verdict in found.items())
+
+
+def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str], list[str]]:
+    """Return the names, the fastest first, of those that give the same bits in every run; and the times in words.
+
+    Where none does, all are ranked.
+    """
+    found = times(operator, right)
+    seconds = {name: verdict.seconds for name, verdict in found.items() if verdict.seconds is not None}
+    steady = {name: time for name, time in seconds.items() if found[name].same_bits}
+    ranked = trial_times.fastest_first(steady or seconds, list(right))
+    words = [said(found)] if seconds else []
+    changing = [name for name in seconds if name not in steady]
+    if changing and len(right) > 1:
+        asks = " or ".join(f"{operator.variable}={name}" for name in changing)
+        words.append(f"{asks} uses it all the same: two runs then give different bits")
+    return ranked or list(right), words
+
+
+def _verdict(operator: Operator, name: str, trusted: bool, checked: Callable[..., Any], shape: Any) -> Verdict:
+    if not trusted:
+        return operator.verdict_of(name, checked, shape)
+    # Nothing but its times is of interest.
+    blank = Verdict(name, str(shape), 0.0, reference="itself")
+    return verdicts.of(_stored(operator, name), shape, lambda: blank)
+
+
+def _stored(operator: Operator, name: str) -> str:
+    """Return the name under which the verdict is stored."""
+    return verdicts.stored(operator.name, name)
 
 
 def _is_new(message: str) -> bool:
@@ -100,10 +225,13 @@ def _is_new(message: str) -> bool:
     return new
 
 
-def _warn(operator: str, failure: Verdict) -> None:
+def _tell(operator: str, failure: Verdict, *, preferred: bool) -> None:
+    """Warn about the preferred implementation; training loses nothing that it relied on by the failure of another."""
     message = (
         f"{operator}: {failure}. It is not used on this machine ({machine()['device']}): training goes on without it, "
         "correctly but more slowly. `deltatune doctor` shows every error that was measured."
     )
-    if _is_new(message):
-        warnings.warn(message, ImplementationWarning, stacklevel=5)
+    if not preferred:
+        logger.info("%s: %s. It is not used.", operator, failure)
+    elif _is_new(message):
+        warnings.warn(message, ImplementationWarning, stacklevel=6)

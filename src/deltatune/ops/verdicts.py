@@ -1,4 +1,4 @@
-"""Verdicts on fast implementations: whether each computes what a slower one computes on this machine.
+"""Verdicts on fast implementations: whether each computes what a slower one computes on this machine, and how fast.
 
 Each operator measures its own (gated_delta/machine_trial.py, attention/kernel_trial.py). Here they are remembered, and
 stored in the cache folder for later processes.
@@ -12,7 +12,7 @@ import json
 import logging
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine import atomic_files, backend, environment
+from .trial_times import TrialTime
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Verdict:
         problem: The message of the error that stopped the check, if one did.
         reference: The name of the implementation that it was compared with.
         bounds: By name of a result, the largest error that is allowed where it is not `bound`.
+        seconds: The shortest time of a forward and a backward pass on the check's arrays; None before it is timed.
+        same_bits: Whether all timed runs gave the same bits; None before it is timed.
     """
 
     implementation: str
@@ -47,6 +50,8 @@ class Verdict:
     problem: str | None = None
     reference: str = "chunk"
     bounds: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    same_bits: bool | None = None
 
     @property
     def passed(self) -> bool:
@@ -95,6 +100,18 @@ def again(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
     if verdict.problem is None:
         _write(path_of(name, shape), verdict)
     return verdict
+
+
+def stored(operator: str, name: str) -> str:
+    """Return the name under which the verdicts on implementation `name` of an operator are stored."""
+    return f"{operator}-{name}"
+
+
+def timed(name: str, shape: Any, verdict: Verdict, measured: TrialTime) -> Verdict:
+    """Return `verdict` with the times that were measured, and store it."""
+    _known[name, shape] = found = replace(verdict, seconds=measured.seconds, same_bits=measured.same_bits)
+    _write(path_of(name, shape), found)
+    return found
 
 
 def forget() -> None:

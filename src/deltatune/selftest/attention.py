@@ -138,7 +138,7 @@ def _check(name: str, workload: AttentionWorkload, cached: list[Results]) -> Out
         if isinstance(candidate, str):
             return not_run(f"it does not cover this: {candidate}")
         function = candidate.function
-        trial = kernel_trial.again(function, candidate.shape)
+        trial = kernel_trial.again(name, function, candidate.shape)
         if not trial.passed:
             return Outcome(FAILED, str(trial))
     if not cached:

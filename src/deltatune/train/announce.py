@@ -18,6 +18,7 @@ from ..data.stream_order import StreamOrder
 from ..layers import LayerInfo
 from ..lora.weights import is_quantized, quantization
 from ..machine import backend, blas
+from ..ops.rankings import Rankings
 from ..patches.summary import summary
 from .distributed import World
 from .setup import Training
@@ -158,6 +159,13 @@ def lines(
             f"the last {left_over} will wait in the state for an update that a longer run would make."
         )
     return opening
+
+
+def implementations(chosen: Rankings) -> list[str]:
+    """Return a line on each class of calls that the plan has met, where its implementation was chosen by time."""
+    if not backend.compares_times():
+        return []
+    return [f"{key}: {names[0]} ({chosen.reasons[key]})." for key, names in chosen.names.items()]
 
 
 def _served(trained: Training) -> str:

@@ -14,6 +14,7 @@ from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas
+from ..ops.rankings import Rankings
 from . import state
 from .distributed import World
 from .log import Metrics
@@ -46,6 +47,7 @@ class Saving:
         saved: The iteration after which the state was last saved; -1 if it never was.
         updating: Whether an update is being made, so that the parameters may be partly updated.
         metrics: The metrics of the run, on rank 0.
+        chosen: The implementations that the run has chosen.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Saving:
         self._outputs, self._world, self._identity = outputs, world, identity
         self.progress, self.saved, self.updating = state.Progress(), -1, False
         self.metrics: Metrics | None = None
+        self.chosen = Rankings()
         # Whether the state file that the next save replaces is undamaged.
         self._sound = True
         # It is None right after an update, and before the first accumulation begins.
@@ -150,6 +153,7 @@ class Saving:
         restore(self._optimizer, bundles.join_state(parted, moments))
         self._order.restore(progress.order)
         self.progress, self.saved = progress, progress.iteration
+        self.chosen.continue_with(progress.implementations)
         if progress.micro_batches:
             window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
             mine = {key: self._share(leaf) for key, leaf in window.items()}
@@ -185,6 +189,7 @@ class Saving:
         threads = blas.status().threads
         self.progress.blas_threads = threads.number if threads else 0
         self.progress.ranks = self._world.size
+        self.progress.implementations = dict(self.chosen.names)
         if self._world.main:
             self._step.settle()
             arrays = state.pack("trainable", self._model.trainable_parameters())

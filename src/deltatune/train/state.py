@@ -96,6 +96,8 @@ class Progress:
         checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
             layer that runs in pieces rounds otherwise, so a continuation needs the same.
         recomputed_operators: Whether auto has the other layers compute again what is cheap.
+        implementations: By class of calls of an operator, the names of what may serve it; the first does. They round
+            differently, so a continuation needs the same.
         order: The position in the training data (BatchOrder.state).
     """
 
@@ -120,6 +122,7 @@ class Progress:
     blas_threads: int = 0
     checkpointed_layers: list[int] | None = None
     recomputed_operators: bool = False
+    implementations: dict[str, list[str]] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
 
     @property

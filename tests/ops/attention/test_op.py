@@ -100,6 +100,7 @@ def pretended_gpu(monkeypatch, tmp_path):
     """Return use(function), which puts a function in place of a GPU's fused kernels. No verdict is known."""
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(backend, "_UNMEASURED", ())
     monkeypatch.setattr(candidates, "_announced", set())
     verdicts.forget()
     yield lambda function: monkeypatch.setattr(fused_op, "attention_fused", function)
@@ -120,7 +121,7 @@ def test_kernels_that_pass_their_trial_serve_and_the_verdict_is_kept(pretended_g
 
 def test_kernels_that_are_wrong_are_not_used_and_the_user_is_told(pretended_gpu):
     pretended_gpu(ScaledBlocked(1.001))
-    with pytest.warns(ImplementationWarning, match=r"attention: fused attention \(metal, float32, .*by 1\.0e-03"):
+    with pytest.warns(ImplementationWarning, match=r"attention: fused \(metal, float32, .*by 1\.0e-03"):
         name, function = choice.choose(call())
     assert (name, function) == ("blocked", attention_blocked)
     with warnings.catch_warnings():

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
 from ...machine import backend, environment
 from .. import candidates
-from ..candidates import Candidate
+from ..candidates import Candidate, Operator
 from . import fused_op, kernel_trial
 from .blocked import attention_blocked
 from .fused import FusedOptions
 from .kernel_trial import Implementation, KernelShape
 from .naive import attention_naive
-from .native import attention_native
+from .native import attention_native, is_linear
 
 # Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/log.md), and its matrix of scores
 # takes no more memory than a block of `blocked` with all its intermediate results.
@@ -45,6 +46,13 @@ class AttentionCall:
         grouped = self.q.shape[1] > self.k.shape[1]
         return KernelShape(machine, self.q.shape[3], self.v.shape[3], dtype, grouped, *options)
 
+    @property
+    def words(self) -> str:
+        """The class of the call, in words that are the same on every machine."""
+        fewer = self.q.shape[2] != self.k.shape[2]
+        more = ["with a mask"] * (self.mask is not None) + ["fewer queries than keys"] * fewer
+        return ", ".join([str(self.shape_class("")), *more])
+
 
 def _fused(call: AttentionCall) -> Candidate | str:
     reason = fused_op.unsupported(call.q, call.k, call.v, call.mask)
@@ -57,24 +65,53 @@ def _fused(call: AttentionCall) -> Candidate | str:
 
 
 def _native(call: AttentionCall) -> Candidate | str:
-    """MLX's own attention, for calls with few scores, where another implementation would save no memory."""
+    """MLX's own attention, where it holds few scores: for few pairs of positions, or where it needs no matrix of them.
+
+    MLX's result for a query that sees no key is not 0, so calls with such queries are not its own.
+    """
+    if call.mask is not None or call.q.shape[2] > call.k.shape[2]:
+        return "a query may see no key, and MLX's result for it is not 0"
+    if backend.device() == "metal":
+        return _native_on_metal(call)
     batch, heads, queries, _ = call.q.shape
     if any(x.dtype != mx.float32 for x in (call.q, call.k, call.v)):
         return "MLX is slow in half precision on a CPU"
-    if call.mask is not None or queries > call.k.shape[2]:
-        return "a query may see no key, and MLX's result for it is not 0"
     if batch * heads * queries * call.k.shape[2] > FEW_SCORES:
         return "MLX would hold many scores"
     return Candidate(attention_native)
 
 
+def _native_on_metal(call: AttentionCall) -> Candidate | str:
+    windowed = call.window is not None and call.window < call.k.shape[2]
+    if windowed or call.segments is not None or call.sinks is not None:
+        return "with a window, segments or sinks MLX would hold all scores"
+    if not call.q.dtype == call.k.dtype == call.v.dtype:
+        return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}"
+    shapes = (tuple(x.shape) for x in (call.q, call.k, call.v))
+    if not is_linear(*shapes, call.q.dtype, call.causal):
+        return "MLX would hold all scores"
+    return Candidate(_without_window, call.shape_class(backend.device()), _without_window)
+
+
+def _without_window(*arrays: mx.array, window: int | None = None, **options: Any) -> mx.array:
+    """MLX's own attention for a call whose window hides nothing."""
+    return attention_native(*arrays, **options)
+
+
+def _blocked(call: AttentionCall) -> Candidate:
+    return Candidate(attention_blocked, call.shape_class(backend.device()), attention_blocked, trusted=True)
+
+
 # By name: a call -> the candidate for it, or why the implementation does not support the call.
 CANDIDATES: dict[str, Callable[[AttentionCall], Candidate | str]] = {
     "naive": lambda call: Candidate(attention_naive),
-    "blocked": lambda call: Candidate(attention_blocked),
+    "blocked": _blocked,
     "fused": _fused,
     "native": _native,
 }
+
+
+OPERATOR = Operator("attention", environment.ATTENTION, kernel_trial.of, kernel_trial.runs)
 
 
 def choose(call: AttentionCall) -> tuple[str, Implementation]:
@@ -89,10 +126,4 @@ def choose(call: AttentionCall) -> tuple[str, Implementation]:
         # If MLX's own attention is forced, it serves every call.
         return Candidate(attention_native) if order[0] == ("native",) else CANDIDATES[name](call)
 
-    return candidates.choose(
-        "attention",
-        environment.ATTENTION,
-        order,
-        candidate_of,
-        lambda _, function, shape: kernel_trial.of(function, shape),
-    )
+    return candidates.choose(OPERATOR, order, call.words, candidate_of)

@@ -1,12 +1,13 @@
-"""Checks once per machine whether the fused kernels compute what `naive` computes.
+"""Checks once per machine whether a fast implementation of attention computes what `naive` computes, and times it.
 
-choice.py asks `of` before it uses the kernels for a class of shapes for the first time.
+choice.py asks `of` before it uses the implementation for a class of shapes for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ from ...machine import backend
 from .. import verdicts
 from ..kernels.cubin import built_side_by_side
 from ..trial import relative_error
+from ..trial_times import Run
 from ..verdicts import Verdict
 from .naive import attention_naive
 from .tolerances import fused_bound
@@ -24,6 +26,8 @@ NAMES = ("y", "dq", "dk", "dv", "dsinks")
 # The check's length is more than two tiles of any kernel, the last one incomplete. The window and the segments end
 # inside tiles.
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
+# The timed runs have longer rows, of which a GPU has some milliseconds of work.
+_TIMED_LENGTH, _TIMED_KEY_HEADS = 1024, 4
 
 
 @dataclass(frozen=True)
@@ -55,25 +59,31 @@ class KernelShape:
     def __str__(self) -> str:
         options = [name for name in ("grouped", "causal", "windowed", "segmented", "with_sinks") if getattr(self, name)]
         options = [option.replace("_", " ") for option in options]
-        return ", ".join([self.machine, self.dtype, f"heads of {self.size} x {self.value_size}", *options])
+        machine = [self.machine] if self.machine else []
+        return ", ".join([*machine, self.dtype, f"heads of {self.size} x {self.value_size}", *options])
 
 
-def of(function: Implementation, shape: KernelShape) -> Verdict:
-    """Return the verdict on `function` for a class of calls: the stored one, or else that of a check now.
+def of(name: str, function: Implementation, shape: KernelShape) -> Verdict:
+    """Return the verdict on an implementation for a class of calls: the stored one, or else that of a check now.
 
     The check has arrays of its own and evaluates them at once, so it may run while something else is being traced.
+
+    Args:
+        name: The name of the implementation.
+        function: Called as `attention` is, on the check's small arrays.
+        shape: The class of calls.
     """
-    return verdicts.of("attention", shape, lambda: measure(function, shape))
+    return verdicts.of(verdicts.stored("attention", name), shape, lambda: measure(name, function, shape))
 
 
-def again(function: Implementation, shape: KernelShape) -> Verdict:
+def again(name: str, function: Implementation, shape: KernelShape) -> Verdict:
     """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
-    return verdicts.again("attention", shape, lambda: measure(function, shape))
+    return verdicts.again(verdicts.stored("attention", name), shape, lambda: measure(name, function, shape))
 
 
-def measure(function: Implementation, shape: KernelShape) -> Verdict:
+def measure(name: str, function: Implementation, shape: KernelShape) -> Verdict:
     """Compare `function` with `naive` in fp32 on the CPU, forward and backward."""
-    blank = Verdict("fused attention", str(shape), fused_bound(shape.dtype), reference="naive")
+    blank = Verdict(name, str(shape), fused_bound(shape.dtype), reference="naive")
     arrays, dy, options = _case(shape)
     # On the CPU, because a GPU may multiply fp32 matrices in TF32.
     with mx.stream(mx.cpu):
@@ -88,21 +98,35 @@ def measure(function: Implementation, shape: KernelShape) -> Verdict:
     return replace(blank, errors={name: relative_error(found, exact) for name, found, exact in pairs})
 
 
-def _case(shape: KernelShape) -> tuple[list[mx.array], mx.array, dict]:
+def runs(given: Mapping[str, tuple[Implementation, KernelShape]]) -> dict[str, Run]:
+    """Return what is timed of each implementation: a forward and a backward pass, on the same arrays for all."""
+    arrays, dy, options = _case(next(iter(given.values()))[1], _TIMED_LENGTH, _TIMED_KEY_HEADS)
+    mx.eval(arrays, dy)
+
+    def run(function: Implementation) -> list[mx.array]:
+        outputs, gradients = _traced(function, arrays, dy, options)
+        return [*outputs, *gradients]
+
+    return {name: partial(run, function) for name, (function, _) in given.items()}
+
+
+def _case(
+    shape: KernelShape, length: int = _LENGTH, key_heads: int = _KEY_HEADS
+) -> tuple[list[mx.array], mx.array, dict]:
     """Return q, k, v and, for a class with sinks, the sinks; dy; and the options of the call.
 
     NumPy draws them, because MLX's random state belongs to the training.
     """
     draw = np.random.default_rng(0)
-    heads = _KEY_HEADS * (2 if shape.grouped else 1)
-    sizes = [(heads, shape.size), (_KEY_HEADS, shape.size), (_KEY_HEADS, shape.value_size), (heads, shape.value_size)]
-    drawn = [draw.normal(size=(_BATCH, count, _LENGTH, size)).astype(np.float32) for count, size in sizes]
+    heads = key_heads * (2 if shape.grouped else 1)
+    sizes = [(heads, shape.size), (key_heads, shape.size), (key_heads, shape.value_size), (heads, shape.value_size)]
+    drawn = [draw.normal(size=(_BATCH, count, length, size)).astype(np.float32) for count, size in sizes]
     *arrays, dy = (mx.array(x).astype(getattr(mx, shape.dtype)) for x in drawn)
     options: dict = {"scale": shape.size**-0.5, "causal": shape.causal}
     if shape.windowed:
         options["window"] = _WINDOW
     if shape.segmented:
-        options["segments"] = mx.array(np.arange(_LENGTH, dtype=np.int32)[None] // _SEGMENT)
+        options["segments"] = mx.array(np.arange(length, dtype=np.int32)[None] // _SEGMENT)
     if shape.with_sinks:
         arrays.append(mx.array(draw.normal(size=heads).astype(np.float32)))
     return arrays, dy, options

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from functools import lru_cache
+
 import mlx.core as mx
 
 from .naive import visible_keys
+
+# MLX's function itself, for which deltatune's patches put another one into mx.fast.
+_mlx = mx.fast.scaled_dot_product_attention
+# The primitive of a backward pass that holds no matrix of scores; MLX 0.32.4 has one on Metal, and one on NVIDIA GPUs.
+_LINEAR = "ScaledDotProductAttentionVJP"
 
 
 def attention_native(
@@ -35,4 +43,24 @@ def attention_native(
         whole = "causal"
     elif mask is not None and mask.dtype != mx.bool_:
         whole = mask.astype(q.dtype)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=whole, sinks=sinks)
+    return _mlx(q, k, v, scale=scale, mask=whole, sinks=sinks)
+
+
+@lru_cache(maxsize=256)
+def is_linear(
+    queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], dtype: mx.Dtype, causal: bool
+) -> bool:
+    """Tell whether MLX's backward pass for arrays of these shapes [B, H, T, D] holds no matrix of scores.
+
+    What MLX would run depends on its version, the device and the shapes, so this looks into a graph, which is not run.
+    """
+    q, k, v = (mx.zeros(shape, dtype) for shape in (queries, keys, values))
+    dy = mx.zeros((*queries[:3], values[3]), dtype)
+
+    def call(*given: mx.array) -> list[mx.array]:
+        return [attention_native(*given, scale=1.0, causal=causal)]
+
+    outputs, gradients = mx.vjp(call, [q, k, v], [dy])
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs, *gradients)
+    return f'"{_LINEAR}"' in text.getvalue()

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...machine import backend, environment
 from .. import candidates
-from ..candidates import Candidate
+from ..candidates import Candidate, Operator
 from . import fused_op, machine_trial, native
 from .chunk import gated_delta_chunk
 from .machine_trial import Implementation, ShapeClass
@@ -70,13 +70,20 @@ def _native(call: Call) -> Candidate | str:
     return reason or Candidate(native.gated_delta_native, call.shape_class(), native.gated_delta_native)
 
 
+def _chunk(call: Call) -> Candidate:
+    return Candidate(gated_delta_chunk, call.shape_class(), gated_delta_chunk, trusted=True)
+
+
 # By name: a call -> the candidate for it, or why the implementation does not support the call.
 CANDIDATES: dict[str, Callable[[Call], Candidate | str]] = {
     "naive": lambda call: Candidate(gated_delta_naive),
-    "chunk": lambda call: Candidate(gated_delta_chunk),
+    "chunk": _chunk,
     "fused": _fused,
     "native": _native,
 }
+
+
+OPERATOR = Operator("gated_delta", environment.GATED_DELTA, machine_trial.of, machine_trial.runs)
 
 
 def choose(call: Call) -> tuple[str, Implementation]:
@@ -86,6 +93,4 @@ def choose(call: Call) -> tuple[str, Implementation]:
         UserError: DELTATUNE_GATED_DELTA forces an implementation that does not support the call or fails its check.
     """
     order = backend.gated_delta_candidates()
-    return candidates.choose(
-        "gated_delta", environment.GATED_DELTA, order, lambda name: CANDIDATES[name](call), machine_trial.of
-    )
+    return candidates.choose(OPERATOR, order, str(call.shape_class()), lambda name: CANDIDATES[name](call))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from ...machine import backend
 from .. import verdicts
 from ..kernels.cubin import built_side_by_side
 from ..trial import ROUNDING, relative_error
+from ..trial_times import Run
 from ..verdicts import Verdict
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
@@ -75,12 +77,12 @@ def of(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
         function: Called as `gated_delta` is, on the check's small arrays.
         shape: The class of calls.
     """
-    return verdicts.of(name, shape, lambda: measure(name, function, shape))
+    return verdicts.of(verdicts.stored("gated_delta", name), shape, lambda: measure(name, function, shape))
 
 
 def again(name: str, function: Implementation, shape: ShapeClass) -> Verdict:
     """Check now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
-    return verdicts.again(name, shape, lambda: measure(name, function, shape))
+    return verdicts.again(verdicts.stored("gated_delta", name), shape, lambda: measure(name, function, shape))
 
 
 def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurrence: bool = False) -> Verdict:
@@ -114,6 +116,18 @@ def measure(name: str, function: Implementation, shape: ShapeClass, *, by_recurr
     for result, found, exact in zip(NAMES, results, expected, strict=True):
         errors |= errors_by_gates(result, relative_error, found, exact)
     return replace(blank, errors=errors)
+
+
+def runs(given: Mapping[str, tuple[Implementation, ShapeClass]]) -> dict[str, Run]:
+    """Return what is timed of each implementation: a forward and a backward pass on the arrays of the first's check."""
+    case = _case(next(iter(given.values()))[1])
+    mx.eval(case.primals, case.cotangents)
+
+    def run(function: Implementation) -> list[mx.array]:
+        outputs, gradients = _traced(function, case.primals, case.constants, case.cotangents)
+        return [*outputs, *gradients]
+
+    return {name: partial(run, function) for name, (function, _) in given.items()}
 
 
 def build(function: Implementation, shape: ShapeClass) -> None:

@@ -1,0 +1,56 @@
+"""Keeps for a run which implementation of an operator serves which class of calls, so that a continuation's bits agree.
+
+Outside a run nothing is kept: each call is served by what its verdicts say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Rankings:
+    """The choices of a run.
+
+    Attributes:
+        names: By class of calls, the names of the implementations that are right here, of which the first serves.
+        reasons: By class of calls, why the first is the first, in words.
+        by_time: Whether a class that is not known yet is ranked by measured times, where the device has them measured.
+    """
+
+    names: dict[str, list[str]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    by_time: bool = True
+
+    def continue_with(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Take over the choices of the run that is continued."""
+        for key, each in names.items():
+            if self.names.get(key) != list(each):
+                self.names[key] = list(each)
+                self.reasons[key] = "as in the run that is continued"
+
+
+_current: ContextVar[Rankings | None] = ContextVar("the choices of the run", default=None)
+
+
+def current() -> Rankings | None:
+    """Return the choices of the run inside which this is called; None outside a run."""
+    return _current.get()
+
+
+@contextmanager
+def of_run() -> Iterator[Rankings]:
+    """Within the context, what is chosen is kept; a context inside another one keeps it in the outer one's choices."""
+    found = current()
+    if found is not None:
+        yield found
+        return
+    new = Rankings()
+    token = _current.set(new)
+    try:
+        yield new
+    finally:
+        _current.reset(token)

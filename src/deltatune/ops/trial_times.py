@@ -1,0 +1,106 @@
+"""Times implementations of one operator beside one another, and tells whether each gives the same bits every time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from ..errors import first_line
+
+logger = logging.getLogger(__name__)
+
+# Builds the graph of a forward and a backward pass, and returns its results, not computed yet.
+Run = Callable[[], list[mx.array]]
+
+#: How often each implementation is timed, after a first run that is not.
+ROUNDS = 3
+#: An implementation takes the place of one that is preferred to it if it needs less than this part of its time.
+GAIN = 0.9
+#: Tells the time in seconds. Tests replace it.
+clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class TrialTime:
+    """What the runs of an implementation showed.
+
+    Attributes:
+        seconds: The shortest time of a forward and a backward pass.
+        same_bits: Whether all runs gave the same bits.
+    """
+
+    seconds: float
+    same_bits: bool
+
+
+def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
+    """Time each implementation, in rounds, so that a busy moment slows all of them; the shortest time counts.
+
+    Only the computation is timed, since a compiled step builds its graph once. One that fails has no time.
+    """
+    first = {name: results for name, run in runs.items() if (results := _tried(name, partial(_first, run))) is not None}
+    seconds, same = dict.fromkeys(first, float("inf")), dict.fromkeys(first, True)
+    for _ in range(ROUNDS):
+        for name in list(first):
+            results = runs[name]()
+            start = clock()
+            if _tried(name, partial(_computed, results)) is None:
+                del first[name]
+                continue
+            seconds[name] = min(seconds[name], clock() - start)
+            same[name] = same[name] and _same_bits(first[name], results)
+    found = {name: TrialTime(seconds[name], same[name]) for name in first}
+    del first
+    # What the runs leave is of sizes that no step asks for.
+    mx.clear_cache()
+    return found
+
+
+def fastest_first(seconds: Mapping[str, float], preferred: Sequence[str]) -> list[str]:
+    """Return the names from the fastest to the slowest; of equally fast ones, as GAIN says, a preferred one is first.
+
+    Args:
+        seconds: The time of each name.
+        preferred: The names in order of preference.
+
+    Example:
+        >>> fastest_first({"fused": 1.05, "chunk": 1.0, "native": 0.5}, ["fused", "native", "chunk"])
+        ['native', 'fused', 'chunk']
+    """
+    left, found = [name for name in preferred if name in seconds], []
+    while left:
+        fastest = min(seconds[name] for name in left)
+        found.append(next(name for name in left if fastest >= GAIN * seconds[name]))
+        left.remove(found[-1])
+    return found
+
+
+def _first(run: Run) -> list[mx.array]:
+    return _computed(run())
+
+
+def _computed(results: list[mx.array]) -> list[mx.array]:
+    mx.eval(results)
+    return results
+
+
+def _tried(name: str, call: Callable[[], list[mx.array]]) -> list[mx.array] | None:
+    """Return what `call` returns, or None where that cannot be computed here."""
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        logger.info("%s cannot be timed: %s", name, first_line(error)[:300])
+        return None
+
+
+def _same_bits(one: Sequence[mx.array], other: Sequence[mx.array]) -> bool:
+    return all(bool(mx.array_equal(_bits(a), _bits(b)).item()) for a, b in zip(one, other, strict=True))
+
+
+def _bits(array: mx.array) -> mx.array:
+    return array.view({2: mx.uint16, 4: mx.uint32}[array.itemsize])

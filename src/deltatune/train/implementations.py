@@ -1,0 +1,43 @@
+"""Lets a run keep the implementations that it has chosen: in its continuations, and on all its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from ..config import TrainConfig
+from ..ops import rankings
+from ..ops.rankings import Rankings
+from . import state
+from .distributed import World
+
+
+@contextmanager
+def kept(config: TrainConfig) -> Iterator[Rankings]:
+    """Within the context, what serves a class of calls is chosen once: as in the run that is continued, if one is."""
+    with rankings.of_run() as chosen:
+        saved = state.peek(state.state_path(config.adapter_path)) if config.resume else None
+        if saved is not None:
+            chosen.continue_with(saved.implementations)
+        yield chosen
+
+
+def agree(chosen: Rankings, world: World) -> None:
+    """Give every rank the choices of rank 0. Waits for every rank.
+
+    Ranks meet the classes that are still to come at different moments, so that they cannot agree on times for those:
+    there the order of preference decides.
+    """
+    if world.size == 1:
+        return
+    text = json.dumps(chosen.names).encode() if world.main else b""
+    length = int(world.largest(len(text)))
+    numbers = world.gather(mx.array(list(text.ljust(length)), mx.int32))
+    main = bytes(numbers[0].tolist())  # type: ignore[arg-type]
+    if not world.main:
+        chosen.names.clear()
+        chosen.continue_with(json.loads(main))
+    chosen.by_time = False

@@ -1,0 +1,212 @@
+"""The choice by time: made timers, and implementations of attention whose results are chosen here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import mlx.core as mx
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.ops import candidates, rankings, trial_times, verdicts
+from deltatune.ops.attention import attention_blocked, choice, kernel_trial
+from deltatune.ops.candidates import Candidate
+
+VARIABLE = "DELTATUNE_ATTENTION"
+SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
+
+
+class Pretended:
+    """Implementations on a machine that takes `milliseconds[name]` for each; their results are those of `blocked`.
+
+    Attributes:
+        milliseconds: By name, the time of a run, or of each in turn.
+        changing: The names of those whose results differ from run to run, by less than their check allows.
+        wrong: The names of those whose results are wrong.
+        runs: How often each has been asked for a result.
+    """
+
+    def __init__(self) -> None:
+        self.milliseconds: dict = {"fused": 3.0, "native": 2.0, "blocked": 9.0}
+        self.changing, self.wrong, self.unsupported = set(), set(), set()
+        self.runs = dict.fromkeys(self.milliseconds, 0)
+        self._now, self._last = 0.0, ""
+
+    def clock(self) -> float:
+        """Tell the time; between two questions, the implementation that was asked last has run."""
+        now = self._now
+        if self._last:
+            took = self.milliseconds[self._last]
+            self._now += (next(took) if isinstance(took, itertools.cycle) else took) / 1e3
+        return now
+
+    def candidate(self, name: str, call: choice.AttentionCall) -> Candidate | str:
+        if name in self.unsupported:
+            return "it is not there"
+
+        def function(q, k, v, **options):
+            self._last = name
+            self.runs[name] += 1
+            factor = 1 + 1e-7 * (self.runs[name] % 2) if name in self.changing else 1 + 1e-3 * (name in self.wrong)
+            return attention_blocked(q, k, v, **options) * factor
+
+        return Candidate(function, call.shape_class("metal"), function, trusted=name == "blocked")
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    made = Pretended()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(trial_times, "clock", made.clock)
+    monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
+    by_name = {name: lambda call, name=name: made.candidate(name, call) for name in made.milliseconds}
+    monkeypatch.setattr(choice, "CANDIDATES", by_name)
+    monkeypatch.setattr(candidates, "_announced", set())
+    verdicts.forget()
+    yield made
+    verdicts.forget()
+
+
+def call(**changes) -> choice.AttentionCall:
+    given = {name: mx.zeros(shape) for name, shape in SHAPES.items()}
+    given |= {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None, "scale": 0.3}
+    return choice.AttentionCall(**given | changes)
+
+
+def chosen(**changes) -> str:
+    return choice.choose(call(**changes))[0]
+
+
+def test_the_fastest_right_one_serves_and_all_times_are_remembered(gpu, tmp_path, caplog):
+    with caplog.at_level("INFO", logger=candidates.__name__):
+        assert chosen() == "native"
+    assert "native (automatic on metal; fused 3.0 ms, native 2.0 ms, blocked 9.0 ms)" in caplog.text
+    stored = {path.name.rpartition("-")[0]: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
+    seconds = {name: each["verdict"]["seconds"] for name, each in stored.items()}
+    assert seconds == pytest.approx({"attention-fused": 3e-3, "attention-native": 2e-3, "attention-blocked": 9e-3})
+    before = dict(gpu.runs)
+    gpu.milliseconds["native"] = 100.0
+    for _ in range(2):
+        # In this process, and in another one.
+        assert chosen() == "native"
+        verdicts.forget()
+    assert gpu.runs == before
+    # Another class of calls has times of its own.
+    assert chosen(causal=False) == "fused"
+
+
+def test_a_gain_below_a_tenth_changes_nothing(gpu):
+    gpu.milliseconds |= {"native": 2.8}
+    assert chosen() == "fused"
+
+
+def test_the_outlier_of_a_busy_machine_changes_nothing(gpu):
+    gpu.milliseconds["native"] = itertools.cycle([400.0, 400.0, 2.0, 2.0])
+    assert chosen() == "native"
+
+
+def test_bits_that_change_rule_one_out_unless_it_is_asked_for(gpu, monkeypatch, caplog):
+    gpu.changing.add("native")
+    with caplog.at_level("INFO", logger=candidates.__name__):
+        assert chosen() == "fused"
+        assert f"native 2.0 ms (its bits change), blocked 9.0 ms; {VARIABLE}=native uses it all the same" in caplog.text
+        # A choice that is asked for is tried, and said, too.
+        monkeypatch.setenv(VARIABLE, "fused")
+        gpu.changing.add("fused")
+        verdicts.again("attention-fused", call().shape_class("metal"), lambda: measured(gpu))
+        assert chosen() == "fused"
+    assert f"attention: fused (forced by {VARIABLE}; fused 3.0 ms (its bits change))" in caplog.text
+
+
+def measured(gpu: Pretended) -> verdicts.Verdict:
+    candidate = gpu.candidate("fused", call())
+    return kernel_trial.measure("fused", candidate.checked, candidate.shape)
+
+
+def test_a_wrong_one_is_not_timed(gpu):
+    gpu.wrong.add("native")
+    assert chosen() == "fused"
+    assert gpu.runs["native"] == 1
+    gpu.unsupported.add("fused")
+    assert chosen() == "blocked"
+
+
+def test_one_that_cannot_be_timed_does_not_serve(gpu, monkeypatch):
+    def fail():
+        raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
+
+    runs_of = lambda trials: kernel_trial.runs(trials) | {"native": fail}  # noqa: E731
+    monkeypatch.setattr(choice, "OPERATOR", candidates.Operator("attention", VARIABLE, kernel_trial.of, runs_of))
+    assert chosen() == "fused"
+
+
+def test_a_run_keeps_its_choices(gpu):
+    key = "attention, float32, heads of 8 x 8, grouped, causal"
+    with rankings.of_run() as run:
+        assert chosen() == "native"
+        assert run.names == {key: ["native", "fused", "blocked"]}
+        assert "native 2.0 ms" in run.reasons[key]
+        # A verdict that is measured anew, by doctor say, and other times change nothing half-way.
+        gpu.milliseconds["native"] = 50.0
+        shape = call().shape_class("metal")
+        kernel_trial.again("native", gpu.candidate("native", call()).checked, shape)
+        assert chosen() == "native"
+        # A call of the class that it does not support goes to the next one.
+        gpu.unsupported.add("native")
+        assert chosen() == "fused"
+        gpu.unsupported.clear()
+    assert chosen() == "fused"
+    with rankings.of_run() as continued:
+        continued.continue_with({key: ["native", "fused", "blocked"]})
+        assert chosen() == "native"
+        assert continued.reasons[key] == "as in the run that is continued"
+        # What a continuation has chosen and is wrong here, after an update of the system say, does not serve.
+        gpu.wrong.add("native")
+        kernel_trial.again("native", gpu.candidate("native", call()).checked, shape)
+        with pytest.warns(candidates.ImplementationWarning, match="native .* differs from naive"):
+            assert chosen() == "fused"
+
+
+def test_without_times_a_run_keeps_what_passed(gpu, monkeypatch):
+    """On CUDA the order was measured, and on ranks it is known."""
+    gpu.wrong.add("fused")
+    monkeypatch.setattr(backend, "_UNMEASURED", ())
+    with rankings.of_run() as run, pytest.warns(candidates.ImplementationWarning, match="fused .* differs"):
+        assert chosen() == "native"
+    assert list(run.names.values()) == [["native", "blocked"]]
+    monkeypatch.setattr(backend, "_UNMEASURED", ("metal",))
+    gpu.wrong.clear()
+    with rankings.of_run() as run:
+        run.by_time = False
+        verdicts.again("attention-fused", call().shape_class("metal"), lambda: measured(gpu))
+        assert chosen() == "fused"
+    assert list(run.names.values()) == [["fused", "native", "blocked"]]
+
+
+def test_a_continuation_on_another_device_takes_what_that_one_has(gpu, monkeypatch):
+    monkeypatch.setattr(backend, "_ATTENTION", {"metal": ("fused", "blocked")})
+    with rankings.of_run() as run:
+        run.continue_with({"attention, float32, heads of 8 x 8, grouped, causal": ["native", "blocked", "fused"]})
+        assert chosen() == "fused"
+
+
+def test_forced_and_wrong_is_an_error(gpu, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "fused")
+    gpu.wrong.add("fused")
+    with pytest.raises(UserError, match=f"{VARIABLE}=fused: .*differs from naive"):
+        chosen()
+
+
+def test_times_are_ranked():
+    order, ranked = ["fused", "native", "chunk"], trial_times.fastest_first
+    assert ranked({"fused": 1.0, "native": 0.95, "chunk": 0.99}, order) == order
+    assert ranked({"fused": 1.0, "native": 0.95, "chunk": 0.5}, order) == [
+        "chunk",
+        "fused",
+        "native",
+    ]
+    assert ranked({"native": 2.0, "chunk": 1.0}, order) == ["chunk", "native"]
