@@ -1,5 +1,6 @@
 """The doctor's findings on the implementations of gated_delta."""
 
+import itertools
 import math
 
 import mlx.core as mx
@@ -7,6 +8,10 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
+from deltatune.ops import trial_times, verdicts
+from deltatune.ops.attention import attention_blocked, kernel_trial
+from deltatune.ops.attention import choice as attention_choice
+from deltatune.ops.candidates import Candidate
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
 
 
@@ -59,7 +64,8 @@ def test_what_is_not_covered_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("factor", "device", "status"), [(1.001, "cuda", "TF32"), (1.01, "cuda", "wrong"), (1.001, "cpu", "wrong")]
+    ("factor", "device", "status"),
+    [(1.001, "cuda", "TF32"), (1.001, "metal", "TF32"), (1.01, "cuda", "wrong"), (1.001, "cpu", "wrong")],
 )
 def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, monkeypatch):
     def rounded(*arrays, **options):
@@ -67,9 +73,29 @@ def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, mon
         return y * factor, state
 
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cuda", "cpu"), ("chunk",)))
+    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cuda", "metal", "cpu"), ("chunk",)))
     monkeypatch.setattr(implementations, "_MODELS", ())
     monkeypatch.setattr(implementations, "gated_delta_chunk", rounded)
     (finding,) = implementations.findings()
     assert finding.status == status
     assert ("unless MLX_ENABLE_TF32=0 is set" in finding.detail) == (status == "TF32")
+
+
+def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
+    assert implementations.times() == []
+    ticks = itertools.count()
+    monkeypatch.setattr(trial_times, "clock", lambda: 0.002 * next(ticks))
+    monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
+    monkeypatch.setattr(implementations, "_HEADS", implementations._HEADS[-1:])
+    on_a_gpu(gated_delta_chunk)
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    blocked = lambda call: Candidate(attention_blocked, call.shape_class("metal"), attention_blocked)  # noqa: E731
+    monkeypatch.setattr(attention_choice, "CANDIDATES", {"fused": lambda call: "not there", "blocked": blocked})
+    one, other = implementations.times()
+    assert one.calls == "gated_delta, float32, 1/1 heads of 8 x 8"
+    assert str(one) == "chunk 2.0 ms, fused 2.0 ms"
+    assert other.calls == "attention, float32, heads of 64 x 64, grouped, causal, windowed, with sinks"
+    assert str(other) == "blocked 2.0 ms"
+    on_a_gpu(wrong)
+    verdicts.again("gated_delta-fused", implementations._MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
+    assert str(implementations.times()[0]) == "chunk 2.0 ms"

@@ -20,6 +20,12 @@ def test_speed_is_measured(monkeypatch):
     ("device", "setting", "shown"),
     [
         ("cpu", "1", "products in full fp32"),
+        ("metal", "0", "products in full fp32 (MLX_ENABLE_TF32=0)"),
+        (
+            "metal",
+            "1",
+            "products in TF32, 10 bits of mantissa on the matrix units of an M5 and later: MLX_ENABLE_TF32=1 is set",
+        ),
         ("cuda", "0", "products in full fp32 (MLX_ENABLE_TF32=0)"),
         ("cuda", "1", "products in TF32, 10 bits of mantissa: MLX_ENABLE_TF32=1 is set"),
     ],

@@ -97,7 +97,8 @@ def test_a_kernel_that_is_wrong_shows(fused, workload, planted):
 @pytest.mark.parametrize("check", list(attention.checks(True)), ids=lambda check: check.name)
 def test_attention_is_right(check):
     outcome = check.run()
-    assert outcome.status == (NOT_RUN if "fused" in check.name and backend.device() == "cpu" else PASSED)
+    on_cpu = backend.device() == "cpu" and "blocked" not in check.name
+    assert outcome.status == (NOT_RUN if on_cpu or "native" in check.name else PASSED)
 
 
 @pytest.mark.parametrize("workload", attention.workloads(True), ids=lambda workload: workload.name)

@@ -57,7 +57,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
     """
     from ..data.show import show_batch
     from ..plan.fit import check
-    from ..train import Trainer, implementations
+    from ..train import Trainer, kept_choices
     from ..train.distributed import World
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
@@ -72,7 +72,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
         if not show:
             folder = stack.enter_context(RunFolder(config, world))
             world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
-            stack.enter_context(implementations.kept(config))
+            stack.enter_context(kept_choices.kept(config))
         for line in check_options(config):
             screen.say(line)
         screen.say(f"Loading {config.model}")

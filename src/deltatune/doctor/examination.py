@@ -21,7 +21,7 @@ from ..plan.process_memory import LayoutError
 from ..upstream import Probed, probed
 from . import implementations, inventory, mlx_kernels, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
-from .implementations import Finding
+from .implementations import Finding, Times
 from .probes import Fault
 
 _LAYOUT = "the description of an mlx.core.array in memory"
@@ -107,6 +107,7 @@ class Examination:
     faults: list[Fault]
     patches: Patches
     private_names: list[Probed]
+    times: list[Times]
     model: Layers | None = None
 
     @property
@@ -153,6 +154,7 @@ def examine(model: str | None = None) -> Examination:
                 faults=probes.faults(),
                 patches=patches,
                 private_names=[*probed(), _layout()],
+                times=implementations.times(),
                 model=layers,
             )
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops import attention
+from ..ops import attention, candidates
 from ..ops.attention import attention_blocked, kernel_trial
 from ..ops.attention.choice import AttentionCall
 from ..ops.attention.kernel_trial import KernelShape
-from ..ops.candidates import Candidate
+from ..ops.candidates import Candidate, Operator
 from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from ..ops.gated_delta.choice import Call
 from ..ops.gated_delta.machine_trial import ShapeClass
@@ -101,29 +103,78 @@ def of_chunk() -> list[Finding]:
 
 
 def of_attention() -> list[Finding]:
-    """Compare `blocked` and the fused kernels with the definition."""
+    """Compare `blocked`, the fused kernels and, where it may serve, MLX's own attention with the definition."""
     names, _ = backend.attention_candidates()
     found = []
     shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
     for shape in shapes:
         verdict = kernel_trial.measure("blocked", attention_blocked, shape)
         found.append(_finding(verdict, "right" if verdict.passed else "wrong"))
-    if "fused" in names or backend.device() != "cpu":
-        found += [_fused_attention(shape, forced=names == ("fused",)) for shape in shapes]
+    for name in ("fused", "native"):
+        if backend.device() != "cpu" and (name == "fused" or name in names):
+            found += [_fast_attention(name, shape, forced=names == (name,)) for shape in shapes]
     return found
 
 
-def _fused_attention(shape: KernelShape, forced: bool) -> Finding:
-    candidate = attention.choice.CANDIDATES["fused"](_attention_call(shape))
+def _fast_attention(name: str, shape: KernelShape, forced: bool) -> Finding:
+    candidate = attention.choice.CANDIDATES[name](_attention_call(shape))
     if isinstance(candidate, str):
-        return Finding("fused", str(shape), "not covered", candidate)
-    found = replace(kernel_trial.again("fused", candidate.function, candidate.shape))
+        return Finding(name, str(shape), "not covered", candidate)
+    found = kernel_trial.again(name, candidate.function, candidate.shape)
     return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
 
 
+@dataclass
+class Times:
+    """How long the right implementations take for a forward and a backward pass on one class of shapes.
+
+    Args:
+        calls: The operator and the class of shapes, in words.
+        milliseconds: By implementation, the shortest time.
+        changing: The implementations whose bits differ from run to run, so that they serve only where they are forced.
+    """
+
+    calls: str
+    milliseconds: dict[str, float]
+    changing: list[str]
+
+    def __str__(self) -> str:
+        changes = " (its bits change)"
+        each = [f"{name} {ms:.1f} ms{changes * (name in self.changing)}" for name, ms in self.milliseconds.items()]
+        return ", ".join(each)
+
+
+def times() -> list[Times]:
+    """Time what findings() and of_attention() have found right, on a GPU."""
+    if backend.device() == "cpu":
+        return []
+    of_attention = attention.choice
+    shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
+    found = [_times(choice.OPERATOR, choice.CANDIDATES, _call(shape), str(shape)) for shape in _MODELS]
+    for shape in shapes:
+        call = _attention_call(shape)
+        found.append(_times(of_attention.OPERATOR, of_attention.CANDIDATES, call, call.words))
+    return found
+
+
+def _times(operator: Operator, by_name: Mapping[str, Callable[[Any], Candidate | str]], call: Any, words: str) -> Times:
+    right = {}
+    for name, candidate_of in by_name.items():
+        candidate = candidate_of(call)
+        if isinstance(candidate, str) or candidate.checked is None:
+            continue
+        if candidate.trusted or operator.verdict_of(name, candidate.checked, candidate.shape).passed:
+            right[name] = candidate
+    timed = {name: each for name, each in candidates.times(operator, right).items() if each.seconds is not None}
+    milliseconds = {name: 1e3 * (each.seconds or 0.0) for name, each in timed.items()}
+    return Times(
+        f"{operator.name}, {words}", milliseconds, [name for name, each in timed.items() if not each.same_bits]
+    )
+
+
 def _attention_call(shape: KernelShape) -> AttentionCall:
-    """A call whose arguments are of this class."""
-    dtype, length = getattr(mx, shape.dtype), 8
+    """A call whose arguments are of this class, long enough for every implementation."""
+    dtype, length = getattr(mx, shape.dtype), 1024
     q = mx.zeros((1, 2, length, shape.size), dtype)
     k = mx.zeros((1, 1 if shape.grouped else 2, length, shape.size), dtype)
     v = mx.zeros((*k.shape[:3], shape.value_size), dtype)
@@ -135,7 +186,7 @@ def _attention_call(shape: KernelShape) -> AttentionCall:
 def _chunk(shape: ShapeClass) -> Finding:
     found = machine_trial.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
     finding = _finding(found, "right" if found.passed else "wrong")
-    if not found.passed and backend.device() == "cuda" and max(found.errors.values(), default=math.inf) <= TF32:
+    if not found.passed and backend.device() != "cpu" and max(found.errors.values(), default=math.inf) <= TF32:
         finding.status = "TF32"
         finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
     return finding

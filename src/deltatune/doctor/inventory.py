@@ -59,10 +59,11 @@ def speed() -> float:
 
 
 def _fp32(device: str) -> str:
-    if device != "cuda":
+    if device == "cpu":
         return "products in full fp32"
     if environment.tf32():
-        return f"products in TF32, 10 bits of mantissa: {environment.TF32}=1 is set"
+        where = " on the matrix units of an M5 and later" if device == "metal" else ""
+        return f"products in TF32, 10 bits of mantissa{where}: {environment.TF32}=1 is set"
     return f"products in full fp32 ({environment.TF32}=0)"
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
-from .implementations import Finding
+from .implementations import Finding, Times
 from .probes import Fault
 
 _GOOD, _WARNING, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
@@ -84,6 +84,7 @@ def screen(found: Examination) -> RenderableType:
             _marked(map(_finding, found.attention_findings)),
             "error of what is allowed",
         ),
+        *_times(found.times),
         _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
         _section("Patches", _patches(found.patches)),
         _section("Private names of upstream", _private_names(found.private_names)),
@@ -91,6 +92,13 @@ def screen(found: Examination) -> RenderableType:
     if found.model is not None:
         parts.append(_section(f"Model: {found.model.path}", _model(found.model)))
     return Group(*parts, _verdict(found))
+
+
+def _times(found: list[Times]) -> list[RenderableType]:
+    table = _columns(None)
+    for each in found:
+        table.add_row(Text(each.calls).append(f"\n{each}", style="dim"))
+    return [_section("Times of a forward and a backward pass", table)] if found else []
 
 
 def _section(title: str, body: RenderableType, note: str = "") -> RenderableType:

@@ -16,7 +16,8 @@ THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 GATED_DELTA = "DELTATUNE_GATED_DELTA"
 ATTENTION = "DELTATUNE_ATTENTION"
-# This is MLX's variable. Its default, 1, lets NVIDIA GPUs round the factors of fp32 products to 10 bits of mantissa.
+# This is MLX's variable. Its default, 1, lets GPUs round the factors of fp32 products to 10 bits of mantissa: NVIDIA's,
+# and Apple's from M5 on, whose matrix units compute fp32 products in no other way.
 TF32 = "MLX_ENABLE_TF32"
 # This is MLX's variable: the size of one piece of work for a GPU, in millions of elements read, although its name says
 # megabytes. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
@@ -101,7 +102,7 @@ def attention() -> str | None:
 
 
 def keep_full_fp32() -> None:
-    """Make MLX multiply fp32 matrices in full fp32 on NVIDIA GPUs, unless the user has set the variable.
+    """Make MLX multiply fp32 matrices in full fp32 on every GPU, unless the user has set the variable.
 
     MLX reads the variable at its first matrix product.
     """
@@ -149,7 +150,7 @@ def launched_host() -> str | None:
 
 
 def tf32() -> bool:
-    """Tell whether MLX may round the factors of fp32 products on NVIDIA GPUs.
+    """Tell whether MLX may round the factors of fp32 products on GPUs.
 
     The variable is parsed as MLX parses it, with atoi: the digits at its start count.
     """

@@ -62,7 +62,10 @@ class SelftestScreen:
         self.console.print(table)
 
     def end(self, record: SelftestRecord) -> None:
-        """Print the verdict, the path of the file, and the row for docs/hardware.md."""
+        """Print what a GPU's implementations take, the verdict, the path of the file, and docs/hardware.md's row."""
+        for each in record.content["doctor"]["times"]:
+            ms = ", ".join(f"{name} {ms:.1f} ms" for name, ms in each["milliseconds"].items())
+            self.console.print(Text(f"{each['calls']}: {ms}", style="dim"))
         passed, failed, skipped = (record.count(status) for status in (PASSED, FAILED, NOT_RUN))
         style = "green" if record.passed else "red"
         words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."

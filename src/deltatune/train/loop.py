@@ -22,7 +22,7 @@ from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
-from . import announce, content, implementations, log, nonfinite, state
+from . import announce, content, kept_choices, log, nonfinite, state
 from .check import check
 from .distributed import World
 from .ending import Ending
@@ -118,8 +118,8 @@ class Trainer:
         config, world = self.config, self.world
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            self._saving.chosen = stack.enter_context(implementations.kept(config))
-            implementations.agree(self._saving.chosen, world)
+            self._saving.chosen = stack.enter_context(kept_choices.kept(config))
+            kept_choices.agree(self._saving.chosen, world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
             trained = stack.enter_context(training(self.model, config, checkpoints=checkpoints))
             for line in announce.lines(
