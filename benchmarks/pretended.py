@@ -67,6 +67,7 @@ def pretended(device: str) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (backend, "device", lambda: device),
+            (backend, "compares_times", lambda: False),
             (nvidia, "generation", lambda: nvidia.HOPPER),
             (trial, "passes", lambda *_: True),
             (machine_trial, "of", passed),

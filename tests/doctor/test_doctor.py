@@ -81,7 +81,7 @@ def test_json_has_everything(capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         "versions", "machine", "gated_delta", "findings", "attention", "attention_findings", "faults", "patches",
-        "private_names", "model", "wrong",
+        "private_names", "times", "model", "wrong",
     }  # fmt: skip
     assert found["wrong"] is False
     assert found["model"] is None

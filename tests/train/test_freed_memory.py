@@ -80,3 +80,81 @@ def test_an_error_restores_the_limit(allocator):
 
     with pytest.raises(ZeroDivisionError):
         fails_after_an_iteration()
+
+
+class _Metal:
+    """MetalAllocator of mlx 0.32.4, as its macOS wheel has it, for a GPU of 100 bytes and 40 buffers."""
+
+    WORKING_SET, BUFFERS = 100, 40
+
+    def __init__(self) -> None:
+        self.limit, self.peak, self.active, self.flushed = 150, 0, 0, 0
+        self.used, self.kept = [], []
+
+    def set_limit(self, limit: int) -> int:
+        before, self.limit = self.limit, limit
+        return before
+
+    def allocate(self, size: int) -> None:
+        fits = [each for each in self.kept if size <= each < 2 * size]
+        if fits:
+            size = min(fits)
+            self.kept.remove(size)
+        else:
+            most = min(int(0.95 * self.WORKING_SET), self.limit)
+            excess = sum(self.used) + sum(self.kept) + size - most
+            full = len(self.used) + len(self.kept) >= self.BUFFERS
+            if full and excess < 0:
+                self.flushed += 1
+                self.kept.clear()
+            while excess >= 0 and self.kept:
+                excess -= self.kept.pop(0)
+            assert len(self.used) + len(self.kept) < self.BUFFERS, "[metal::malloc] Resource limit exceeded."
+        self.used.append(size)
+        self.peak = max(self.peak, sum(self.used))
+
+    def step(self, *sizes: int) -> int:
+        """Allocate buffers, free all, and return the most that was held."""
+        most = 0
+        for size in sizes:
+            self.allocate(size)
+            most = max(most, sum(self.used) + sum(self.kept))
+        self.kept += self.used
+        self.used = []
+        return most
+
+
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> _Metal:
+    made = _Metal()
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(mx, "set_memory_limit", made.set_limit)
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: made.peak)
+    return made
+
+
+def test_on_metal_steps_of_many_shapes_stay_within_the_bound_and_ask_for_nothing_anew(metal):
+    with FreedMemory() as memory:
+        metal.step(20, 10, 10)
+        memory.after_iteration()
+        assert metal.limit == 44
+        kept = list(metal.kept)
+        assert metal.step(20, 10, 10) == 40
+        assert metal.kept == kept, "the second step found all that it needed"
+        # Another shape: what was kept longest goes before more than the bound is held.
+        assert metal.step(9, 9, 9, 4) <= 44
+        assert metal.step(44) <= 44
+        memory.after_iteration()
+        assert metal.limit == 48
+
+
+def test_on_metal_what_is_kept_counts_among_the_buffers_and_never_ends_a_run(metal):
+    with FreedMemory() as memory:
+        metal.peak = 90
+        memory.after_iteration()
+        metal.step(*[1] * 30)
+        assert not metal.flushed
+        metal.step(*[2] * 12)
+        assert metal.flushed == 1, "30 of one byte are kept, and the eleventh of two is the forty-first"
+        with pytest.raises(AssertionError, match="Resource limit"):
+            metal.step(*[2] * 41)

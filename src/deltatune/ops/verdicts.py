@@ -76,6 +76,8 @@ class Verdict:
         return f"{self.implementation} ({self.shape}) {relation} {self.reference}: {by}"
 
 
+# In the error of a kernel's text that Metal's compiler refuses, as it will again until a version changes.
+_REFUSED = "Unable to build metal library from source"
 # By the name of an implementation and a class of shapes.
 _known: dict[tuple[str, Any], Verdict] = {}
 
@@ -95,11 +97,27 @@ def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
 
 def again(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
     """Measure now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
-    verdict = _known[name, shape] = measure()
-    # A check that was stopped is not stored: the cause may be gone the next time.
-    if verdict.problem is None:
-        _write(path_of(name, shape), verdict)
+    verdict, path = measure(), path_of(name, shape)
+    refused = verdict.problem is not None and _REFUSED in verdict.problem
+    if refused:
+        verdict = _with_log(verdict, path.with_suffix(".log"))
+    _known[name, shape] = verdict
+    # Another check that was stopped is not stored: the cause may be gone the next time.
+    if verdict.problem is None or refused:
+        _write(path, verdict)
     return verdict
+
+
+def _with_log(verdict: Verdict, path: Path) -> Verdict:
+    """Write what the compiler says to a file, and return the verdict with the first error in one line."""
+    text = verdict.problem or ""
+    first = next((line.strip() for line in text.splitlines() if " error: " in line), text.partition("\n")[0])
+    try:
+        atomic_files.write(path, text.encode())
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
+        return replace(verdict, problem=f"Metal's compiler refuses it: {first}")
+    return replace(verdict, problem=f"Metal's compiler refuses it: {first} (all that it says is in {path})")
 
 
 def stored(operator: str, name: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from ..config import TrainConfig
 from ..errors import UserError
-from . import state
+from . import ended_by_macos, state
 from .distributed import World
 from .interrupt import StoppedError, StopRequest, leave
 from .log import Screen
@@ -85,7 +85,11 @@ class Ending:
 
     @contextmanager
     def rescue(self) -> Iterator[None]:
-        """Save the state of the last update if an exception other than UserError leaves the `with` block."""
+        """Save the state of the last update if an exception other than UserError leaves the `with` block.
+
+        Raises:
+            UserError: If macOS ended a step that took too long.
+        """
         try:
             yield
         except UserError:
@@ -103,10 +107,11 @@ class Ending:
             else:
                 if not self._world.main:
                     raise
-                error.add_note(
-                    f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}. "
-                    "Run the same command with --resume to continue."
-                )
+                saved = f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}."
+                too_long = ended_by_macos.explanation(error, self._config, saved)
+                if too_long is not None:
+                    raise UserError(too_long) from error
+                error.add_note(f"{saved} Run the same command with --resume to continue.")
             raise
 
     def _answer(self, name: str) -> None:

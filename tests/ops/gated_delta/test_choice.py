@@ -137,6 +137,29 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_what_metals_compiler_refuses_is_one_line_and_is_not_tried_again(monkeypatch, tmp_path):
+    said = "program_source:12:3: warning: unused\nprogram_source:40:7: error: no 'simdgroup_bfloat8x8'\n  more\n"
+    tried = []
+
+    def refused(*_, **__):
+        tried.append(1)
+        raise RuntimeError(f"[metal::Device] Unable to build metal library from source\n{said}")
+
+    use_as_fused(refused, monkeypatch)
+    for _ in range(2):
+        with pytest.warns(ImplementationWarning, match="compiler refuses it: program_source:40:7: error: no") as warned:
+            assert choose(call())[0] == "chunk"
+        (message,) = (str(each.message) for each in warned)
+        assert "\n" not in message
+        (log,) = tmp_path.rglob("*.log")
+        assert f"(all that it says is in {log})" in message
+        assert said in log.read_text()
+        # The next process.
+        verdicts.forget()
+        monkeypatch.setattr(candidates, "_announced", set())
+    assert len(tried) == 1
+
+
 def test_a_verdict_is_stored_for_the_next_process(monkeypatch, tmp_path):
     wrong = Wrong("dbeta", 2.0)
     use_as_fused(wrong, monkeypatch)

@@ -111,7 +111,7 @@ CANDIDATES: dict[str, Callable[[AttentionCall], Candidate | str]] = {
 }
 
 
-OPERATOR = Operator("attention", environment.ATTENTION, kernel_trial.of, kernel_trial.runs)
+OPERATOR = Operator("attention", environment.ATTENTION, lambda *given: kernel_trial.of(*given), kernel_trial.runs)
 
 
 def choose(call: AttentionCall) -> tuple[str, Implementation]:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ...machine import backend, nvidia
 from ..functional import not_differentiated_again, refuse_second_derivative, without_vmap
 from ..kernels.launch import Execute, Launch
-from . import fused, hopper
+from . import fused, hopper, long_launches
 from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
 from .fused import FusedOptions, Operands
 
@@ -103,7 +103,10 @@ def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Funct
     def run_forward(*arrays: mx.array) -> _Arrays:
         if machine == "hopper":
             return hopper.forward(options, operands(arrays), execute)
-        y, sums = execute(fused.forward(options, operands(arrays), machine))
+        if machine == "metal":
+            y, sums = long_launches.forward(options, operands(arrays), machine, execute)
+        else:
+            y, sums = execute(fused.forward(options, operands(arrays), machine))
         return y, sums
 
     def run_backward(*arrays: mx.array) -> _Arrays:
@@ -113,6 +116,10 @@ def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Funct
         dy = dy.astype(y.dtype)
         if machine == "hopper":
             dq, dk, dv, delta = hopper.backward(options, x, dy, y, sums, execute)
+        elif machine == "metal":
+            (delta,) = execute(fused.delta(x, y, dy))
+            (dq,) = long_launches.queries(options, x, (dy, sums, delta), machine, execute)
+            dk, dv = long_launches.keys(options, x, (dy, sums, delta), machine, execute)
         else:
             (delta,) = execute(fused.delta(x, y, dy))
             (dq,) = execute(fused.queries(options, x, dy, sums, delta, machine))

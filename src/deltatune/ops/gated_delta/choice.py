@@ -83,7 +83,7 @@ CANDIDATES: dict[str, Callable[[Call], Candidate | str]] = {
 }
 
 
-OPERATOR = Operator("gated_delta", environment.GATED_DELTA, machine_trial.of, machine_trial.runs)
+OPERATOR = Operator("gated_delta", environment.GATED_DELTA, lambda *given: machine_trial.of(*given), machine_trial.runs)
 
 
 def choose(call: Call) -> tuple[str, Implementation]:

@@ -1,0 +1,130 @@
+"""Divides the launches of long rows on Apple GPUs, where macOS ends work that keeps the GPU for about five seconds.
+
+A part computes some rows of queries with the keys that they may see, or some keys with the queries that may see them.
+It adds in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products, so
+that other launches, whose work grows with T, are far from the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels.launch import Execute, Launch
+from . import fused
+from .fused import TILE, FusedOptions, Operands
+
+#: The multiplications of a launch: about a second of an M1's GPU, if it does half of its 1.3e12 a second.
+MOST = 6.5e11
+# The products of a pair of a query and a key, as multiples of the sizes of a key head and of a value head.
+_FORWARD, _QUERIES, _KEYS = (1, 1), (2, 1), (2, 2)
+
+Part = tuple[int, int]
+
+
+def forward(options: FusedOptions, x: Operands, machine: str, execute: Execute) -> list[mx.array]:
+    """Return y and the sums, as fused.forward writes them."""
+    return _by_rows(options, x, _FORWARD, lambda part, _: execute(fused.forward(options, part, machine)))
+
+
+def queries(
+    options: FusedOptions, x: Operands, read: tuple[mx.array, mx.array, mx.array], machine: str, execute: Execute
+) -> list[mx.array]:
+    """Return dq, as fused.queries writes it; `read` are dy, the sums and delta."""
+
+    def launch(part: Operands, rows: slice) -> list[mx.array]:
+        dy, sums, delta = (each[:, :, rows] for each in read)
+        return execute(fused.queries(options, part, dy, sums, delta, machine))
+
+    return _by_rows(options, x, _QUERIES, launch)
+
+
+def keys(
+    options: FusedOptions, x: Operands, read: tuple[mx.array, mx.array, mx.array], machine: str, execute: Execute
+) -> list[mx.array]:
+    """Return dk and dv, as fused.keys writes them; `read` are dy, the sums and delta."""
+    parts = _parts(options, x, _KEYS, of_keys=True)
+    if len(parts) == 1:
+        return execute(fused.keys(options, x, *read, machine))
+    ahead, found = x.k.shape[2] - x.q.shape[2], []
+    for first, last in parts:
+        # Queries before the first key of the part do not see it; those after the part see its keys.
+        unseen = max(0, first - ahead) if options.causal else 0
+        since = first if options.causal else 0
+        k, v = (each[:, :, since:] if options.causal else each[:, :, first:last] for each in (x.k, x.v))
+        starts, ends = (None if each is None else mx.maximum(each[:, since:] - since, 0) for each in (x.starts, x.ends))
+        part = Operands(x.q[:, :, unseen:], k, v, None, starts, ends)
+        dy, sums, delta = (each[:, :, unseen:] for each in read)
+        launch = fused.keys(options, part, dy, sums, delta, machine)
+        tiles = -(-(last - first) // TILE)
+        found.append([each[:, :, : last - first] for each in execute(_with_tiles(launch, tiles))])
+    return [mx.concatenate(list(each), axis=2) for each in zip(*found, strict=True)]
+
+
+def _with_tiles(launch: Launch, tiles: int) -> Launch:
+    """Return the launch with its first tiles alone; it leaves the rest of its outputs unwritten."""
+    return replace(launch, blocks=(tiles, *launch.blocks[1:]))
+
+
+def _by_rows(
+    options: FusedOptions,
+    x: Operands,
+    products: tuple[int, int],
+    launch: Callable[[Operands, slice], list[mx.array]],
+) -> list[mx.array]:
+    """Return the outputs of `launch` for some rows after the other, joined."""
+    parts = _parts(options, x, products)
+    if len(parts) == 1:
+        return launch(x, slice(None))
+    found = []
+    for first, last in parts:
+        seen = x.k.shape[2] - x.q.shape[2] + last if options.causal else x.k.shape[2]
+        k, v = x.k[:, :, :seen], x.v[:, :, :seen]
+        starts = None if x.starts is None else x.starts[:, :seen]
+        ends = None if x.ends is None else mx.minimum(x.ends[:, :seen], seen)
+        rows = slice(first, last)
+        found.append(launch(Operands(x.q[:, :, rows], k, v, x.sinks, starts, ends), rows))
+    return [mx.concatenate(list(each), axis=2) for each in zip(*found, strict=True)]
+
+
+def _parts(options: FusedOptions, x: Operands, products: tuple[int, int], of_keys: bool = False) -> list[Part]:
+    """Return the rows, or the keys, of each part."""
+    batch, heads, count, size = x.q.shape
+    if options.segmented and not options.causal:
+        # A query's segment is the one at its place from the end, which a part would change.
+        return [(0, x.k.shape[2] if of_keys else count)]
+    a_pair = batch * heads * (products[0] * size + products[1] * x.v.shape[3])
+    return divided(count, x.k.shape[2], options.causal, options.window_of(x.k.shape[2]), MOST / a_pair, of_keys)
+
+
+@lru_cache(maxsize=256)
+def divided(queries: int, keys: int, causal: bool, window: int, pairs: float, of_keys: bool = False) -> list[Part]:
+    """Divide rows of queries (or keys) into parts of whole tiles with about `pairs` visible pairs or fewer each.
+
+    Args:
+        queries, keys: Their numbers; the last query has the position of the last key.
+        causal: Whether a query sees no later key.
+        window: How many keys a query sees at most; 0 for all.
+        pairs: The pairs of a query and a key that a part may have. A single tile may have more.
+        of_keys: Whether keys are divided, and not queries.
+    """
+    length = keys if of_keys else queries
+    at, ahead = np.arange(0, length + TILE, TILE).clip(max=length), keys - queries
+    if not causal:
+        seen = at.astype(float) * (queries if of_keys else keys)
+    elif of_keys:
+        row = np.arange(length)
+        each = np.minimum(queries - np.maximum(row - ahead, 0), window or keys)
+        seen = np.concatenate([[0.0], np.cumsum(each, dtype=float)])[at]
+    else:
+        each = np.minimum(np.arange(length) + ahead + 1, window or keys)
+        seen = np.concatenate([[0.0], np.cumsum(each, dtype=float)])[at]
+    count = max(1, int(np.ceil(seen[-1] / pairs)))
+    shares = seen[-1] * np.arange(1, count) / count
+    cuts = sorted({0, length, *(int(at[place]) for place in np.searchsorted(seen, shares))})
+    return list(pairwise(cuts))
