@@ -1,6 +1,7 @@
 """Keeps for a run which implementation of an operator serves which class of calls, so that a continuation's bits agree.
 
-Outside a run nothing is kept: each call is served by what its verdicts say.
+Outside a run nothing is kept: each call is served by what its verdicts say. This is no part of the trace, since it
+lasts for a whole run, and what a trace knows of arrays must not.
 """
 
 from __future__ import annotations
