@@ -178,7 +178,8 @@ OWN: dict[str, dict[str, Any]] = {
         "num_kv_heads": [2] * LAYERS,
         "ffn_multipliers": [1.5] * LAYERS,
     },
-    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
+    # It writes to the logits of fixed token ids, up to this vocabulary's last.
+    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0, "vocab_size": 100352},
     "plamo": {"n_shared_head": 2, "num_key_value_heads": 2},
     "prism_hadamard_qwen35": {"hidden_size": 512, "intermediate_size": 512, "linear_key_head_dim": 128},
     "recurrent_gemma": {"logits_soft_cap": 30.0, "block_types": ["recurrent", "recurrent", "attention"]},

@@ -1,18 +1,19 @@
-"""Trains a tiny model of one type in every way of the matrix, and prints the results as a line of JSON.
+"""Trains a tiny model of each type given in every way of the matrix, and prints a line of JSON on each.
 
-usage: python scripts/families/one_type.py TYPE
+usage: python scripts/families/one_type.py TYPE ...
 
 A result is a number, the largest relative error of gradients or logits, or True; or a sentence that says why not.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import deltatune  # noqa: F401  Before mlx: it binds MLX to a fast BLAS.
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from configurations import config_of
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from packages import Package, logits_of, package_of
+from pictures import PicturedRows, spec_of, with_picture
 
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.example import Example, Splits
@@ -31,7 +33,6 @@ from deltatune.errors import UserError
 from deltatune.layers import describe
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
-from deltatune.models.load import load_model, new_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.ops import pieces
 from deltatune.ops.checkpoint import checkpointed
@@ -45,29 +46,33 @@ from deltatune.train.setup import prepare
 LENGTH, DOCUMENTS = 40, (16, 24)
 # What two ways to compute the same gradient in fp32 may differ by, of the largest tensor of the model.
 BOUND = 1e-4
+# Seconds for a type, after which the process ends; each takes five on one core.
+LIMIT = 600
 
 Gradients = dict[str, mx.array]
 
 
 def main(kind: str) -> dict[str, Any]:
     """Return the results of a type, by the name of the column."""
-    config = config_of(kind)
-    results: dict[str, Any] = {}
+    package, results = package_of(kind), dict[str, Any]()
     try:
-        model = make(config)
+        config = package.config_of(kind)
+        model = make(package, config)
     except Exception as error:  # noqa: BLE001  (a row of the matrix says what came)
         return {"made": _sentence(error)}
     results["kinds"] = sorted({layer.kind for layer in describe(model)})
     columns: dict[str, Callable[[], Any]] = {
         **_of_gradients(model),
-        "packed fp32": lambda: _packed(config, mx.float32),
-        "packed bf16": lambda: _packed(config, mx.bfloat16),
-        "4 bits": lambda: _quantised(config),
+        "packed fp32": lambda: _packed(package, config, mx.float32),
+        "packed bf16": lambda: _packed(package, config, mx.bfloat16),
+        "4 bits": lambda: _quantised(package, config),
     }
+    if spec_of(model) is not None:
+        columns["images"] = lambda: _images(model)
     for name, column in columns.items():
         results[name] = _tried(column)
     with tempfile.TemporaryDirectory() as folder:
-        results |= _runs(Path(folder), config)
+        results |= _runs(Path(folder), package, config)
     return results
 
 
@@ -88,9 +93,9 @@ def _without_gradient(function: Callable[..., mx.array]) -> Callable[..., mx.arr
     return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))
 
 
-def make(config: dict[str, Any]) -> nn.Module:
+def make(package: Package, config: dict[str, Any]) -> nn.Module:
     """Make a model with random weights, and noise on those that start constant, so that no gradient hides."""
-    model = new_model(copy.deepcopy(config), seed=0)
+    model = package.new(config)
 
     def vary(path: str, array: mx.array) -> mx.array:
         # Rotations of Hadamard's kind have signs, which must stay 1 or -1.
@@ -114,8 +119,7 @@ def _rows(seed: int = 0, length: int = LENGTH) -> mx.array:
 
 
 def _loss(model: nn.Module, rows: mx.array) -> mx.array:
-    output = model(rows[:, :-1])
-    logits = output if isinstance(output, mx.array) else output.logits
+    logits = logits_of(model, rows[:, :-1])
     return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
 
 
@@ -173,9 +177,28 @@ def _of_gradients(model: nn.Module) -> dict[str, Callable[[], Any]]:
     return {"full": full, "checkpoints": with_checkpoints, "long rows": long_rows}
 
 
-def _packed(config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
+def _images(model: nn.Module) -> float | str:
+    """Compare the gradients of rows with pictures, the tower's among them, with plain autodiff's."""
+    model.train()
+    rows = PicturedRows(spec_of(model), 16)
+
+    def of(logits: Callable[[nn.Module], mx.array]) -> Gradients:
+        def loss(model: nn.Module) -> mx.array:
+            found = logits(model).astype(mx.float32)[:, :-1]
+            return nn.losses.cross_entropy(found, rows.tokens[:, 1:]).sum()
+
+        _, tree = nn.value_and_grad(model, loss)(model)
+        mx.eval(tree)
+        return dict(tree_flatten(tree))
+
+    plain = of(rows.upstream)
+    with patched(model):
+        return error_of(of(rows.ours), plain)
+
+
+def _packed(package: Package, config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
     """Compare the gradients of packed rows with those of their documents alone, where packing is admitted."""
-    model = make(config)
+    model = make(package, config)
     model.set_dtype(dtype)
     with patched(model):
         check_packing(model, 2048)
@@ -186,8 +209,7 @@ def _packed(config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
         layers = describe(model)
 
         def loss(model: nn.Module) -> mx.array:
-            output = model(mx.concatenate([first[:, :-1], second[:, :-1]], axis=1))
-            logits = output if isinstance(output, mx.array) else output.logits
+            logits = logits_of(model, mx.concatenate([first[:, :-1], second[:, :-1]], axis=1))
             targets = mx.concatenate([first[:, 1:], second[:, 1:]], axis=1)
             return nn.losses.cross_entropy(logits.astype(mx.float32), targets).sum()
 
@@ -201,11 +223,10 @@ def _packed(config: dict[str, Any], dtype: mx.Dtype) -> float | bool | str:
     return error_of(found, {name: alone[0][name] + alone[1][name] for name in found})
 
 
-def _quantised(config: dict[str, Any]) -> float | str:
+def _quantised(package: Package, config: dict[str, Any]) -> float | str:
     """Compare the gradients of LoRA on weights of 4 bits with plain autodiff's."""
-    model = make(config)
-    # Groups of 32, as mlx_lm.convert quantises.
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    model = make(package, config)
+    nn.quantize(model, 32, 4, class_predicate=lambda path, module: _quantizable(model, path, module))
     prepare(model, _options("model", "lora"))
     model.update(tree_map(lambda a: a + 0.02 * mx.random.normal(a.shape).astype(a.dtype), model.trainable_parameters()))
     model.train()
@@ -213,6 +234,12 @@ def _quantised(config: dict[str, Any]) -> float | str:
     with patched(model):
         found = gradients(model, rows)
     return error_of(found, gradients(model, rows))
+
+
+def _quantizable(model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Whether mlx_lm.convert would quantise a module in groups of 32."""
+    asked = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0 and bool(asked(path, module))
 
 
 def _options(folder: str | Path, name: str, **more: Any) -> TrainConfig:
@@ -231,20 +258,17 @@ def _options(folder: str | Path, name: str, **more: Any) -> TrainConfig:
     return TrainConfig(**values | more)
 
 
-def _runs(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _runs(folder: Path, package: Package, config: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of whole runs: LoRA, one that continues, and the merge of its adapter."""
-    model = make(config)
+    model = make(package, config)
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    drawn = np.random.default_rng(0)
-    examples = [
-        Example(drawn.integers(3, 300, 30).astype(np.int32), np.arange(30) > 0, f"row {number}") for number in range(8)
-    ]
+    examples = _examples(model)
 
     def train(name: str, **more: Any) -> nn.Module:
         options = _options(folder, name, **more)
-        model, read = load_model(folder)
+        model, read = package.load(folder)
         prepare(model, options)
         Trainer(model, None, options, Splits(examples), model_config=read, screen=Screen(shown=False)).run()
         return model
@@ -265,7 +289,7 @@ def _runs(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
     def merged() -> float | str:
         merge_checkpoint(folder, folder / "lora", folder / "merged")
-        model, _ = load_model(folder / "merged")
+        model, _ = package.load(folder / "merged")
         return error_of({"logits": _logits(model)}, {"logits": _logits(trained[0])})
 
     results = {"lora": _tried(whole)}
@@ -274,15 +298,33 @@ def _runs(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def _examples(model: nn.Module) -> list[Example]:
+    """Return eight rows, each with a picture where the model has a tower that deltatune trains."""
+    drawn, spec, examples = np.random.default_rng(0), spec_of(model), []
+    for number in range(8):
+        tokens, pictures = drawn.integers(10, 300, 30).astype(np.int32), None
+        if spec is not None:
+            tokens, pictures = with_picture(tokens, spec, drawn)
+        examples.append(Example(tokens, np.arange(len(tokens)) > 0, f"row {number}", pictures))
+    return examples
+
+
 def _logits(model: nn.Module) -> mx.array:
     model.eval()
-    output = model(_rows()[:, :-1])
-    return output if isinstance(output, mx.array) else output.logits
+    logits = logits_of(model, _rows()[:, :-1])
+    # Some models close tokens that their tokenizer does not have by -inf.
+    return mx.where(mx.isinf(logits), 0, logits)
+
+
+def with_fixed_choices(replace: Callable[[str, Callable[..., mx.array]], None]) -> None:
+    """Replace MLX's functions that choose experts: MLX refuses a gradient of indices, and the choice has none."""
+    for name in ("argpartition", "argsort", "argmax"):
+        replace(name, _without_gradient(getattr(mx, name)))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # MLX refuses a gradient of indices: the choice of experts has none.
-    for name in ("argpartition", "argsort", "argmax"):
-        setattr(mx, name, _without_gradient(getattr(mx, name)))
-    print(json.dumps({"type": sys.argv[1]} | main(sys.argv[1])))
+    with_fixed_choices(partial(setattr, mx))
+    for asked in sys.argv[1:]:
+        signal.alarm(LIMIT)
+        print(json.dumps({"type": asked} | main(asked)), flush=True)

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from packages import PACKAGES, package_of
+
 # The columns of the table, and the results that each of them stands for.
 COLUMNS = {
     "LoRA": ("lora",),
@@ -20,7 +22,10 @@ COLUMNS = {
     "packing": ("packed fp32", "packed bf16"),
     "resume": ("resumed",),
     "merge": ("merged",),
+    "images": ("images",),
 }
+# Types without a tower that deltatune trains have no result here.
+_OPTIONAL = "images"
 RESULTS = [name for names in COLUMNS.values() for name in names]
 # What did not work when the page was last written, by type and result.
 KNOWN = Path(__file__).with_name("known.json")
@@ -36,13 +41,14 @@ def word(value: Any) -> str:
 
 def found(result: dict[str, Any]) -> dict[str, str]:
     """Return the word for each result of a type; "fails" for all of one that could not be made."""
-    return {name: "fails" if "made" in result else word(result.get(name)) for name in RESULTS}
+    names = [name for name in RESULTS if name != _OPTIONAL or name in result]
+    return {name: "fails" if "made" in result else word(result.get(name)) for name in names}
 
 
 def line(result: dict[str, Any]) -> str:
     """Return a line on a type, for the screen."""
     words = found(result)
-    bad = {name: str(result.get("made", result.get(name))) for name in RESULTS if words[name] != "yes"}
+    bad = {name: str(result.get("made", result.get(name))) for name in words if words[name] != "yes"}
     return f"{result['type']}: " + ("; ".join(f"{name}: {text[:160]}" for name, text in bad.items()) or "all")
 
 
@@ -69,32 +75,38 @@ def remember(results: list[dict[str, Any]]) -> None:
 
 
 def write(page: Path, results: list[dict[str, Any]]) -> None:
-    """Put the table of results into the page, between its two marks."""
+    """Put the tables of the packages' types into the page, between its two marks."""
     before, _, rest = page.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    page.write_text(before + _BEGIN + table(results) + _END + after)
+    tables = [
+        table(package.name, [result for result in results if package_of(result["type"]) is package])
+        for package in PACKAGES
+    ]
+    page.write_text(before + _BEGIN + "\n\n".join(tables) + _END + after)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the table, a row for all types with the same results, and the causes of what does not work."""
+def table(package: str, results: list[dict[str, Any]]) -> str:
+    """Return a package's table, a row for all types with the same results, and the causes of what does not work."""
     groups: dict[tuple[str, ...], list[str]] = {}
     causes: dict[str, list[str]] = {}
+    columns = {column: names for column, names in COLUMNS.items() if any(set(names) & set(one) for one in results)}
     for result in results:
         words = found(result)
-        cells = tuple(_joined([words[name] for name in names]) for names in COLUMNS.values())
-        groups.setdefault(cells, []).append(result["type"])
-        for name in [name for name in RESULTS if words[name] in ("fails", "wrong")]:
+        kind = result["type"].rpartition(".")[2]
+        cells = tuple(_joined([words.get(name, "") for name in names]) for names in columns.values())
+        groups.setdefault(cells, []).append(kind)
+        for name in [name for name in words if words[name] in ("fails", "wrong")]:
             text = str(result.get("made", result.get(name)))
             if text != "no run with LoRA":
-                causes.setdefault(text[:60], []).append(result["type"])
-    rows = [_row(["model types", *COLUMNS]), "|---" * (len(COLUMNS) + 1) + "|"]
-    for cells, kinds in sorted(groups.items(), key=lambda group: (set(group[0]) != {"yes"}, -len(group[1]))):
-        # The docs have a limit of words: types that do everything are those that no other row names.
-        names = f"the {len(kinds)} others" if set(cells) == {"yes"} else ", ".join(kinds)
+                causes.setdefault(text[:60], []).append(kind)
+    rows = [_row([f"{package}'s types", *columns]), "|---" * (len(columns) + 1) + "|"]
+    for number, (cells, kinds) in enumerate(sorted(groups.items(), key=lambda group: -len(group[1]))):
+        # The docs have a limit of words: the largest group is those that no other row names.
+        names = ", ".join(kinds) if number else f"the {len(kinds)} others"
         rows.append(_row([names, *cells]))
     listed = [f"- {', '.join(dict.fromkeys(kinds))}: `{text.replace('`', '')}`" for text, kinds in causes.items()]
     head = (
-        f"`make families`, {date.today().isoformat()}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, "
+        f"`make families`, {date.today().isoformat()}, mlx {version('mlx')}, {package} {version(package)}, "
         f"{platform.system()} {platform.machine()}, CPU: {len(results)} model types, gradients within "
         f"{_largest(results):.0e}."
     )
@@ -102,8 +114,9 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _largest(results: list[dict[str, Any]]) -> float:
-    names = ("full", "checkpoints", "long rows", "packed fp32", "4 bits")
-    return max(value for result in results for name in names if isinstance(value := result.get(name), float))
+    names = ("full", "checkpoints", "long rows", "packed fp32", "4 bits", "images")
+    found = [value for result in results for name in names if isinstance(value := result.get(name), float)]
+    return max(found, default=0.0)
 
 
 def _joined(words: list[str]) -> str:

@@ -51,6 +51,17 @@ def difference(a: mx.array, b: mx.array) -> float:
     return mx.abs(a - b).max().item()
 
 
+def test_a_model_that_skips_the_constructor_of_its_base_class_takes_its_adapter(other_model, tmp_path):
+    """mlx-lm's recurrent_gemma, whose modules cannot be frozen as they are made."""
+    first, second = other_model("recurrent_gemma"), other_model("recurrent_gemma")
+    assert not hasattr(second, "_no_grad")
+    second.update(first.parameters())
+    convert_to_lora(first, LoraConfig(rank=2, scale=2.0, keys=["*.mlp_block.*"]))
+    save_adapters(moved(first), tmp_path, {})
+    load_adapters(second, tmp_path)
+    assert mx.array_equal(second(TOKENS), first(TOKENS))
+
+
 @pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)

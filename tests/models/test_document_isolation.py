@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import base
 
 from deltatune.errors import UserError
 from deltatune.models.document_isolation import check_packing
@@ -107,6 +108,29 @@ def test_rows_are_longer_than_every_window_that_training_exceeds(tiny_model):
 def test_models_of_mlx_vlm_keep_documents_separate(tiny_vision_model):
     model = tiny_vision_model("qwen3_vl")
     with patched(model):
+        check_packing(model, 64)
+
+
+class _MaskOfItsOwnShape(nn.Module):
+    """Adds its mask to scores of five axes, as mlx-lm's phi3small does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+    def __call__(self, tokens):
+        hidden = self.model.model.embed_tokens(tokens)
+        mask = base.create_attention_mask(hidden, None, return_array=True)
+        return self.model(tokens) + (mx.zeros((3, 2, 2, 48, 48)) + mask).sum()
+
+
+def test_a_mask_that_does_not_fit_is_one_message(tiny_model):
+    model = _MaskOfItsOwnShape(tiny_model("qwen3"))
+    with patched(model), pytest.raises(UserError, match="reads its mask in another shape"):
         check_packing(model, 64)
 
 

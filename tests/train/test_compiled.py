@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from deltatune.ops.random_state import drawing_with
@@ -34,3 +35,21 @@ def test_an_error_leaves_the_arrays_and_the_key():
     mx.eval(model.parameters(), captured)
     assert call(mx.ones((3, 3))).shape == (3, 2)
     assert state["step"].item() == 3
+
+
+def test_a_function_that_reads_values_runs_uncompiled_and_says_so():
+    model = nn.Linear(2, 2)
+    state = {"calls": mx.array(0)}
+
+    def function(x):
+        state["calls"] = state["calls"] + 1
+        # As mlx-lm's dbrx finds the rows of an expert.
+        return model(x[mx.array(np.flatnonzero(np.array(x[:, 0] > 0)))])
+
+    call = compiled(function, [model.state, state], [state])
+    rows = mx.array([[1.0, 2.0], [-1.0, 2.0]])
+    with pytest.warns(RuntimeWarning, match="cannot compile it"):
+        first = call(rows)
+    assert mx.array_equal(first, model(rows[:1]))
+    assert call(-rows).shape == (1, 2)
+    assert state["calls"].item() == 2

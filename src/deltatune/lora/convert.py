@@ -80,10 +80,7 @@ def convert_to_lora(
     if fine_tune_type not in FINE_TUNE_TYPES:
         raise UserError(f"fine_tune_type: {fine_tune_type!r} is not known; expected {', '.join(FINE_TUNE_TYPES)}.")
     check_parts(model, list(parts))
-    for module in model.modules():
-        # mlx-lm's recurrent_gemma does not call nn.Module.__init__, which sets what MLX keeps of every module.
-        for name, value in vars(nn.Module()).items():
-            vars(module).setdefault(name, value)
+    _complete(model)
     if fine_tune_type == "full":
         return _unfreeze_layers(model, config, num_layers, parts)
     dora = fine_tune_type == "dora"
@@ -125,6 +122,7 @@ def make_adapters(
 
 def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> None:
     """Replace modules of `model` by the adapters made for them, given by path, and leave only adapters trainable."""
+    _complete(model)
     for path, module in model.named_modules():
         if path in new_adapters:
             new_adapters[path].train(module.training)
@@ -133,6 +131,13 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
     for adapter in adapters(model).values():
         _unfreeze_adapter(adapter)
     unfreeze_new_rows(model)
+
+
+def _complete(model: nn.Module) -> None:
+    """Give modules what nn.Module.__init__ sets, which mlx-lm's recurrent_gemma does not call; freezing needs it."""
+    for module in model.modules():
+        for name, value in vars(nn.Module()).items():
+            vars(module).setdefault(name, value)
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Module]:

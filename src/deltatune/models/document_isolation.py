@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..layers import describe
 from ..ops.segments import segments
 from .drawn_weights import drawn_weights
@@ -52,7 +52,13 @@ def check_packing(model: nn.Module, longest: int) -> None:
     with drawn_weights(model, [layer.module for layer in layers]):
         # Rounding alone sends a token to other experts once in a thousand models: a leak is there in every draw.
         for draw in range(2):
-            influence, place = _measure(model, first, second, draw)
+            try:
+                influence, place = _measure(model, first, second, draw)
+            except ValueError as error:
+                raise UserError(
+                    f"packing: {type(model).__module__} cannot compute a packed row, since it reads its mask in "
+                    f"another shape ({first_line(error)}). Train this model without packing."
+                ) from error
             if influence < _INFLUENCE and place < _PLACE:
                 return
             found.append(max(influence, place))

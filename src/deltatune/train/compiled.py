@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from .tree import Place, leaves
+
+# What MLX says where a function that it compiles reads the values of an array.
+_READS = "Attempting to eval an array during function transformations"
 
 
 def compiled(
@@ -18,6 +22,9 @@ def compiled(
 
     While MLX compiles, it puts placeholders into `inputs`. If `function` raises, MLX leaves them there, and no array of
     the model can be read any more; here they are put back.
+
+    A model may read values in the middle of its forward pass, as mlx-lm's dbrx does to find the rows of each expert.
+    Its function runs operation by operation, and a warning says so.
 
     Args:
         function: The function.
@@ -29,8 +36,12 @@ def compiled(
     """
     call = partial(mx.compile, inputs=list(inputs), outputs=None if outputs is None else list(outputs))(function)
     known: set[Any] = set()
+    reads = False
 
     def restoring(*arguments: Any) -> Any:
+        nonlocal reads
+        if reads:
+            return function(*arguments)
         # Arguments may be None, too.
         kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
         if kind in known:
@@ -38,10 +49,19 @@ def compiled(
         arrays = [(place, place.array) for tree in inputs for place in _array_places(tree)]
         try:
             results = call(*arguments)
-        except BaseException:
+        except BaseException as error:
             for place, array in arrays:
                 place.array = array
-            raise
+            reads = isinstance(error, ValueError) and _READS in str(error)
+            if not reads:
+                raise
+            warnings.warn(
+                "This model reads values of arrays within its forward pass, so MLX cannot compile it: each operation "
+                "of a step runs by itself.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return function(*arguments)
         known.add(kind)
         return results
 
