@@ -8,9 +8,11 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import deltatune
+from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.tracing import trace
 
 SOURCE = Path(deltatune.__file__).parent
@@ -90,3 +92,61 @@ def test_the_page_says_who_sets_and_who_reads():
         for each in fields(trace.Trace)
     }
     assert stated == found
+
+
+def test_a_compiled_function_keeps_what_the_trace_said_when_it_was_traced():
+    """So what changes from batch to batch must be an argument of it."""
+    seen = []
+
+    @mx.compile
+    def scaled(x):
+        piece = trace.current().piece
+        seen.append(piece)
+        return x * piece[1]
+
+    with trace.having(piece=(0, 2)):
+        assert scaled(mx.ones(3)).tolist() == [2, 2, 2]
+    with trace.having(piece=(0, 4)):
+        assert scaled(mx.ones(3)).tolist() == [2, 2, 2]
+        assert scaled(mx.ones(4)).tolist() == [4, 4, 4, 4]
+    assert seen == [(0, 2), (0, 4)]
+
+
+def test_two_threads_do_not_see_each_others_trace():
+    """Both are in their contexts at once, and what one knows of an array that they share is its own."""
+    shared, both, found = mx.zeros(3), threading.Barrier(2, timeout=60), {}
+
+    def run(number):
+        with trace.having(piece=(number, number)):
+            trace.current().known.note(shared, str(number))
+            both.wait()
+            found[number] = trace.current().piece, trace.current().known.of(shared, str)
+            both.wait()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1: ((1, 1), "1"), 2: ((2, 2), "2")}
+
+
+def test_the_second_run_of_a_layer_is_told_what_the_first_was():
+    """It happens when the contexts around the layer have ended; those around the gradient's whole call are open."""
+    told = []
+
+    class Layer(nn.Module):
+        def __call__(self, x):
+            now = trace.current()
+            told.append((now.segments.tolist(), now.recomputed, now.whole_rows, now.once))
+            return x * 2
+
+    layer, documents = Layer(), mx.zeros((1, 4), mx.int32)
+
+    def loss(x):
+        with trace.having(segments=documents):
+            return checkpoint(layer)(x).sum()
+
+    with trace.having(whole_rows=True, once=True):
+        mx.eval(mx.grad(loss)(mx.ones((1, 4))))
+    assert told == [([[0, 0, 0, 0]], True, True, True)] * 2

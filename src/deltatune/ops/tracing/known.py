@@ -27,6 +27,7 @@ class Known:
     def note(self, array: mx.array, fact: object) -> None:
         """Note a fact about an array, in the place of an earlier fact of the same class."""
         of_kind, key = self._facts.setdefault(type(fact), {}), id(array)
+        # The fact goes before another array can get the same id.
         of_kind[key] = weakref.ref(array, lambda _: of_kind.pop(key, None)), fact
 
     def of(self, array: mx.array, kind: type[Fact]) -> Fact | None:
@@ -47,5 +48,5 @@ class Known:
 
 
 def _about(array: mx.array, facts: dict[int, tuple[weakref.ref[mx.array], Any]] | None) -> Any:
-    reference, fact = facts.get(id(array), (None, None)) if facts else (None, None)
-    return fact if reference is not None and reference() is array else None
+    noted = facts.get(id(array)) if facts else None
+    return noted[1] if noted else None
