@@ -1,15 +1,16 @@
 """Keeps for a run which implementation of an operator serves which class of calls, so that a continuation's bits agree.
 
-Outside a run nothing is kept: each call is served by what its verdicts say. This is no part of the trace, since it
-lasts for a whole run, and what a trace knows of arrays must not.
+Outside a run nothing is kept: each call is served by what its verdicts say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import cast
+
+from .tracing import trace
 
 
 @dataclass
@@ -34,12 +35,9 @@ class Rankings:
                 self.reasons[key] = "as in the run that is continued"
 
 
-_current: ContextVar[Rankings | None] = ContextVar("the choices of the run", default=None)
-
-
 def current() -> Rankings | None:
     """Return the choices of the run inside which this is called; None outside a run."""
-    return _current.get()
+    return cast("Rankings | None", trace.current().rankings)
 
 
 @contextmanager
@@ -50,8 +48,5 @@ def of_run() -> Iterator[Rankings]:
         yield found
         return
     new = Rankings()
-    token = _current.set(new)
-    try:
+    with trace.having(rankings=new):
         yield new
-    finally:
-        _current.reset(token)

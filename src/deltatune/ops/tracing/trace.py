@@ -62,6 +62,8 @@ class Trace:
         recurrences: How many calls of the recurrence each of those who may serve it has served.
         attentions: The same of attention.
         trials: Whether an implementation may serve that has to be tried on this machine before.
+        rankings: Which implementation of an operator serves which class of calls in a run (ops/rankings.py); None
+            outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
         known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.
     """
@@ -83,6 +85,7 @@ class Trace:
     recurrences: Counter[str] = field(default_factory=Counter)
     attentions: Counter[str] = field(default_factory=Counter)
     trials: bool = True
+    rankings: object | None = None
     builders: Executor | None = None
     known: Known = field(default_factory=Known)
 
