@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Throw random options, data, chat templates and damaged files at every command until the time is over (`make fuzz`).
 
-usage: scripts/fuzz.py [MINUTES]
+usage: scripts/fuzz.py [MINUTES]     or, against the wheel in dist:  scripts/from_wheel scripts/fuzz.py [MINUTES]
 
 The exit code is 1 where a command ended with a traceback, another exit code than 0 or 2, several messages, or a file
 outside its output folder; the example is printed.
@@ -10,10 +10,13 @@ outside its output folder; the example is printed.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import deltatune
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +24,9 @@ ROOT = Path(__file__).parent.parent
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("minutes", nargs="?", type=float, default=30.0, help="how long to go on (default: 30)")
-    end = time.monotonic() + 60 * parser.parse_args().minutes
+    minutes = parser.parse_args().minutes
+    print(f"deltatune {importlib.metadata.version('deltatune')} in {Path(deltatune.__file__).parent}", flush=True)
+    end = time.monotonic() + 60 * minutes
     rounds = failed = 0
     while time.monotonic() < end:
         rounds += 1

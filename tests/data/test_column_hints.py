@@ -34,13 +34,6 @@ def test_columns_of_other_names_are_answered_with_the_flags_that_read_them(names
     assert "did you mean" not in message
 
 
-@pytest.mark.bad_input("a CSV file whose columns are separated by semicolons")
-def test_other_separators_are_told():
-    assert refused("prompt;completion").endswith(
-        ". The columns seem to be separated by semicolons; separate those of a CSV file by commas."
-    )
-
-
 def test_unknown_columns_name_the_nearest_and_no_flag():
     assert refused("mesages").endswith("got 'mesages' (did you mean 'messages'?).")
     assert refused("a", "b").endswith("got 'a', 'b'.")

@@ -37,8 +37,12 @@ def test_a_json_file_may_hold_lines(tokenizer, folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[{"text": "a"},\n {"text": "b"}\n', r"train.json:3: not JSON: .* at column 1; expected an array of objects"),
-        (b'[{"text": "\xe4"}]', r"train.json: not UTF-8 \(byte 11\)"),
+        (
+            b'[{"text": "a"},\n {"text": "b"}\n',
+            r"train.json:2: not JSON: .* at column 15; expected an array of objects",
+        ),
+        (b'[{"text": "\xe4"}]', r"train.json:1: not UTF-8 \(byte 0xe4 at column 12\)"),
+        (b'[\n{"text": "\xc3\xa4\xe4"}]', r"train.json:2: not UTF-8 \(byte 0xe4 at column 12\); save the file"),
         (b'[{"text": "\\ud83d"}]', "half of a character"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1]", r"train.json row 1: expected an object with"),

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from mlx.utils import tree_map
 
+from console import deltatune
 from deltatune.cli import main
 from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.models.load import load_model
+from deltatune.models.load import load_model, load_tokenizer, read_config
 
 # It lists what it knows as the converter does, and writes what it was given in place of a GGUF file.
 CONVERTER = """
@@ -21,7 +22,10 @@ if "--print-supported-models" in sys.argv:
 folder, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[sys.argv.index("--outfile") + 1])
 if "bf16" in sys.argv:
     sys.exit("no memory left")
-out.write_text(json.dumps({"files": sorted(p.name for p in folder.iterdir()), "words": sys.argv[-2:]}))
+seen = {"files": sorted(p.name for p in folder.iterdir()), "words": sys.argv[-2:]}
+for name, key in (("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
+    seen[key] = json.loads((folder / name).read_text())[key] if (folder / name).exists() else None
+out.write_text(json.dumps(seen))
 """
 
 
@@ -55,6 +59,32 @@ def test_the_converter_gets_the_merged_model(words, plain_names, tmp_path, capsy
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_the_file_names_an_end_token_that_is_given(words, plain_names, tmp_path, capsys):
+    assert main([*words, "--extra-eos-token", "<|endoftext|>"]) == 0
+    assert "The file's end token is <|endoftext|>: " in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.gguf").read_text())
+    tokenizer = load_tokenizer(tmp_path / "base", read_config(tmp_path / "base"))
+    assert written["eos_token"] == "<|endoftext|>"
+    assert written["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
+@pytest.mark.bad_input("export --extra-eos-token for an adapter alone, or two of them for a GGUF file")
+@pytest.mark.parametrize(
+    ("target", "tokens", "said"),
+    [
+        ("peft", ["a"], "--to peft writes an adapter alone, and generation stops where the config of its base"),
+        ("mlx", ["a"], "give it to --to merged or --to gguf, which write a whole model"),
+        ("gguf-adapter", ["a"], "--to gguf-adapter writes an adapter alone"),
+        ("gguf", ["a", "b"], "--extra-eos-token: a GGUF file names one end token; give one."),
+    ],
+)
+def test_end_tokens_belong_to_a_whole_model(tmp_path, target, tokens, said):
+    asked = "export", "--to", target, "--model", "m", "--save-path", tmp_path / "out", "--extra-eos-token", *tokens
+    done = deltatune(*asked)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
 
 
 @pytest.mark.bad_input("--to gguf: a family that llama.cpp does not know")

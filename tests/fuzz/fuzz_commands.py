@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -14,7 +15,9 @@ from typing import Any, NoReturn
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 # Of the exit codes, 1 is the answer no: to plan, that the run does not fit; to doctor, that it would train wrong.
 _MAY_SAY_NO = ("plan", "doctor")
+# Seconds of processor time, and of standing still: how long a command takes depends on what else runs.
 _SECONDS, _GIGABYTES = 180, 6
+_WAITS = 40
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,15 @@ class Commands:
         asked = {"argv": words, "stdin": stdin.hex(), "folder": str(folder)}
         process.stdin.write(json.dumps(asked).encode() + b"\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], _SECONDS)
+        ready = answers(process)
         answer = process.stdout.readline() if ready else b""
         if not answer:
             self.close()
-            how = f"died with code {process.returncode}" if ready else f"ran for more than {_SECONDS} s"
+            how = (
+                f"died with code {process.returncode}"
+                if ready
+                else f"took {_SECONDS} s of processor time, or stood still"
+            )
             _found(f"the process {how}", words, folder)
         self.count += 1
         outcome = Outcome(words, **json.loads(answer))
@@ -92,6 +99,7 @@ class Commands:
                 stdout=subprocess.PIPE,
                 env=os.environ | variables,
                 cwd=self.home,
+                start_new_session=True,
             )
         return self._process
 
@@ -104,6 +112,35 @@ class Commands:
         if left:
             _found(f"temporary files were left: {left}", outcome.argv, folder)
         return outcome
+
+
+def answers(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for a line from a worker; return False once it took _SECONDS of processor time, or stood still for as long.
+
+    Where the system has no /proc, time that passes counts in place of processor time.
+    """
+    begun = last = processor_seconds(process.pid)
+    for _ in range(_WAITS):
+        if select.select([process.stdout], [], [], _SECONDS)[0]:
+            return True
+        now = processor_seconds(process.pid)
+        if now is None or begun is None or now - begun > _SECONDS or now == last:
+            return False
+        last = now
+    return False
+
+
+def processor_seconds(session: int) -> float | None:
+    """Return the processor time of a session's processes and of those that they waited for; None without /proc."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # Behind the name, which may hold spaces: state, parent, group, session; from the 11th on, four times.
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def check(outcome: Outcome, folder: Path, output: Path, *own: Path) -> None:

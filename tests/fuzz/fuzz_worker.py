@@ -1,4 +1,4 @@
-"""Runs commands of deltatune in one process, and says of each how it ended and which files it opened to write.
+"""Runs commands of deltatune, as this Python has it, in one process; says how each ended and what it opened to write.
 
 The parent (fuzz_commands.py) writes a line of JSON for each command, and reads one. A crash or a hang of this process
 is the parent's finding.
@@ -13,7 +13,6 @@ import os
 import resource
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 _WRITES = ("w", "a", "x", "+")
@@ -76,7 +75,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What C code or another library prints must not be taken for an answer.
     os.dup2(2, 1)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
     sys.addaudithook(_watch)
     for line in sys.stdin.buffer:
         answers.write(json.dumps(run(**json.loads(line))) + "\n")

@@ -92,7 +92,7 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
             f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
         ) from error
     from ..data.answer_ends import ending_answers
-    from ..lora.adapter_files import template_options as trained_options
+    from ..lora.adapter_files import template_options
     from ..models.adapted_base import load_with_adapter
 
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
@@ -102,8 +102,8 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
     if options.apply_chat_template:
         loaded.tokenizer = ending_answers(loaded.tokenizer)
-    template_options = {**trained_options(adapter_path), **(config.chat_template_config or {})}
-    model = HarnessModel(loaded, config.batch_size, config.max_seq_length, template_options)
+    variables = template_options(adapter_path, config.chat_template_config)
+    model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables)
     figures, table = put_tasks(
         model,
         tasks,
@@ -124,15 +124,13 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
     from ..data.vision.preparation import picture_options
-    from ..lora.adapter_files import template_options as trained_options
+    from ..lora.adapter_files import template_options
     from ..train.evaluate import say_loss
     from ..train.log import Screen
     from ..train.setup import ready
 
-    template_options = {**trained_options(adapter_path), **(config.chat_template_config or {})}
-    config = dataclasses.replace(
-        config, train=False, test=True, from_scratch=False, chat_template_config=template_options or None
-    )
+    variables = template_options(adapter_path, config.chat_template_config) or None
+    config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, adapter_path=adapter_path)
     screen = Screen(shown=run.world.main)

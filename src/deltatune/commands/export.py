@@ -14,11 +14,11 @@ TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
 
 # The flags that each target has no use for.
 _UNUSED = {
-    "peft": ("llama_cpp", "outtype", "data", "extra_eos_token"),
-    "mlx": ("llama_cpp", "outtype", "data", "extra_eos_token"),
+    "peft": ("llama_cpp", "outtype", "data"),
+    "mlx": ("llama_cpp", "outtype", "data"),
     "merged": ("llama_cpp", "outtype"),
-    "gguf": ("push_to_hub", "base_model", "data", "extra_eos_token"),
-    "gguf-adapter": ("push_to_hub", "data", "extra_eos_token"),
+    "gguf": ("push_to_hub", "base_model", "data"),
+    "gguf-adapter": ("push_to_hub", "data"),
 }
 
 
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     )
     add("--data", metavar="DIR", help="folder with test.jsonl, to compare the loss before and after a merge")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
-    add_ends(parser)
+    add_ends(parser, "; for GGUF one token, which becomes the file's end token")
     parser.set_defaults(call=run, parser=parser)
 
 
@@ -81,6 +81,13 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag}: --to {arguments.to} has no use for it; leave it out.")
+    if arguments.extra_eos_token and arguments.to not in ("merged", "gguf"):
+        raise UserError(
+            f"--extra-eos-token: --to {arguments.to} writes an adapter alone, and generation stops where the config of "
+            "its base model says; give it to --to merged or --to gguf, which write a whole model."
+        )
+    if arguments.to == "gguf" and len(arguments.extra_eos_token or ()) > 1:
+        raise UserError("--extra-eos-token: a GGUF file names one end token; give one.")
 
 
 def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -113,7 +120,7 @@ def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path)
     if ends:
         write_ends(done.path, ends)
-    notes = []
+    notes = [] if done.pictures is None else [done.pictures]
     if done.rounding is not None:
         notes.append(str(done.rounding).replace("--dequantize writes", "deltatune merge --dequantize writes"))
     if before is not None:
@@ -135,11 +142,19 @@ def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -
 
 def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.gguf_file import converter_command, write_gguf
+    from ..models.generation_config import end_tokens
 
     outtype = _outtype(arguments, "auto")
     command = converter_command(arguments.llama_cpp)
-    path = write_gguf(arguments.model, arguments.adapter_path, arguments.save_path, command, outtype)
-    return [f"llama.cpp's converter wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."], []
+    ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
+    path = write_gguf(arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends)
+    lines = [f"llama.cpp's converter wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
+    if ends:
+        lines.append(
+            f"The file's end token is {arguments.extra_eos_token[0]}: llama.cpp stops at another one where it knows "
+            "its name, such as <|endoftext|>."
+        )
+    return lines, []
 
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -151,13 +151,13 @@ def add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter-path", metavar="DIR", help="adapter to put on the model (default: none)")
 
 
-def add_ends(parser: argparse.ArgumentParser) -> None:
+def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Give `parser` the flag that names further tokens at which a merged model stops."""
     parser.add_argument(
         "--extra-eos-token",
         nargs="+",
         metavar="TEXT",
-        help="further tokens at which the merged model stops, written into its generation_config.json",
+        help=f"further tokens at which the merged model stops, written into its generation_config.json{more}",
     )
 
 

@@ -190,6 +190,7 @@ def generate(options: GenerateOptions) -> str:
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    answer: Iterator[Any]
     if pictures:
         answer = stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, options.max_tokens, sampling)
     else:
@@ -213,7 +214,7 @@ def _template_options(options: GenerateOptions) -> dict[str, Any]:
 
     given = options.chat_template_config
     asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
-    return {**template_options(options.adapter_path), **asked}
+    return template_options(options.adapter_path, asked)
 
 
 def _stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     if ends:
         write_ends(done.path, ends)
     print(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
+    if done.pictures is not None:
+        print(done.pictures)
     if done.rounding is not None:
         print(done.rounding)
     return 0

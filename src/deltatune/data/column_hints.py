@@ -12,16 +12,11 @@ _MEANT = {
     "chat": ("messages", "chats", "dialogue", "dialog", "conversation", "conversations", "history", "turns"),
     "text": ("content", "document", "body", "passage"),
 }
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 def column_hint(row: Mapping[str, Any]) -> str:
     """Return a sentence on how to read a row with these columns, or an empty string if nothing is known about them."""
     names = [str(key) for key in row]
-    if len(names) == 1:
-        for separator, word in _SEPARATORS.items():
-            if separator in names[0]:
-                return f"The columns seem to be separated by {word}; separate those of a CSV file by commas."
     flags: dict[str, str] = {}
     for kind, words in _MEANT.items():
         matching = [name for name in names if name.lower() in (kind, *words)]

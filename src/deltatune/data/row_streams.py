@@ -60,10 +60,9 @@ class JsonLines:
             file.seek(offset)
             while len(rows) < count and (raw := file.readline()):
                 offset, number = offset + len(raw), number + 1
-                source = f"{self._path}:{number}"
-                row = parsed_line(raw, source, first=number == 1)
+                row = parsed_line(raw, self._path, number)
                 if row is not None:
-                    rows.append((source, row[0]))
+                    rows.append((f"{self._path}:{number}", row[0]))
         return rows, [offset, number]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 from ..errors import UserError, first_line
 from .arrow_rows import as_written
+from .csv_cells import cell_options
+from .json_text import parsed
 from .vision.undecoded import leave_undecoded
 
 Rows = Iterator[tuple[str, Any]]
@@ -76,51 +77,18 @@ def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
                 continue
-            source = f"{path}:{number}"
-            row = parsed_line(raw, source, first=number == 1)
+            row = parsed_line(raw, path, number)
             if row is not None:
-                yield source, row[0]
+                yield f"{path}:{number}", row[0]
 
 
-def parsed_line(raw: bytes, source: str, *, first: bool) -> tuple[Any] | None:
+def parsed_line(raw: bytes, path: Path, number: int) -> tuple[Any] | None:
     """Return the row in a line of a JSONL file, alone in a tuple, or None if the line is blank.
-
-    Args:
-        raw: the line.
-        source: what messages call it.
-        first: whether it is the file's first line, which may begin with a byte order mark.
 
     Raises:
         UserError: the line is not UTF-8 or not JSON.
     """
-    try:
-        line = raw.decode("utf-8-sig" if first else "utf-8")
-    except UnicodeDecodeError as error:
-        # The decoder's own bytes begin behind a byte order mark.
-        column = len(error.object[: error.start].decode()) + 1
-        raise UserError(
-            f"{source}: not UTF-8 (byte {error.object[error.start]:#04x} at column {column}); save the file as UTF-8."
-        ) from error
-    # Behind a line break, the parser would count columns from the start of the next line.
-    line = line.rstrip()
-    if not line:
-        return None
-    try:
-        row = json.loads(line)
-        # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
-        if "\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{source}: not JSON: {error.msg} at column {error.colno}; expected one object a line."
-        ) from error
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{source}: a \\u escape is only half of a character ({error.reason}); write both halves."
-        ) from error
-    except RecursionError as error:
-        raise UserError(f"{source}: the JSON is nested too deeply; expected a flat object.") from error
-    return (row,)
+    return parsed(raw, path, number, expected="one object a line")
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -179,7 +147,8 @@ def load_hugging_face(
         if is_saved_dataset(Path(path)) and (split is None or streaming):
             loaded = datasets.load_from_disk(path)
         else:
-            loaded = datasets.load_dataset(path, split=split, **options, **({"streaming": True} if streaming else {}))
+            how = options | cell_options(path, options) | ({"streaming": True} if streaming else {})
+            loaded = datasets.load_dataset(path, split=split, **how)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(_not_opened(name, split, error)) from error
     finally:

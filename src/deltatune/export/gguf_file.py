@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import UserError
 from ..json_files import read_json
 from ..models.checkpoint_files import weight_headers
+from ..models.generation_config import write_ends, write_tokenizer_end
 from ..models.load import locate
 from ..models.merged_checkpoint import merge_checkpoint
 from .module_names import check_layout
@@ -51,7 +52,12 @@ def converter_command(given: str | None, name: str = CONVERTER) -> list[str]:
 
 
 def write_gguf(
-    model_path: str | Path, adapter_path: str | Path, save_path: str | Path, command: list[str], outtype: str = "auto"
+    model_path: str | Path,
+    adapter_path: str | Path,
+    save_path: str | Path,
+    command: list[str],
+    outtype: str = "auto",
+    ends: Sequence[int] = (),
 ) -> Path:
     """Merge an adapter into its base and convert the result to a GGUF file.
 
@@ -61,6 +67,7 @@ def write_gguf(
         save_path: the file to write, which must not exist.
         command: what starts the converter (`converter_command`).
         outtype: the converter's type of the tensors; "auto" keeps half precision.
+        ends: the tokens at which generation stops, the one that the file is to name last; none leaves the base's.
 
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.
@@ -74,6 +81,9 @@ def write_gguf(
 
     def convert(folder: Path, partial: Path) -> list[str]:
         merged = merge_checkpoint(path, adapter_path, folder / "merged").path
+        if ends:
+            write_ends(merged, ends)
+            write_tokenizer_end(merged, ends[-1])
         return [*command, str(merged), "--outfile", str(partial), "--outtype", outtype]
 
     write_converted(save_path, convert)

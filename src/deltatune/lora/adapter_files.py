@@ -276,16 +276,19 @@ def options_of(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else read_config(directory)
 
 
-def template_options(directory: str | Path | None) -> dict[str, Any]:
-    """Return the variables of the chat template with which what a folder holds was trained; none without a folder.
+def template_options(directory: str | Path | None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the variables of the chat template with which what a folder holds was trained, and those that are given.
+
+    Args:
+        directory: the folder of an adapter, or of a whole model; None has no variables.
+        given: the variables that the user gave, which go before those of the folder.
 
     Raises:
         UserError: the file with the run's options is missing or damaged.
     """
-    if directory is None:
-        return {}
-    options = options_of(Path(directory)).get("chat_template_config")
-    return {} if options is None else checked_options(options, f"{directory}: chat_template_config")
+    options = {} if directory is None else options_of(Path(directory)).get("chat_template_config")
+    trained = {} if options is None else checked_options(options, f"{directory}: chat_template_config")
+    return {**trained, **(given or {})}
 
 
 def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -1,10 +1,11 @@
-"""Adds tokens at which generation stops to a checkpoint's generation_config.json, which every program reads."""
+"""Adds tokens at which generation stops to a checkpoint's files, generation_config.json before all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from ..json_files import read_json
@@ -15,7 +16,7 @@ NAME = "generation_config.json"
 
 
 def end_tokens(model_path: str | Path, texts: Sequence[str]) -> list[int]:
-    """Return the tokens at which generation is to stop: those of a checkpoint, then the ids of these.
+    """Return the tokens at which generation is to stop: those of a checkpoint, then these.
 
     Args:
         model_path: The checkpoint: a folder, or a name on the Hugging Face hub.
@@ -32,15 +33,25 @@ def end_tokens(model_path: str | Path, texts: Sequence[str]) -> list[int]:
         number = known.get(text, int(text) if text.isdecimal() else None)
         if number not in known.values():
             raise UserError(f"--extra-eos-token: {text!r} is no token of this model, and no token's number.")
-        ends += [] if number in ends else [number]
+        ends = [*(end for end in ends if end != number), number]
     return ends
 
 
 def write_ends(folder: Path, ends: Sequence[int]) -> None:
     """Write the tokens at which generation stops into the generation_config.json of a checkpoint's folder."""
-    path = folder / NAME
-    content = {**(read_json(path) if path.is_file() else {}), "eos_token_id": list(ends)}
-    text = json.dumps(content, indent=2) + "\n"
+    _change(folder / NAME, eos_token_id=list(ends))
+
+
+def write_tokenizer_end(folder: Path, end: int) -> None:
+    """Make a token the end token of the tokenizer in a checkpoint's folder, where llama.cpp's converter reads it."""
+    token = load_tokenizer(folder, read_config(folder)).convert_ids_to_tokens(end)
+    _change(folder / "tokenizer_config.json", eos_token=token)
+
+
+def _change(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file, which need not exist."""
+    content = {**(read_json(path) if path.is_file() else {}), **fields}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:

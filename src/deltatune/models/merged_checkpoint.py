@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
+from ..lora.adapter_files import options_of
 from ..lora.new_rows import GrownTable, grown_tables
 from ..lora.rounding import Rounding
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
@@ -33,6 +34,7 @@ from .checkpoint_writer import Changes, write_rest, write_weights
 from .load import locate
 from .stored_names import StoredNames
 from .trained_checkpoint import changes_from, is_trained_checkpoint
+from .vision.processor_files import write_picture_options
 from .vocabulary import with_vocab_size
 
 
@@ -45,12 +47,14 @@ class Merge:
         changed: The names of tensors with new values.
         removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
         rounding: What quantising merged matrices again cost. None where none was quantised again.
+        pictures: A sentence on how pictures were prepared in training, where the checkpoint's files now say it.
     """
 
     path: Path
     changed: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     rounding: Rounding | None = None
+    pictures: str | None = None
 
 
 def merge_checkpoint(
@@ -93,6 +97,7 @@ def merge_checkpoint(
         temporary.mkdir(parents=True)
         write_weights(path, temporary, headers, changes)
         write_rest(path, temporary, config)
+        merge.pictures = write_picture_options(temporary, options_of(Path(adapter_path)))
         if save_path.exists():
             save_path.rmdir()
         os.rename(temporary, save_path)

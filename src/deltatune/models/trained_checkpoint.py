@@ -24,6 +24,7 @@ from ..machine import atomic_files
 from .checkpoint_files import WEIGHTS, weight_headers
 from .checkpoint_writer import Changes, take_tensors, write_rest
 from .stored_names import StoredNames
+from .vision.processor_files import write_picture_options
 from .vision.split import has_vision
 from .vocabulary import with_vocab_size
 
@@ -71,6 +72,7 @@ class TrainedCheckpoint:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_file(folder / FILE, self._write_weights)
         write_rest(self._base, folder, self._config)
+        write_picture_options(folder, options)
         atomic_files.write(folder / RUN_OPTIONS, json.dumps(options, indent=4, sort_keys=True, default=str).encode())
 
     def _write_weights(self, path: Path) -> None:

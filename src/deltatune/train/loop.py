@@ -57,6 +57,7 @@ class Trainer:
         world: The ranks that train together; those of the launcher by default.
         screen: Where progress is printed; standard output by default.
         folder: The output folder, if the caller has taken it already.
+        processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -79,6 +80,7 @@ class Trainer:
         world: World | None = None,
         screen: log.Screen | None = None,
         folder: RunFolder | None = None,
+        processor: Any = None,
     ):
         self.model, self.splits = model, splits
         self.world = world or World()
@@ -89,7 +91,7 @@ class Trainer:
         if config.epochs is not None:
             check_updates(config)
         self.screen = screen or log.Screen(shown=self.world.main)
-        self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text)
+        self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
@@ -103,7 +105,8 @@ class Trainer:
     def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        return cls(*given, model_config=run.loaded.config, world=run.world, screen=screen, folder=folder)
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
+        return cls(*given, world=run.world, screen=screen, folder=folder, **more)
 
     def run(self, *, checkpoints: Checkpoints | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.

@@ -6,6 +6,7 @@ a run with samples computes the same bits as one without.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,20 @@ from ..data.row_formats import (
     tools_of,
 )
 from ..data.sources import jsonl
+from ..data.vision.messages import media_columns, media_kind, place_media, write_videos
+from ..data.vision.preparation import media_reader
+from ..data.vision.prompt import PromptPictures
 from ..errors import UserError
 from ..models.answer import answer_one
+from ..models.generate import Sampling
+from ..models.load import Loaded
+from ..models.vision.generate import stream_with_pictures
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_prompt
 from .distributed import World
 from .ending import Ending
 from .evaluate import inferring
+from .setup import vision_processors
 from .state import Progress
 
 _REMEDY = "change this entry of sample_prompts"
@@ -46,10 +54,12 @@ class Prompt:
     Attributes:
         text: What the report shows.
         tokens: What the model reads.
+        pictures: The images and videos of the prompt, if it has any.
     """
 
     text: str
     tokens: Sequence[int]
+    pictures: PromptPictures | None = None
 
 
 class Samples:
@@ -61,19 +71,30 @@ class Samples:
         config: The options of the run.
         plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
             the message of a user, if the tokenizer has a chat template.
+        processor: mlx-vlm's processor, which a model with a vision tower needs.
 
     Raises:
         UserError: A prompt cannot be read, or not by this model.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, config: TrainConfig, *, plain_text: bool = False):
-        self._model, self._tokenizer, self._config, self._plain = model, tokenizer, config, plain_text
-        if config.sample_prompts and has_vision(model):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: TrainConfig,
+        *,
+        plain_text: bool = False,
+        processor: Any = None,
+    ):
+        self._tokenizer, self._config, self._plain = tokenizer, config, plain_text
+        stopping = ending_answers(tokenizer) if config.sample_prompts and not plain_text else tokenizer
+        self._loaded = Loaded(model, stopping, {}, Path(config.model or ""), processor)
+        if config.sample_prompts and has_vision(model) and processor is None:
             raise UserError(
-                "sample_prompts: a model that is trained on images is not asked during training; leave it out."
+                "sample_prompts: a model with a vision tower is asked through its processor; give the Trainer "
+                "processor=loaded.processor."
             )
         self.prompts = [prompt for number in range(len(config.sample_prompts)) for prompt in self._entry(number)]
-        self._stopping = ending_answers(tokenizer) if self.prompts and not plain_text else tokenizer
         for number, prompt in enumerate(self.prompts, 1):
             source = f"sample_prompts: prompt {number}"
             if not prompt.tokens:
@@ -100,15 +121,28 @@ class Samples:
             The `prompt` and the `answer` of each, or None if `ended` ended it.
         """
         found = []
-        with inferring(self._model):
+        with inferring(self._loaded.model):
             for prompt in self.prompts:
-                answer = answer_one(
-                    self._model, self._stopping, prompt.tokens, max_tokens=self._config.sample_max_tokens, ended=ended
-                )
+                answer = self._answer(prompt, ended)
                 if answer is None:
                     return None
                 found.append({"prompt": prompt.text, "answer": answer})
         return found
+
+    def _answer(self, prompt: Prompt, ended: Callable[[], bool]) -> str | None:
+        """Return the answer to a prompt, by the way that `deltatune generate` goes; None if `ended` ended it."""
+        loaded, most = self._loaded, self._config.sample_max_tokens
+        if loaded.processor is None:
+            return answer_one(loaded.model, loaded.tokenizer, prompt.tokens, max_tokens=most, ended=ended)
+        images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
+        pieces = stream_with_pictures(loaded, prompt.tokens, images, videos, most, Sampling())
+        parts = []
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                parts.append(piece.text)
+                if ended():
+                    return None
+        return "".join(parts)
 
     def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
         """Return answers() on rank 0 and an empty list elsewhere; None if a lone process was asked to stop.
@@ -128,7 +162,8 @@ class Samples:
         """Return the prompt of an entry, or those of the file that it names."""
         entry = self._config.sample_prompts[number]
         if entry.endswith(".jsonl"):
-            rows = [self._row(row, source) for source, row in jsonl(Path(entry).expanduser()).rows()]
+            path = Path(entry).expanduser()
+            rows = [self._row(row, source, path.parent) for source, row in jsonl(path).rows()]
             if not rows:
                 raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
             return rows
@@ -137,8 +172,8 @@ class Samples:
         options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
         return [Prompt(entry, prompt_tokens(self._tokenizer, entry, template_options=options, refused=refused))]
 
-    def _row(self, row: Any, source: str) -> Prompt:
-        """Return the prompt of a row: what comes before its last answer."""
+    def _row(self, row: Any, source: str, folder: Path) -> Prompt:
+        """Return the prompt of a row: what comes before its last answer. Its pictures are files below the folder."""
         named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
         features = Features(**{name: key for name, key in named.items() if key is not None})
         question = row.get(features.prompt) if isinstance(row, Mapping) else None
@@ -153,9 +188,20 @@ class Samples:
         while messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
-        return self._conversation(
-            join_text_parts(messages, source), {**options, "tools": tools_of(row, source)}, source
-        )
+        options["tools"] = tools_of(row, source)
+        if not (kind := media_kind(row, messages)):
+            return self._conversation(join_text_parts(messages, source), options, source)
+        processors = vision_processors(self._loaded)
+        if processors is None:
+            raise UserError(
+                f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
+                "leave them out."
+            )
+        messages, values = place_media(messages, media_columns(row, source), source)
+        reader = media_reader(processors, folder, vars(self._config))
+        pictures = PromptPictures.read(values, source, reader, processors.spec, self._tokenizer)
+        prompt = self._conversation(write_videos(messages, pictures.video_texts), options, source)
+        return Prompt(_written(messages), pictures.placed(prompt.tokens, source), pictures)
 
     def _conversation(self, messages: Messages, options: dict[str, Any], source: str) -> Prompt:
         if not messages:
@@ -170,7 +216,14 @@ class Samples:
 
 def _written(messages: Messages) -> str:
     """Return a conversation as a reader of the report sees it: one message alone, or each behind its role."""
-    texts = [message.get("content") or json.dumps(message.get("tool_calls")) for message in messages]
+    texts = [_shown(message.get("content")) or json.dumps(message.get("tool_calls")) for message in messages]
     if len(messages) == 1:
         return texts[0]
     return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
+
+
+def _shown(content: Any) -> Any:
+    """Return the content of a message as text, with <image> or <video> for each of its pictures."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)

@@ -17,6 +17,7 @@ from ..vision.encoder import VisionEncoder
 from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
 # What a row may hold besides the answers: tools for the chat template, and images or videos.
 _BESIDE = ("tools", "chat_template_kwargs", "images", "image", "videos", "video")
@@ -90,6 +91,9 @@ class PreferenceEncoder:
                 f"{source}: an answer with a label is for --loss kto; this loss needs pairs: expected {_PAIR}."
             )
         label = row[LABEL]
+        # A cell of a CSV file is text.
+        if isinstance(label, str):
+            label = _LABELS.get(label.strip().lower(), label)
         if not isinstance(label, bool) and label not in (0, 1):
             raise UserError(f"{source}: {LABEL!r}: expected true or false, got {label!r}.")
         if row.get(PROMPT) is None or row[COMPLETION] is None:

@@ -16,7 +16,7 @@ from ...models.vision.inputs import VisionSpec, single_frames, token_positions
 from ..example import Example
 from ..text import TextEncoder
 from .media import MediaReader, MediaSize, Pictures
-from .messages import IMAGE, VIDEO, media_columns, place_media
+from .messages import IMAGE, VIDEO, media_columns, place_media, write_videos
 from .placeholders import token_counts
 from .videos import video_text
 
@@ -55,7 +55,7 @@ class VisionEncoder:
             return [self._with_pictures(self._text.encode_text(formats.text(row, source)), [], [])]
         messages, values = place_media(chat, columns, source)
         sizes = [self._reader.read(value, source)[1] for value in values]
-        written = self._with_video_texts(messages, [size for size in sizes if size.seconds])
+        written = write_videos(messages, [video_text(size.seconds, self._names) for size in sizes if size.seconds])
         counts = np.cumsum([_media(message["content"]) for message in messages])
         conversation = self._text.conversation(written, row, source)
         # A row of a conversation that takes several holds the first images of it.
@@ -63,17 +63,6 @@ class VisionEncoder:
             self._with_pictures(example, values[: counts[number - 1]], sizes[: counts[number - 1]])
             for example, number in self._text.encode_chat(conversation)
         ]
-
-    def _with_video_texts(self, messages: list[dict[str, Any]], videos: list[MediaSize]) -> list[dict[str, Any]]:
-        """Return the messages with each video replaced by a text: its times, and one token for each pair of frames."""
-        texts = iter([video_text(size.seconds, self._names) for size in videos])
-        written = []
-        for message in messages:
-            content = message["content"]
-            if isinstance(content, list):
-                content = [{"type": "text", "text": next(texts)} if part["type"] == VIDEO else part for part in content]
-            written.append({**message, "content": content})
-        return written
 
     def _with_pictures(self, example: Example, values: list[Any], sizes: Sequence[MediaSize]) -> Example:
         """Return the example with each image and video token repeated once for each of its features."""

@@ -70,6 +70,18 @@ def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) 
     return with_parts, [next(values[kind]) for kind in order]
 
 
+def write_videos(messages: Messages, texts: Iterable[str]) -> Messages:
+    """Return the messages of place_media with each video replaced by its text, which holds its times and tokens."""
+    following = iter(texts)
+    written = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [{"type": "text", "text": next(following)} if part["type"] == VIDEO else part for part in content]
+        written.append({**message, "content": content})
+    return written
+
+
 def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
     """Return the values of the places of one kind, in order."""
     slots = [value for other, value in places if other == kind]

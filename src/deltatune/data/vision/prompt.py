@@ -16,7 +16,7 @@ from .videos import video_names, video_text
 
 @dataclass(frozen=True, eq=False)
 class PromptPictures:
-    """Images and videos that stand before the text of a prompt, the images first.
+    """Images and videos of a prompt: of one message, which they stand before, or of a conversation.
 
     Attributes:
         images: the patches of each image.
@@ -39,7 +39,7 @@ class PromptPictures:
         """Read the files.
 
         Args:
-            values: the images and then the videos, as a row of data would give them.
+            values: the images and videos in the order of the prompt, as a row of data would give them.
             source: where they came from, for messages to the user.
             reader: the reader that training uses.
             spec: the token ids and sizes of the vision tower.

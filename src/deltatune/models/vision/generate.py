@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ...machine.compiling import without_kernels
+from ...ops.functional import undisturbed
 from ...patches import patched
 from ..generate import Sampling
 from ..load import Loaded
@@ -22,11 +24,12 @@ def stream_with_pictures(
     videos: Sequence[Picture],
     max_tokens: int,
     sampling: Sampling,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Generate an answer to a prompt with images or videos, piece by piece.
 
     The patches of deltatune are applied meanwhile; without them qwen3_vl_moe would compute other features than in
-    training.
+    training. Generation stops at the end tokens of `loaded.tokenizer`, too, and leaves nothing on the model, where
+    mlx-vlm keeps the positions of the last prompt.
 
     Args:
         loaded: A model that was loaded for images.
@@ -55,8 +58,20 @@ def stream_with_pictures(
         "min_p": sampling.min_p,
         "top_k": sampling.top_k,
     }
-    with without_kernels(), patched():
+    with without_kernels(), patched(), _stopping(loaded), undisturbed(loaded.model):
         yield from stream_generate(loaded.model, loaded.processor, "", max_tokens=max_tokens, **inputs, **options)
+
+
+@contextlib.contextmanager
+def _stopping(loaded: Loaded) -> Iterator[None]:
+    """Let mlx-vlm stop at the end tokens of mlx-lm's wrapper of the tokenizer, too."""
+    criteria = getattr(loaded.processor, "tokenizer", loaded.processor).stopping_criteria
+    before = criteria.eos_token_ids
+    criteria.eos_token_ids = sorted({*before, *loaded.tokenizer.eos_token_ids})
+    try:
+        yield
+    finally:
+        criteria.eos_token_ids = before
 
 
 def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_tokens: int) -> list[str]:
