@@ -69,7 +69,7 @@ def output(module: Adapter, x: mx.array) -> mx.array | None:
     group = [other for other in beside if _joins(other, module, x)]
     outputs = adapted_products(x, [_matrix(other, x.dtype) for other in group], module.scale)
     computed = list(zip(group, outputs, strict=True))
-    told.known.note(x, _Ahead([*waiting, *(each for each in computed if each[0] is not module)]))
+    told.known.note(x, _Ahead([*waiting, *((other, y) for other, y in computed if other is not module)]))
     return next(y for other, y in computed if other is module)
 
 

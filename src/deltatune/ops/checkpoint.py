@@ -97,8 +97,8 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
 
         unknown = unknown_kind((args, kwargs))
         if unknown is None:
-            carry, given = carry_of.get(id(self)), signature.bind(self, *args, **kwargs).arguments
-            x, options = pieces.divisible(carry, list(given.items())[1:])
+            carry, arguments = carry_of.get(id(self)), signature.bind(self, *args, **kwargs).arguments
+            x, options = pieces.divisible(carry, list(arguments.items())[1:])
             if carry is not None and x is not None and len(bounds := pieces.bounds_of(x)) > 2:
                 return pieces.in_pieces(fn, self, carry, x, bounds, **options)
             return _run(fn, self, args, kwargs)
@@ -126,16 +126,16 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     told = trace.current()
     packing, collects = told.segments, told.side_outputs is not None
 
-    def run(given: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
-        holder = holding(module, paths, given[: len(paths)]) if module is not None else nullcontext()
+    def run(inputs: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
+        holder = holding(module, paths, inputs[: len(paths)]) if module is not None else nullcontext()
         with holder, recomputed(), side_outputs.collecting(collects) as aside:
-            arrays, rebuild = _outputs(fn, arguments, given[len(paths) :])
+            arrays, rebuild = _outputs(fn, arguments, inputs[len(paths) :])
         return arrays, aside, rebuild
 
     results: list[tuple[int, Rebuild]] = []
 
-    def forward(_key: mx.array, *given: mx.array) -> list[mx.array]:
-        arrays, aside, rebuild = run(list(given))
+    def forward(_key: mx.array, *inputs: mx.array) -> list[mx.array]:
+        arrays, aside, rebuild = run(list(inputs))
         results.append((len(arrays), rebuild))
         return [*arrays, *aside]
 
@@ -143,22 +143,22 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
         return _gradients(run, module, packing, len(paths), primals, cotangents)
 
     # Integers have no gradient, and stop_gradient keeps MLX from following them back.
-    given = [array if is_floating(array) else mx.stop_gradient(array) for array in [*parameters, *arguments.arrays]]
-    if not given:
+    inputs = [array if is_floating(array) else mx.stop_gradient(array) for array in [*parameters, *arguments.arrays]]
+    if not inputs:
         return fn(*args, **kwargs)
     arguments.arrays.clear()
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     with repeatable() as key:
-        outputs = function(mx.stop_gradient(key), *given)
+        outputs = function(mx.stop_gradient(key), *inputs)
     count, rebuild = results[0]
     side_outputs.add(list(outputs[count:]))
     return rebuild(outputs[:count])
 
 
-def _outputs(fn: Callable, arguments: ArgumentArrays, given: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
+def _outputs(fn: Callable, arguments: ArgumentArrays, inputs: list[mx.array]) -> tuple[list[mx.array], Rebuild]:
     """Call `fn`, and return the arrays in its result and in the containers, and a way to rebuild the result."""
-    args, kwargs = arguments.rebuild(given)
+    args, kwargs = arguments.rebuild(inputs)
     arrays, rebuild = arguments.returned(fn(*args, **kwargs))
     if not arrays:
         raise ValueError("checkpoint: the function returned no array.")
@@ -170,13 +170,13 @@ def _gradients(run, module, packing, num_parameters, primals, cotangents) -> lis
     cotangents = [cotangent for cotangent in cotangents if is_floating(cotangent)]
     if not cotangents:
         return [mx.zeros_like(primal) for primal in primals]
-    key, *given = mx.depends(list(primals), cotangents)
+    key, *inputs = mx.depends(list(primals), cotangents)
     if packing is not None:
         packing = mx.depends([packing], cotangents)[0]
-    floating = [index for index, array in enumerate(given) if is_floating(array)]
+    floating = [index for index, array in enumerate(inputs) if is_floating(array)]
 
     def recompute(*values: mx.array) -> list[mx.array]:
-        arrays = list(given)
+        arrays = list(inputs)
         for index, value in zip(floating, values, strict=True):
             arrays[index] = value
         with drawing_from(key), trace.having(segments=packing), undisturbed(module):
@@ -185,12 +185,12 @@ def _gradients(run, module, packing, num_parameters, primals, cotangents) -> lis
         # nothing, because only its gradient is evaluated.
         return [mx.contiguous(output) for output in [*outputs, *aside] if is_floating(output)]
 
-    _, floating_gradients = mx.vjp(recompute, [given[index] for index in floating], cotangents)
-    gradients = [mx.zeros_like(array) for array in given]
+    _, floating_gradients = mx.vjp(recompute, [inputs[index] for index in floating], cotangents)
+    gradients = [mx.zeros_like(array) for array in inputs]
     for index, gradient in zip(floating, floating_gradients, strict=True):
         gradients[index] = gradient
-    weights, rest = gradients[:num_parameters], gradients[num_parameters:]
+    weights, d_arguments = gradients[:num_parameters], gradients[num_parameters:]
     if weights:
         # Each waits by itself, so that an unused gradient (of a mask of floats) is not computed with the others.
-        rest = [mx.depends([gradient], weights)[0] for gradient in rest]
-    return [mx.zeros_like(key), *weights, *rest]
+        d_arguments = [mx.depends([gradient], weights)[0] for gradient in d_arguments]
+    return [mx.zeros_like(key), *weights, *d_arguments]

@@ -139,8 +139,8 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
         carry: what the layer hands on, if that is known.
         arguments: the arguments of the call, with their names.
     """
-    (_, x), *rest = arguments
-    options = {name: value for name, value in rest if value is not None}
+    (_, x), *others = arguments
+    options = {name: value for name, value in others if value is not None}
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
     rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
@@ -201,9 +201,9 @@ class _Row:
         """How many states of a recurrence are kept for the backward pass."""
         return (self.carry.states or 0) * (len(self.spans) - 1)
 
-    def forward(self, key: mx.array, *given: mx.array) -> list[mx.array]:
+    def forward(self, key: mx.array, *inputs: mx.array) -> list[mx.array]:
         """Return y, for a recurrence the states after each piece but the last, and the layer's side outputs."""
-        *parameters, x = given
+        *parameters, x = inputs
         keys = mx.random.split(key, len(self.spans))
         ys: list[mx.array] = []
         saved: list[mx.array] = []
@@ -227,9 +227,9 @@ class _Row:
         dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
         d_aside = list(cotangents[1 + self.saved :])
         # Nothing is computed again before its cotangent exists.
-        key, *given = mx.depends(list(primals), [dy])
+        key, *inputs = mx.depends(list(primals), [dy])
         documents = None if documents is None else mx.depends([documents], [dy])[0]
-        *parameters, x = given
+        *parameters, x = inputs
         keys = mx.random.split(key, len(self.spans))
         totals: list[mx.array] = []
         dxs: list[mx.array] = []
@@ -241,11 +241,11 @@ class _Row:
             for number in reversed(range(len(self.spans))):
                 arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
-                d_own = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
+                d_next = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
                 if dxs:
-                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_own, *chain.from_iterable(d_handed)])
-                found = self._piece_gradients(number, keys, documents, parameters, arrays, d_own, d_aside)
-                d_parameters, (dx, *d_before) = found[: len(parameters)], found[len(parameters) :]
+                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_next, *chain.from_iterable(d_handed)])
+                gradients = self._piece_gradients(number, keys, documents, parameters, arrays, d_next, d_aside)
+                d_parameters, (dx, *d_before) = gradients[: len(parameters)], gradients[len(parameters) :]
                 totals = _sums(totals, d_parameters)
                 dxs.insert(0, dx)
                 self._add_handed(d_handed, d_before)
@@ -271,9 +271,9 @@ class _Row:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
         # Queries of attention see keys of earlier pieces, whose documents are needed as well.
         first = 0 if before and self.carry.states is None else start
-        own = None if documents is None else documents[:, first:stop]
+        readable = None if documents is None else documents[:, first:stop]
         held = holding(self.module, self.paths, parameters)
-        with held, recomputed(), trace.having(segments=own, piece=(start, stop)), drawing_from(keys[number]):
+        with held, recomputed(), trace.having(segments=readable, piece=(start, stop)), drawing_from(keys[number]):
             y = self.layer(rows, cache=cache, **self.options)
         if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
             raise ValueError(
@@ -286,14 +286,14 @@ class _Row:
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
     ) -> list[mx.array]:
         """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
-        found: list[list[mx.array]] = []
+        keys_and_values: list[list[mx.array]] = []
         for number, (start, stop) in enumerate(self.spans[:-1]):
             rows = x[:, start:stop]
-            if found:
-                rows = mx.depends([rows], found[-1])[0]
+            if keys_and_values:
+                rows = mx.depends([rows], keys_and_values[-1])[0]
             _, cache = self._run(number, keys, documents, parameters, rows, [])
-            found.append(cache.handed)
-        return [mx.concatenate(list(parts), axis=2) for parts in zip(*found, strict=True)]
+            keys_and_values.append(cache.handed)
+        return [mx.concatenate(list(parts), axis=2) for parts in zip(*keys_and_values, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
         """Return what the piece before the given one handed on; nothing for the first."""
@@ -310,12 +310,12 @@ class _Row:
         documents: mx.array | None,
         parameters: list[mx.array],
         arrays: list[mx.array],
-        d_own: list[mx.array],
+        d_next: list[mx.array],
         d_aside: list[mx.array],
     ) -> list[mx.array]:
         """Return the gradients of the parameters, of the piece's rows, and of what was handed to the piece.
 
-        `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_own` are the gradients of what
+        `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_next` are the gradients of what
         it hands on, none for the last piece; `d_aside` are those of the sums of the pieces' side outputs.
         """
         rows, d_rows, *before = arrays
@@ -325,9 +325,9 @@ class _Row:
             with side_outputs.collecting(self.collects) as aside:
                 y, cache = self._run(number, keys, documents, values[:count], values[count], values[count + 1 :])
             # mx.vjp drops the cotangent of an output that is itself a stop_gradient, so contiguous wraps it.
-            return [mx.contiguous(output) for output in ([y, *cache.handed] if d_own else [y]) + aside]
+            return [mx.contiguous(output) for output in ([y, *cache.handed] if d_next else [y]) + aside]
 
-        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_own, *d_aside])[1])
+        return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_next, *d_aside])[1])
 
     def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
         """Add the gradients of what was handed to a piece to `d_handed` of the pieces before it.

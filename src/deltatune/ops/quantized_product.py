@@ -204,9 +204,9 @@ def unpacked(
     mx.dequantize takes one global scale per call. In a training step, the result has no gradient on CUDA.
     """
     if global_scale is None:
-        own = dtype or scales.dtype
-        if biases is not None and unpacking.serves(w, scales, biases, own, **packing):
-            return unpacking.unpack([w, scales, biases], packing["group_size"], packing["bits"], own)
+        numbers = dtype or scales.dtype
+        if biases is not None and unpacking.serves(w, scales, biases, numbers, **packing):
+            return unpacking.unpack([w, scales, biases], packing["group_size"], packing["bits"], numbers)
         return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
     matrices = [
         mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)

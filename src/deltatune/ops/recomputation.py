@@ -108,8 +108,8 @@ def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
     if inputs[0].size < LEAST or not keeps_inputs_alone():
         return function(*inputs)
 
-    def listed(*given: mx.array) -> list[mx.array]:
-        return list(function(*given))
+    def listed(*arrays: mx.array) -> list[mx.array]:
+        return list(function(*arrays))
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         # Inputs that wait for the cotangents are other inputs to mx.compile, which would merge both runs otherwise.

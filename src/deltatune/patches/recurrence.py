@@ -81,14 +81,14 @@ def update(upstream: Update) -> Update:
             state = arguments[place] if len(arguments) > place else keywords.get("state")
             if state is not None and "cache" not in keywords:
                 return count(UPSTREAM, upstream(*arguments, **keywords))
-        given = signature.bind(*arguments, **keywords)
-        given.apply_defaults()
-        named = given.arguments
-        if any(named.get(name) is not None for name in _DECODING):
-            return _by_upstream(upstream, given.args, given.kwargs)
-        arrays = tuple(named[name] for name in _ARRAYS)
-        options = {name: named[name] for name in _OPTIONS if name in named}
-        return route(upstream, arrays, named["state"], named["mask"], named["use_kernel"], options)
+        bound = signature.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        values = bound.arguments
+        if any(values.get(name) is not None for name in _DECODING):
+            return _by_upstream(upstream, bound.args, bound.kwargs)
+        arrays = tuple(values[name] for name in _ARRAYS)
+        options = {name: values[name] for name in _OPTIONS if name in values}
+        return route(upstream, arrays, values["state"], values["mask"], values["use_kernel"], options)
 
     return gated_delta_update
 

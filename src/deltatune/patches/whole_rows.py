@@ -124,13 +124,13 @@ def attending(upstream: Function) -> Function:
 
 def _arrays(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array] | None:
     """q, k and v in one dtype, as MLX promotes them; None for a call that only MLX's function takes or refuses."""
-    given = [q, k, v] + ([] if sinks is None else [sinks])
-    if not all(isinstance(x, mx.array) and is_floating(x) for x in given):
+    heads = [q, k, v]
+    if not all(isinstance(x, mx.array) and is_floating(x) for x in heads + ([] if sinks is None else [sinks])):
         return None
-    if not all(x.ndim == 4 and x.size for x in given[:3]) or not _is_usual(mask, q.shape[:3], k.shape[2]):
+    if not all(x.ndim == 4 and x.size for x in heads) or not _is_usual(mask, q.shape[:3], k.shape[2]):
         return None
-    dtype = reduce(promoted, [x.dtype for x in given[:3]])
-    return [x.astype(dtype) for x in given[:3]]
+    dtype = reduce(promoted, [x.dtype for x in heads])
+    return [x.astype(dtype) for x in heads]
 
 
 def _is_usual(mask: Any, queries: tuple[int, ...], keys: int) -> bool:
@@ -157,8 +157,8 @@ def _attend(upstream: Function, arrays: list[mx.array], scale: float, mask: Any,
     if rule is not None and arrays[0].shape[2] == arrays[1].shape[2]:
         # The second run of a checkpoint has segments of its own, which make it wait for its cotangents.
         documents = _documents(arrays[0])
-        own = rule.segments if documents is None else documents
-        return attention(*arrays, scale=scale, segments=own, window=rule.window, sinks=sinks)
+        documents = rule.segments if documents is None else documents
+        return attention(*arrays, scale=scale, segments=documents, window=rule.window, sinks=sinks)
     y = attention(*arrays, scale=scale, causal=False, mask=mx.stop_gradient(mask), sinks=sinks)
     return y if mask.dtype == mx.bool_ else _with_gradient_of(mask, y, upstream, [*arrays, sinks], scale)
 
