@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,14 @@ def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(on_metal, checkp
         assert "Device: metal" in each["said"]
         assert "Step: compiled, once" in each["said"]
         assert "499,000 live buffers" in each["said"]
+    # Chosen by time, in a clock that stands still; the continuation takes what its run has chosen.
+    first, _, resumed = (each["said"] for each in on_gpu)
+    for line in ("gated_delta, float32, ", "attention, float32, "):
+        assert f"\n{line}" in first
+        assert f"\n{line}" in resumed
+    assert re.search(r"\ngated_delta, .*: fused \(automatic on metal; .*fused 0\.0 ms, chunk 0\.0 ms\)\.", first)
+    assert re.search(r"\nattention, .*: fused \(automatic on metal; .*fused 0\.0 ms, blocked 0\.0 ms\)\.", first)
+    assert resumed.count(": fused (as in the run that is continued).") == 2
     assert not on_cpu["kernels"]
     assert not on_cpu["wired"]
     assert "Device: cpu" in on_cpu["said"]

@@ -103,6 +103,7 @@ constant constexpr int tile_second = 4;
 // Loads (take) or stores (give) piece number `at` of an array, which is eight elements.
 template <typename P>
 inline void take(thread float (&to)[8], P from, long at) {
+  DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from[at * 8 + i]);
 }
 // Does the same as take, where the array starts on 16 bytes.
@@ -116,6 +117,7 @@ inline bool aligned16(const device void*) {
 }
 template <typename T>
 inline void give(device T* to, long at, const thread float (&from)[8]) {
+  DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) to[at * 8 + i] = static_cast<T>(from[i]);
 }
 
@@ -127,10 +129,12 @@ struct Octet {
 };
 template <typename T>
 inline void fetch(thread Octet<T>& to, const device T* from, long at, bool) {
+  DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) to.x[i] = from[at * 8 + i];
 }
 template <typename T>
 inline void widen(thread float (&to)[8], const thread Octet<T>& from) {
+  DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) to[i] = static_cast<float>(from.x[i]);
 }
 
@@ -174,6 +178,7 @@ inline void hold(thread Tile& a, const thread Tile& t) {
 template <typename View>
 Tile tile_of(View view, int lane) {
   Tile t;
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
   return t;
 }
@@ -203,10 +208,12 @@ inline void multiply(thread Tile& tile, const thread Tile& a, const thread Tile&
 // A lane's share of the sum of products of the elements of two operands: by row of left operands, or of all elements of
 // right operands.
 inline void add_row_dots(thread float* sums, const thread Tile& a, const thread Tile& b, int) {
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) sums[tile_side(e)] += a.get(e) * b.get(e);
 }
 inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
   float sum = 0.0f;
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) sum += a.get(e) * b.get(e);
   return sum;
 }
@@ -225,9 +232,12 @@ inline device uchar* tails_in(device float* rows, int stride, int lane) {
 // Stores the tails of `Count` tiles from tile `from` of a strip on.
 template <int Tails, int Count, typename Store>
 void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int from, int lane) {
-  for (int m = 0; Tails > 0 && m < Count; ++m) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < (Tails > 0 ? Count : 0); ++m) {
     uint tail = 0;
+    DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> 14) << (2 * e);
+    DELTATUNE_UNROLL
     for (int i = 0; i < 2; ++i)
       tails_in<Tails>(s.elements + offset, stride, lane)[(from + m) * 2 + i] = static_cast<uchar>(tail >> (8 * i));
   }
@@ -236,6 +246,7 @@ void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int 
 template <int Tails, typename Store>
 uint tail_at(Store s, int offset, int stride, int m, int lane) {
   uint tail = 0;
+  DELTATUNE_UNROLL
   for (int i = 0; i < 2; ++i) tail |= (uint)tails_in<Tails>(s.elements + offset, stride, lane)[m * 2 + i] << (8 * i);
   return tail;
 }
@@ -249,6 +260,7 @@ template <int Tails, typename V, typename W>
 float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
   const Tile a = tile_of(v, lane), b = tile_of(w, lane);
   float sum = 0.0f;
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) sum += with_tail(a.get(e), tail_v, e) * with_tail(b.get(e), tail_w, e);
   return sum == sum ? sum : right_dot(a, b, lane);
 }
@@ -257,6 +269,7 @@ float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
 // `columns` on.
 template <bool Even, bool Full, typename Store>
 void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) {
     const int row = tile_row(e, lane), column = tile_column(e, lane);
     if (row < rows && column < columns) s.put(offset + (long)row * stride + column, t.get(e));
@@ -266,6 +279,7 @@ void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, 
 // Writes the transpose of a tile to a shared matrix.
 template <typename Store>
 void put_turned(Store s, int offset, int stride, const thread Tile& t, int lane) {
+  DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) s.put(offset + tile_column(e, lane) * stride + tile_row(e, lane), t.get(e));
 }
 
@@ -307,6 +321,8 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
 // Writes a group's row of tiles to a matrix in device memory.
 template <int Count, typename Store>
 void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
+  // An array that a loop indexes at run time is kept in memory on Apple GPUs, all through the kernel.
+  DELTATUNE_UNROLL
   for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
 }
 

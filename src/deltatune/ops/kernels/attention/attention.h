@@ -199,6 +199,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
   arrivals_start(memory + Memory::arrivals, at.index);
   int low[2], high[2], parity = 0;
   const int top = at.group / 2 * 16;
+  DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
     const int i = row + top + tile_row(side * tile_second, at.lane);
     low[side] = seen.low(i);
@@ -215,6 +216,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
       scores.set(e, score);
       most[side] = score > most[side] ? score : most[side];
     }
+    DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const float whole = row_max(most[side]);
       const int i = top + tile_row(side * tile_second, at.lane);
@@ -222,9 +224,11 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     }
     barrier();
     float sum[2] = {0.0f, 0.0f}, from[2];
+    DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const int i = top + tile_row(side * tile_second, at.lane);
       float now = largest[parity * 32 + i];
+      DELTATUNE_UNROLL
       for (int half_of = 0; half_of < 2; ++half_of)
         now = halves[half_of * 32 + i] > now ? halves[half_of * 32 + i] : now;
       if (at.group % 2 == 0 && tile_column(0, at.lane) == 0) largest[(1 - parity) * 32 + i] = now;
@@ -236,6 +240,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
       scores.set(e, weight);
       sum[tile_side(e)] += weight;
     }
+    DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
       const float whole = row_sum(sum[side]);
       const int i = top + tile_row(side * tile_second, at.lane);
@@ -252,6 +257,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     DELTATUNE_UNROLL
     for (int m = 0; m < 2; ++m) {
       float factors[2];
+      DELTATUNE_UNROLL
       for (int side = 0; side < 2; ++side) {
         const int i = m * 16 + tile_row(side * tile_second, at.lane);
         const float before = largest[parity * 32 + i], now = largest[(1 - parity) * 32 + i];
@@ -336,6 +342,7 @@ inline void attention_queries(Place at, threadgroup char* memory, int heads, int
   clear_tiles<2 * columns>(results);
   arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
   int low[2], high[2];
+  DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
     const int i = row + at.group / 2 * 16 + tile_row(side * tile_second, at.lane);
     low[side] = seen.low(i);
@@ -371,6 +378,7 @@ inline void attention_keys(Place at, threadgroup char* memory, int heads, int ke
   clear_tiles<2 * value_columns>(values);
   arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
   int first[2], last[2];
+  DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
     const int j = key + at.group / 2 * 16 + tile_row(side * tile_second, at.lane);
     first[side] = seen.first(j);
