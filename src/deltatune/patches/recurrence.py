@@ -21,7 +21,7 @@ from ..machine import backend
 from ..ops.gated_delta import gated_delta
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
-from .whole_rows import PROMPT_TOKENS, decodes
+from .whole_rows import PROMPT_TOKENS
 
 # Who may serve a call; the keys of the counter that served() returns.
 OURS = "deltatune"
@@ -71,12 +71,14 @@ def update(upstream: Update) -> Update:
 
     @functools.wraps(upstream)
     def gated_delta_update(*arguments: Any, **keywords: Any) -> Any:
-        if trace.current().upstream_serves:
+        told = trace.current()
+        if told.upstream_serves:
             return count(UPSTREAM, upstream(*arguments, **keywords))
         if keywords.get("cache") is not None:
             # As below; a decoder of mlx-vlm calls so for each token, and does not wait for bind() either.
             return _by_upstream(upstream, arguments, keywords)
-        if place <= len(arguments) <= place + 2 and arguments[0].shape[1] == 1 and decodes(1):
+        decoding = not told.whole_rows and told.segments is None
+        if decoding and place <= len(arguments) <= place + 2 and arguments[0].shape[1] == 1:
             # A decoder's next token does not wait for bind(); route() would do the same with it.
             state = arguments[place] if len(arguments) > place else keywords.get("state")
             if state is not None and "cache" not in keywords:
