@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from console import deltatune
 
@@ -36,3 +37,10 @@ def test_every_format_meets_every_command(cases):
     forms, commands = map(set, zip(*cases[0], strict=True))
     assert len(cases[0]) == len(forms) * len(commands)
     assert set(TRIED) <= set(cases[0])
+
+
+def test_a_release_tries_every_format_before_it_is_published():
+    file = Path(__file__).parent.parent.parent / ".github" / "workflows" / "release.yml"
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+    assert {"run": "make data-formats"} in jobs["try"]["steps"]
+    assert jobs["publish"]["needs"] == "try"

@@ -19,6 +19,8 @@ OPTIONS = (
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
     "trust_remote_code", "force",
 )  # fmt: skip
+# Where none is given, evaluate() takes the value with which the adapter was trained.
+_OF_ADAPTER = ("chat_template_config", "min_pixels", "max_pixels", "fps", "video_max_frames")
 
 
 def add(commands: Any) -> None:
@@ -28,7 +30,7 @@ def add(commands: Any) -> None:
         help="print loss and perplexity on test.jsonl, or figures on tasks of lm-eval",
     )
     add_adapter(parser)
-    add_options(parser, OPTIONS)
+    add_options(parser, OPTIONS, _OF_ADAPTER)
     add = parser.add_argument_group("tasks of lm-eval, in place of data").add_argument
     add("--tasks", metavar="TEXT", help="names or patterns of tasks, separated by commas, such as arc_easy,hellaswag")
     add("--num-fewshot", type=int, metavar="N", help="number of examples in a prompt; default: the task's own")

@@ -86,13 +86,14 @@ def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
     return flag if isinstance(flag, str) else "--" + option.replace("_", "-")
 
 
-def _add_option(group: Any, field: dataclasses.Field) -> None:
+def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) -> None:
     """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
     name = flag_name(field.name, field.metadata)
     default = field.default
     has_default = not (default is None or default is dataclasses.MISSING or isinstance(default, bool))
     default_text = f" (default: {default})" if has_default else ""
     text = (field.metadata["help"] + default_text).replace("%", "%%")
+    text = text.replace("default: ", "default: the adapter's, else ") if of_adapter else text
     kind = str(field.type)
     if field.name == "train":
         group.add_argument(name, action="store_true", default=None, help=text)
@@ -113,12 +114,15 @@ def _add_option(group: Any, field: dataclasses.Field) -> None:
         group.add_argument(name, type=convert, nargs=several, default=None, **more)
 
 
-def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None = None, of_adapter: Sequence[str] = ()
+) -> None:
     """Give `parser` the flag -c for a YAML file and the flags of the options.
 
     Args:
         parser: The parser of a command.
         names: The fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
+        of_adapter: Those of them whose default is the value with which an adapter was trained.
     """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
@@ -128,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = N
         title = field.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add_option(groups[title], field)
+        _add_option(groups[title], field, field.name in of_adapter)
 
 
 def option_fields() -> list[dataclasses.Field]:
