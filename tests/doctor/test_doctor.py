@@ -149,14 +149,14 @@ def test_a_model_and_who_holds_its_layers(tiny_checkpoint, doctor):
     path = tiny_checkpoint("qwen3_5_moe")
     text = doctor("--model", path)
     assert "4 layers: 1 attention, 3 delta; experts in 4" in text
-    assert "✓ 3 of 3 delta layers train with deltatune's" in text
+    assert "✓ 3 of 3 delta layers train with deltatune's: chunk in 3 on text" in text
 
 
 def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, doctor):
     path = tiny_checkpoint("qwen3_5")
-    monkeypatch.setattr(examination, "reached", lambda model: {"layers.0.linear_attn": False, "layers.1.x": True})
+    monkeypatch.setattr(examination, "reached", lambda model: {"layers.0.linear_attn": "", "layers.1.x": "fused"})
     text = doctor("--model", path)
-    assert "! 1 of 2 delta layers train with deltatune's" in text
+    assert "! 1 of 2 delta layers train with deltatune's: fused in 1 on text" in text
     assert "layers.0.linear_attn runs other code" in text
 
 
@@ -202,7 +202,7 @@ def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_
 def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, doctor):
     monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
     text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
-    assert "✓ 3 of 3 delta layers train with deltatune's on text, through mlx-lm" in text
+    assert "✓ 3 of 3 delta layers train with deltatune's: chunk in 3 on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text
 
 

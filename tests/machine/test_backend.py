@@ -12,35 +12,27 @@ def test_automatic_choice(monkeypatch):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     assert backend.gated_delta_candidates() == (("chunk",), "automatic on cpu")
-    assert backend.gated_delta_implementation() == ("chunk", "automatic on cpu")
 
 
-@pytest.mark.parametrize(
-    ("device", "said"),
-    [
-        ("cuda", ("fused", "automatic on cuda, where it covers a layer and passes its check; else chunk")),
-        ("metal", ("the fastest of fused, native, chunk that is right here", "automatic on metal")),
-    ],
-)
-def test_a_gpu_prefers_the_fused_kernels(device, said, monkeypatch):
+@pytest.mark.parametrize("device", ["cuda", "metal"])
+def test_a_gpu_prefers_the_fused_kernels(device, monkeypatch):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setattr(backend, "device", lambda: device)
     names, why = backend.gated_delta_candidates()
     assert (names[0], names[-1], why) == ("fused", "chunk", f"automatic on {device}")
-    assert backend.gated_delta_implementation() == said
 
 
 @pytest.mark.parametrize("name", ["naive", "chunk", "native"])
 def test_forced_choice(name, monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
-    assert backend.gated_delta_implementation() == (name, "forced by DELTATUNE_GATED_DELTA")
+    assert backend.gated_delta_candidates() == ((name,), "forced by DELTATUNE_GATED_DELTA")
 
 
 def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     with pytest.raises(UserError, match=r"fused asks for GPU kernels.*is the CPU"):
-        backend.gated_delta_implementation()
+        backend.gated_delta_candidates()
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     assert backend.gated_delta_candidates() == (("fused",), "forced by DELTATUNE_GATED_DELTA")
 
@@ -59,7 +51,7 @@ def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
 def test_unknown_choice(monkeypatch):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fast")
     with pytest.raises(UserError, match="expected one of naive"):
-        backend.gated_delta_implementation()
+        backend.gated_delta_candidates()
 
 
 @pytest.mark.parametrize(("device", "found"), [("cpu", 0), ("metal", 60), ("cuda", 80)])

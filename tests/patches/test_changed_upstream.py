@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -103,11 +104,13 @@ def changed(tmp_path_factory):
     return stand_in(tmp_path_factory.mktemp("changed"), "0.99.0", FACTOR)
 
 
-def train(checkpoint, folder, *more, **variables):
+def train(checkpoint, folder, *more, command="train", **variables):
     row = json.dumps({"text": "the quick brown fox jumps over the lazy dog"})
-    (folder / "train.jsonl").write_text(f"{row}\n" * 4)
-    flags = ("--model", checkpoint, "--data", folder, "--iters", 1, "--batch-size", 2, "--adapter-path", folder / "out")
-    return deltatune("train", *flags, *more, DELTATUNE_CACHE=str(folder / "cache"), **variables)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(f"{row}\n" * 4)
+    flags = ["--model", checkpoint, "--data", folder, "--batch-size", 2]
+    flags += ["--iters", 1, "--adapter-path", folder / "out"] if command == "train" else []
+    return deltatune(command, *flags, *more, DELTATUNE_CACHE=str(folder / "cache"), **variables)
 
 
 def test_unchanged_code_under_a_new_version_is_served_wholly(checkpoint, tmp_path):
@@ -120,7 +123,7 @@ def test_unchanged_code_under_a_new_version_is_served_wholly(checkpoint, tmp_pat
         behave, new = re.search(line, done.stdout).groups()
         assert behave == new
         assert int(new) >= 5
-    assert "Gated delta: chunk (automatic on cpu)." in done.stdout
+    assert "Gated delta: chunk (automatic on cpu) in 1 of 1 layers." in done.stdout
 
 
 def test_each_kind_of_change_is_applied_rightly_or_refused_by_name(tmp_path):
@@ -142,8 +145,23 @@ def test_each_kind_of_change_is_applied_rightly_or_refused_by_name(tmp_path):
     assert "gated_delta_update kept upstream's code" in said
 
 
-def test_a_run_whose_results_depend_on_a_refused_function_ends_before_it_trains(checkpoint, tmp_path, changed):
-    done = train(checkpoint, tmp_path, PYTHONPATH=changed)
+@pytest.fixture(scope="module")
+def unread(checkpoint, tmp_path_factory):
+    """A checkpoint whose weights cannot be read."""
+    return without_weights(checkpoint, tmp_path_factory.mktemp("unread") / "model")
+
+
+def without_weights(checkpoint, folder):
+    shutil.copytree(checkpoint, folder)
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(
+    command, unread, tmp_path, changed
+):
+    done = train(unread, tmp_path, PYTHONPATH=changed, command=command)
     assert done.returncode == 2
     (message,) = [line for line in done.stderr.splitlines() if line]
     assert "mlx_lm.models.gated_delta.gated_delta_update (mlx_lm 0.99.0): " in message
@@ -158,6 +176,9 @@ def test_force_goes_on_and_says_what_serves(checkpoint, tmp_path, changed):
     assert done.returncode == 0, done.stderr
     assert "Gated delta: upstream's own code in 1 of 1 layers." in done.stdout
     assert "gated_delta_update stays as it is" in done.stderr
+    report = (tmp_path / "out/report.html").read_text()
+    assert "What computes each gated-delta layer" in report
+    assert "<td>upstream&#x27;s own code in 1 of 1 layers</td>" in report
     assert (tmp_path / "out/adapters.safetensors").exists()
 
 
@@ -170,3 +191,41 @@ def test_another_program_is_not_run_without_deltatunes_gradients(tmp_path, chang
     assert "gated_delta_update (mlx_lm 0.99.0): " in done.stderr
     assert "Traceback" not in done.stderr
     assert "no gated-delta layer" not in done.stderr
+
+
+GELU = [("class PatchMerger", "return x\n", "return 1.5 * x\n")]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of data with one picture in each row."""
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("mlx_vlm")
+    folder = tmp_path_factory.mktemp("pictures")
+    image.new("RGB", (64, 64), "red").save(folder / "red.png")
+    user = {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "what"}]}
+    row = json.dumps({"messages": [user, {"role": "assistant", "content": "a red one"}]})
+    (folder / "train.jsonl").write_text(f"{row}\n" * 4)
+    return folder
+
+
+def test_unchanged_code_of_mlx_vlm_under_a_new_version_is_served_wholly(tiny_vision_checkpoint, pictures, tmp_path):
+    path = stand_in(tmp_path / "new", "0.99.0", {}, name="mlx_vlm")
+    flags = ("--model", tiny_vision_checkpoint("qwen3_5_moe"), "--data", pictures, "--adapter-path", tmp_path / "out")
+    done = deltatune("train", *flags, "--iters", 1, "--batch-size", 2, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "stays as it is" not in done.stderr
+    line = r"mlx-vlm 0.99.0 has not been tried with this deltatune; (\d+) of (\d+) functions behave as in 0.7.10"
+    behave, new = re.search(line, done.stdout).groups()
+    assert behave == new
+    assert int(new) >= 3
+
+
+def test_what_answers_depend_on_is_refused_before_weights_are_read(tiny_vision_checkpoint, pictures, tmp_path):
+    path = stand_in(tmp_path / "new", "0.99.0", {"qwen3_vl_moe/vision": GELU}, name="mlx_vlm")
+    model = without_weights(tiny_vision_checkpoint("qwen3_vl_moe"), tmp_path / "model")
+    flags = ("--model", model, "--prompt", "what", "--image", pictures / "red.png", "--max-tokens", 1)
+    done = deltatune("generate", *flags, PYTHONPATH=path)
+    assert done.returncode == 2
+    assert "mlx_vlm.models.qwen3_vl_moe.vision.PatchMerger.__call__ (mlx_vlm 0.99.0): on a small case" in done.stderr
+    assert "Traceback" not in done.stderr

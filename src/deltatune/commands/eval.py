@@ -95,10 +95,15 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         ) from error
     from ..data.answer_ends import ending_answers
     from ..lora.adapter_files import template_options
-    from ..models.adapted_base import load_with_adapter
+    from ..models.adapted_base import folder_of, load_with_adapter
+    from ..models.early_refusal import refuse_unserved
+    from ..patches import INFERENCE
 
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     tasks, manager = named_tasks(names, options.include_path)
+    if not config.force:
+        folder = folder_of(config.model, adapter_path)
+        refuse_unserved(folder, (INFERENCE,), trust_remote_code=config.trust_remote_code)
     loaded = load_with_adapter(config.model, adapter_path, trust_remote_code=config.trust_remote_code)
     if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")

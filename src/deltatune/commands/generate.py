@@ -161,16 +161,21 @@ def generate(options: GenerateOptions) -> str:
     import mlx.core as mx
 
     from ..data.prompts import prompt_tokens
-    from ..models.adapted_base import load_with_adapter
+    from ..models.adapted_base import folder_of, load_with_adapter
+    from ..models.early_refusal import refuse_unserved
     from ..models.generate import Sampling, stream
     from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
+    from ..patches import INFERENCE
 
     if options.seed is not None:
         mx.random.seed(options.seed)
     template_options, media = _template_options(options), _first_media(options)
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
+    if not options.force:
+        folder = folder_of(options.model, options.adapter_path)
+        refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=trusted)
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
     _check(options, loaded)
     _add_ends(options, loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -59,6 +60,7 @@ class Forward:
         package: The package that defines the model.
         delta: How many gated-delta layers the model has.
         unreached: Paths of the gated-delta layers that do not call deltatune's operator.
+        served: How many layers each implementation of gated_delta serves in training, by name.
         kernels: The custom kernels that the forward reaches.
         untrainable: A sentence for each kernel through which training fails.
         untraced: Why the kernels are not known; None where they are.
@@ -68,6 +70,7 @@ class Forward:
     package: str
     delta: int
     unreached: list[str]
+    served: dict[str, int] = field(default_factory=dict)
     kernels: list[ReachedKernel] = field(default_factory=list)
     untrainable: list[str] = field(default_factory=list)
     untraced: str | None = None
@@ -193,7 +196,8 @@ def _forward(data: str, model: nn.Module) -> Forward:
             calls = reached(model)
     package = type(model).__module__.partition(".")[0].replace("_", "-")
     unreached = [name for name, ours in calls.items() if not ours]
-    forward = Forward(data, package, len(calls), unreached)
+    served = Counter(name for name in calls.values() if name)
+    forward = Forward(data, package, len(calls), unreached, dict(served))
     try:
         forward.kernels = sweep(model)
     except UserError as error:

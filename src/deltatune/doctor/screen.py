@@ -198,7 +198,9 @@ def _forward(table: Table, forward: Forward) -> None:
     ours = forward.delta - len(forward.unreached)
     if forward.delta:
         sign, style = _WARNING if forward.unreached else _GOOD
-        text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's").append(through, style="dim")
+        by = ", ".join(f"{name} in {count}" for name, count in forward.served.items())
+        text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's{f': {by}' if by else ''}")
+        text.append(through, style="dim")
         table.add_row(Text(sign, style=style), text)
     for path in forward.unreached:
         table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))

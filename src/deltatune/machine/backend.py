@@ -87,13 +87,3 @@ def _why_not_fused() -> str | None:
     if capability >= nvidia.HOPPER:
         return None
     return f"the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has {capability / 10}"
-
-
-def gated_delta_implementation() -> tuple[str, str]:
-    """Return the preferred implementation of gated_delta, and the reason; raises as gated_delta_candidates does."""
-    names, why = gated_delta_candidates()
-    if len(names) > 1 and compares_times():
-        return f"the fastest of {', '.join(names)} that is right here", why
-    if len(names) > 1:
-        why += f", where it covers a layer and passes its check; else {' or '.join(names[1:])}"
-    return names[0], why

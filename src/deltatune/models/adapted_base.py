@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..lora import load_adapters
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
 from ..lora.parts import part_of
-from .load import Loaded, load, load_model, load_vision_tower
+from .load import Loaded, load, load_model, load_vision_tower, locate
 from .trained_checkpoint import is_trained_checkpoint
 from .vision.split import has_vision
 
@@ -39,6 +39,13 @@ def load_base(path: Path, adapter_path: Path) -> nn.Module:
     else:
         adapts_vision = loader == _MLX_VLM
     return load_vision_tower(path) if adapts_vision else load_model(path, lazy=True)[0]
+
+
+def folder_of(model: str | Path | None, adapter_path: str | None) -> Path:
+    """Return the folder that load_with_adapter() reads: the adapter's, where a run trained the whole model."""
+    if adapter_path and is_trained_checkpoint(Path(adapter_path)):
+        return Path(adapter_path)
+    return locate(model)
 
 
 def load_with_adapter(model: str | Path | None, adapter_path: str | None, **options: Any) -> Loaded:

@@ -99,7 +99,7 @@ def load(
 
 def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
     """load() through mlx-vlm. With a `seed`, weights are random, and none are read."""
-    config = _plain_config(path, trust_remote_code)
+    config = plain_config(path, trust_remote_code)
     vision_load.check_vision(config, path, f"{image}: has an image")
     check_tokenizer(path)
     if seed is not None:
@@ -129,7 +129,7 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
         UserError: The model has no vision tower, mlx-vlm is not installed or does not know the model, or tensors do not
             fit.
     """
-    config = _plain_config(path, trust_remote_code=False)
+    config = plain_config(path, trust_remote_code=False)
     vision_load.check_vision(config, path, why)
     weight_headers(path)
     return vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy=True)
@@ -150,7 +150,7 @@ def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     """
     models: dict[str, nn.Module] = {}
     errors: list[UserError] = []
-    if _plain_config(path, trust_remote_code=False).get("vision_config"):
+    if plain_config(path, trust_remote_code=False).get("vision_config"):
         try:
             models["images"] = load_vision_tower(path, "its config.json has a vision tower")
         except UserError as error:
@@ -197,13 +197,13 @@ def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
         UserError: The file is missing or damaged, names a model type that mlx-lm does not know, names a file outside
             the folder, or names code to run without `trust_remote_code`.
     """
-    config = _plain_config(path, trust_remote_code)
+    config = plain_config(path, trust_remote_code)
     if not config.get("model_file"):
         _classes(config)
     return config
 
 
-def _plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+def plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """config.json after the checks that hold for models of mlx-lm and of mlx-vlm alike."""
     if not (path / "config.json").is_file():
         raise UserError(f"model {path}: no config.json in it; expected the folder of a checkpoint.")

@@ -11,8 +11,8 @@ an activation. `from_inputs` keeps the inputs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +27,37 @@ LEAST = 2**16
 
 Arrays = Sequence[mx.array]
 Compute = Callable[[Arrays], Arrays]
+
+
+@contextmanager
+def small_cases() -> Iterator[list[str]]:
+    """Within the context deltatune's cheap operators serve arrays of any size, and kernels' by MLX's operations.
+
+    So a case of a few numbers shows whether a layer hands its arrays to them rightly, on any machine.
+
+    Yields:
+        A list that grows by the name of each operator that serves.
+    """
+    served: list[str] = []
+    with trace.having(small_case=served):
+        yield served
+
+
+def is_small_case() -> bool:
+    """Whether the code runs within small_cases()."""
+    return trace.current().small_case is not None
+
+
+def note(name: str) -> None:
+    """Note within small_cases() that the operator of this name serves."""
+    served = trace.current().small_case
+    if served is not None:
+        served.append(name)
+
+
+def large_enough(x: mx.array) -> bool:
+    """Whether an array is worth a rule of its own, or kernels."""
+    return x.size >= LEAST or is_small_case()
 
 
 @dataclass(frozen=True)
@@ -105,8 +136,9 @@ def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
         function: takes arrays of floats, and returns a list of such arrays.
         inputs: its arguments.
     """
-    if inputs[0].size < LEAST or not keeps_inputs_alone():
+    if not large_enough(inputs[0]) or not keeps_inputs_alone():
         return function(*inputs)
+    note("from_inputs")
 
     def listed(*arrays: mx.array) -> list[mx.array]:
         return list(function(*arrays))
@@ -125,6 +157,7 @@ def remembered(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
     """Return function(*inputs) and remember it."""
     arrays = function(*inputs)
     remember(arrays, function, *inputs)
+    note("remembered")
     return arrays
 
 

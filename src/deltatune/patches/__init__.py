@@ -49,6 +49,7 @@ __all__ = [
     "apply",
     "gated_delta_layers",
     "is_gated_delta",
+    "left_alone_for",
     "patched",
     "reached",
     "refuse",
@@ -84,9 +85,10 @@ ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 _depth = 0
 
 
-def _of_device() -> tuple[Patch, ...]:
-    """The further patches for the device that MLX computes on."""
-    return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
+def _records() -> tuple[Patch, ...]:
+    """The patches that this machine needs."""
+    further = {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
+    return (*one_row_products.records(), *further, *PATCHES)
 
 
 def apply(
@@ -114,13 +116,23 @@ def apply(
     Raises:
         UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`.
     """
-    report = patch.apply((*one_row_products.records(), *_of_device(), *PATCHES), announce)
+    report = patch.apply(_records(), announce)
     if model is not None and TRAINING in uses:
-        layers = gated_delta_layers(model)
-        report.unreached += [explain(path, layers[path]) for path, ours in reached(model).items() if not ours]
+        layers, report.layers = gated_delta_layers(model), reached(model)
+        report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
     if model is not None and strict:
         refuse(report, model, uses)
     patch.warn(report)
+    return report
+
+
+def left_alone_for(uses: Collection[str]) -> PatchReport:
+    """Report what is left alone of the functions that results of these uses may depend on, without a warning.
+
+    Modules that are not imported yet are not asked. Afterwards no more patches are in force than before.
+    """
+    report = patch.find(_records())
+    report.left_alone = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     return report
 
 

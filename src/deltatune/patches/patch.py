@@ -41,10 +41,7 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     Returns:
         A report of what was done.
     """
-    report = PatchReport()
-    targets: dict[str, list[Patch]] = {}
-    for patch in patches:
-        targets.setdefault(patch.target, []).append(patch)
+    report, targets = PatchReport(), _by_target(patches)
     for target, records in targets.items():
         if records[0].module not in sys.modules:
             gone = _moved_away(records)
@@ -57,6 +54,24 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     _apply_targets([records for records in targets.values() if records[0].module in sys.modules], report)
     report.waiting = list(_watches)
     return report
+
+
+def find(patches: Sequence[Patch]) -> PatchReport:
+    """Report what apply() would leave alone of the modules that are imported, and change nothing."""
+    report = PatchReport()
+    for records in _by_target(patches).values():
+        if records[0].module in sys.modules and records[0].target not in _in_force:
+            found = fitting(records)
+            if isinstance(found, str):
+                report.left_alone.append(_left_alone(records, found))
+    return report
+
+
+def _by_target(patches: Sequence[Patch]) -> dict[str, list[Patch]]:
+    targets: dict[str, list[Patch]] = {}
+    for patch in patches:
+        targets.setdefault(patch.target, []).append(patch)
+    return targets
 
 
 def warn(report: PatchReport) -> None:
@@ -118,8 +133,7 @@ def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModul
     if target not in _in_force:
         found = fitting(records)
         if isinstance(found, str):
-            newest = max(records, key=lambda patch: Version(latest([patch.tried])))
-            report.left_alone.append(_left_alone(newest, found))
+            report.left_alone.append(_left_alone(records, found))
         if not isinstance(found, Fitting):
             return
         _in_force[target] = found
@@ -134,7 +148,8 @@ def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModul
         report.left_alone.append(LeftAlone(entry.patch, entry.version, why, message))
 
 
-def _left_alone(patch: Patch, why: str) -> LeftAlone:
+def _left_alone(records: list[Patch], why: str) -> LeftAlone:
+    patch = max(records, key=lambda patch: Version(latest([patch.tried])))
     message = f"{patch.target} stays as it is: {why} {patch.without}"
     return LeftAlone(patch, installed(patch.package) or "", why, message)
 
@@ -154,7 +169,7 @@ def _moved_away(records: list[Patch]) -> LeftAlone | None:
     folders = [Path(folder, *parts) for folder in getattr(sys.modules[package], "__path__", [])]
     if any(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders):
         return None
-    return _left_alone(patch, f"{package} {version} has no module {patch.module} any more.")
+    return _left_alone([patch], f"{package} {version} has no module {patch.module} any more.")
 
 
 def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[str, Any]]:

@@ -55,12 +55,15 @@ class PatchReport:
         left_alone: The functions that keep their original code.
         waiting: The modules that are not imported yet; their functions are replaced when they are.
         unreached: A message for each gated-delta layer that does not call deltatune.
+        layers: For each gated-delta layer of the model that was traced, by path, the implementation of gated_delta
+            that serves it in training; "" where upstream's own code does.
     """
 
     applied: list[Applied] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
+    layers: dict[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from ..machine import backend
 from ..ops.gated_delta import gated_delta
+from ..ops.gated_delta.choice import Call, choose
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
 from .whole_rows import PROMPT_TOKENS
@@ -33,6 +34,9 @@ Update = Callable[..., tuple[mx.array, mx.array]]
 _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 # Parameters that only some versions of the original function have: options of the gates, and those of decoding.
 _OPTIONS, _DECODING = ("lower_bound", "allow_neg_eigval"), ("state_steps", "cache")
+
+# So many tokens has the row for which a noted call asks what would serve it.
+ROW = 512
 
 
 def served() -> Counter[str]:
@@ -49,13 +53,14 @@ def reset() -> None:
 
 
 @contextmanager
-def noting_callers() -> Iterator[list[list[int]]]:
+def noting_callers() -> Iterator[list[tuple[list[int], str]]]:
     """Record which objects call patched functions within a `with` block. Calls inside it do not count outside it.
 
     Yields:
-        A list that grows by one entry for each call: the ids of the `self` of every stack frame above that call.
+        A list that grows by one entry for each call: the ids of the `self` of every stack frame above that call, and
+        the implementation of gated_delta that serves it in training, on rows of ROW tokens; "" where upstream does.
     """
-    calls: list[list[int]] = []
+    calls: list[tuple[list[int], str]] = []
     with trace.having(callers=calls, recurrences=Counter()):
         yield calls
 
@@ -135,21 +140,29 @@ def route(
     if documents is not None:
         if state is not None and told.piece is None:
             raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
-        return count(OURS, _ours(*arrays, state=state, mask=mask, documents=documents, **options))
+        return count(OURS, _ours(*arrays, state=state, mask=mask, documents=documents, **options), (arrays, options))
     if state is not None and (use_kernel or arrays[0].shape[1] == 1):
         return count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
     if use_kernel:
-        return count(BACKWARD, _upstream_forward(upstream, arrays, mask, options))
-    return count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options))
+        return count(BACKWARD, _upstream_forward(upstream, arrays, mask, options), (arrays, options))
+    return count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options), (arrays, options))
 
 
-def count(who: str, result: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-    """Count a call as served by `who`, and return its `result`."""
+def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
+    """Count a call as served by `who`, and return its `result`; `call` is its arrays and options where ours serves."""
     told = trace.current()
     told.recurrences[who] += 1
     if told.callers is not None:
-        told.callers.append(_selves())
+        asked = call is not None and told.trials
+        told.callers.append((_selves(), _implementation(*call) if asked else ""))
     return result
+
+
+def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
+    """The name of what serves a call with these arrays and options in training, on rows of ROW tokens."""
+    q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], ROW, *x.shape[2:])) for x in arrays[:4])
+    log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
+    return choose(Call(q, k, v, log_g, masked=False, segmented=False))[0]
 
 
 def _selves() -> list[int]:

@@ -14,22 +14,23 @@ from ..layers import gated_delta_layers
 from . import recurrence
 
 
-def reached(model: nn.Module) -> dict[str, bool]:
-    """Trace `model` on two tokens and see which of its gated-delta layers call a patched function.
+def reached(model: nn.Module) -> dict[str, str]:
+    """Trace `model` on two tokens and see which of its gated-delta layers call a patched function, and what serves it.
 
     Args:
         model: A model that can be called with tokens [1, 2] and no image. Nothing is evaluated.
 
     Returns:
-        {path of a gated-delta layer: whether a call of the layer arrives at a patched function}.
+        {path of a gated-delta layer: the implementation of gated_delta that serves it in training; "" for a layer
+        whose calls do not arrive at a patched function}.
     """
     layers = gated_delta_layers(model)
     if not layers:
         return {}
     with recurrence.noting_callers() as calls:
         model(mx.array([[0, 1]]), **_absent(type(model)))
-    callers = {identity for call in calls for identity in call}
-    return {path: id(layer) in callers for path, layer in layers.items()}
+    serving = {identity: implementation for callers, implementation in calls for identity in callers}
+    return {path: serving.get(id(layer), "") for path, layer in layers.items()}
 
 
 def _absent(model_class: type[nn.Module]) -> dict[str, None]:

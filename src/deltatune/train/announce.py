@@ -19,8 +19,10 @@ from ..layers import LayerInfo
 from ..lora.weights import is_quantized, quantization
 from ..machine import backend, blas
 from ..ops.rankings import Rankings
+from ..patches import PatchReport
 from ..patches.summary import summary
 from .distributed import World
+from .report import ReportTable
 from .setup import Training
 from .state import Progress, exists, state_path
 from .tree import leaves
@@ -71,6 +73,7 @@ def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Traini
         "model": f"{config.model}; {layer_summary(trained.layers)}",
         "trained": what_trains(model, config),
         "data": f"{data}; {examples(splits)}",
+        **({"gated delta": served(trained.patches)} if trained.patches.layers else {}),
     }
 
 
@@ -130,7 +133,7 @@ def lines(
     opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
     opening.append(f"Training: {what_trains(model, config)}.")
     if any(layer.kind == "delta" for layer in trained.layers):
-        opening.append(f"Gated delta: {_served(trained)}.")
+        opening.append(f"Gated delta: {served(trained.patches)}.")
         opening.append(f"Patches: {(str(trained.patches) if verbose else summary(trained.patches)).rstrip('.')}.")
     opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
@@ -168,13 +171,19 @@ def implementations(chosen: Rankings) -> list[str]:
     return [f"{key}: {names[0]} ({chosen.reasons[key]})." for key, names in chosen.names.items()]
 
 
-def _served(trained: Training) -> str:
-    """Describe what computes the gated-delta layers, as a trace of each has found."""
-    count, others = sum(layer.kind == "delta" for layer in trained.layers), len(trained.patches.unreached)
-    if others == count:
-        return f"upstream's own code in {count} of {count} layers"
-    name, why = backend.gated_delta_implementation()
-    return f"{name} ({why})" + (f" in {count - others} layers, and upstream's own code in {others}" if others else "")
+def served(patches: PatchReport) -> str:
+    """Describe what computes the gated-delta layers, such as `chunk (automatic on cpu) in 18 of 18 layers`."""
+    why = backend.gated_delta_candidates()[1]
+    counts = Counter(patches.layers.values()).most_common()
+    found = [f"{name} ({why})" if name else "upstream's own code" for name, _ in counts]
+    parts = zip(found, counts, strict=True)
+    return ", and ".join(f"{name} in {number} of {len(patches.layers)} layers" for name, (_, number) in parts)
+
+
+def layer_table(trained: Training) -> list[ReportTable]:
+    """Return the table of a report that names what computes each gated-delta layer; none without such layers."""
+    rows = [(path, name or "upstream's own code") for path, name in trained.patches.layers.items()]
+    return [ReportTable("What computes each gated-delta layer", ("layer", "by"), rows, folded=True)] if rows else []
 
 
 def _stored_numbers(model: nn.Module) -> int:

@@ -135,6 +135,7 @@ class Trainer:
                 self.screen.say(self.outputs.note)
             #: What the run is, for its report.
             self.about = announce.about(self.model, config, self.splits, trained)
+            tables = announce.layer_table(trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained)
             keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
@@ -151,7 +152,8 @@ class Trainer:
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
             figures = dataclasses.asdict(result)
-            problems = write_report(self.outputs.report, self.outputs.metrics, config, figures, about=self.about)
+            where = self.outputs.report, self.outputs.metrics
+            problems = write_report(*where, config, figures, about=self.about, tables=tables)
             for problem in problems:
                 self.screen.say(f"Report: {problem}")
         return result

@@ -31,6 +31,7 @@ from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load_with_adapter
 from ..models.document_isolation import check_packing
+from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.layer_caches import carries
@@ -113,11 +114,18 @@ def ready(
     # The model is located before the data are read, so that a wrong path is reported at once.
     path = locate(config.model)
     image = first_image(config)
+    if not config.force:
+        refuse_unserved(path, uses(config), image=image, trust_remote_code=config.trust_remote_code)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     asked = dataclasses.replace(config, chat_template_config=splits.template_options)
     return Run(asked, loaded, splits, world or World(), image)
+
+
+def uses(config: TrainConfig) -> tuple[str, ...]:
+    """What a run uses its model for, as patched() takes it."""
+    return (TRAINING, INFERENCE, PACKING) if config.pack else (TRAINING, INFERENCE)
 
 
 def settled(config: TrainConfig) -> TrainConfig:
@@ -347,8 +355,7 @@ def training(
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        uses = (TRAINING, INFERENCE, PACKING) if config.pack else (TRAINING, INFERENCE)
-        patches = stack.enter_context(patched(model, strict=not config.force, uses=uses))
+        patches = stack.enter_context(patched(model, strict=not config.force, uses=uses(config)))
         layers = describe(model)
         if config.pack and compare:
             check_packing(model, row_capacity(config))

@@ -13,9 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import ABSENT, Outputs
+from ..recomputation import large_enough
 from .norms import WIDTHS
 from .pass_launch import Execute, Pass
-from .passes import LEAST, Arrays, Passes
+from .passes import Arrays, Passes
 
 # The supported rotary dimensions: two elements that turn together are in lanes whose numbers differ in one bit.
 ROTARY = (16, 32, 64, 128, 256)
@@ -107,7 +108,7 @@ def covers_gate(y: mx.array, gate: mx.array) -> bool:
 
 def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool) -> bool:
     """Whether `turned_heads` is to be used: the kernels cover the arrays, are faster, and were found right here."""
-    if x.size < LEAST or not covers(x, weight, rotary_dims, gated):
+    if not large_enough(x) or not covers(x, weight, rotary_dims, gated):
         return False
     form = _form(x, weight, eps, rotary_dims, base, gated)
     shape = (2, 37, 3 * form.heads, x.shape[-1])
@@ -117,7 +118,7 @@ def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: fl
 
 def serves_gate(y: mx.array, gate: mx.array) -> bool:
     """Whether `times_gate` is to be used: the kernels cover the arrays, are faster, and were found right here."""
-    if y.size < LEAST or not covers_gate(y, gate):
+    if not large_enough(y) or not covers_gate(y, gate):
         return False
     width = y.shape[-1]
     return _gated(width).passes_trial(((2, 3, 37, width), y.dtype), ((2, 37, 3, width), y.dtype))

@@ -7,8 +7,9 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
+from ..recomputation import large_enough
 from .pass_launch import Execute, Pass, pieces_of
-from .passes import LEAST, Arrays, Passes
+from .passes import Arrays, Passes
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)
@@ -104,7 +105,7 @@ def covers_halves(x: mx.array, weight: mx.array) -> bool:
 def norm_and_gate_serves(x: mx.array, weight: mx.array, eps: float) -> bool:
     """Whether `norm_and_gate` is to be used: the kernels cover the arrays, are faster, and were found right here."""
     return (
-        x.size >= LEAST
+        large_enough(x)
         and covers_halves(x, weight)
         and _halves(weight.shape[0], float(eps)).passes_trial(((192, 8), x.dtype), (weight.shape, weight.dtype))
     )
@@ -119,14 +120,14 @@ def covers(x: mx.array, *others: mx.array) -> bool:
 def norm_serves(x: mx.array, factor: float, eps: float) -> bool:
     """Whether `norm` is to be used: the kernels cover x, are faster, and were found right on this machine."""
     return (
-        x.size >= LEAST and covers(x) and _norm(_width(x), float(factor), float(eps)).passes_trial(((96, 8), x.dtype))
+        large_enough(x) and covers(x) and _norm(_width(x), float(factor), float(eps)).passes_trial(((96, 8), x.dtype))
     )
 
 
 def gated_norm_serves(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> bool:
     """Whether `gated_norm` is to be used: the kernels cover these arrays, are faster, and were found right here."""
     return (
-        x.size >= LEAST
+        large_enough(x)
         and covers(x, gate)
         and _gated(_width(x), float(eps)).passes_trial(
             *[((3, 32, _width(x)), x.dtype)] * 2, (weight.shape, weight.dtype)

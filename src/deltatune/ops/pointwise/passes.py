@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .. import trial
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
+from ..recomputation import is_small_case, note
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -46,6 +47,9 @@ class Passes:
     fixed: int = 0
 
     def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
+        if is_small_case():
+            note(self.name)
+            return list(self.plain(*arrays))
         return list(_function(self, execute)(*arrays))
 
     def passes_trial(self, *kinds: trial.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
@@ -56,6 +60,8 @@ class Passes:
             others: the arguments after them.
             execute: runs a launch; tests run it on the host machine.
         """
+        if is_small_case():
+            return True
         key = (self.name, kinds, len(others), execute)
         if key not in _trials:
             _trials[key] = _passes_trial(self, kinds, others, execute)

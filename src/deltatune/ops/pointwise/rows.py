@@ -14,6 +14,7 @@ import mlx.core as mx
 from ...machine import backend
 from .. import trial
 from ..kernels.launch import Arrays, Outputs
+from ..recomputation import is_small_case, note
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 
@@ -54,6 +55,9 @@ def embedded(weight: mx.array, ids: mx.array, *, execute: Execute = Pass.run) ->
     Returns:
         [..., D] in the weight's dtype.
     """
+    if is_small_case():
+        note("embedded")
+        return mx.take(weight, ids, axis=0)
     return _embedded(execute)(weight, ids)
 
 
@@ -106,6 +110,8 @@ def sum_rows(
 
 def serves(x: mx.array, rows: int) -> bool:
     """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
+    if is_small_case():
+        return x.shape[1] % _LANE == 0
     if backend.device() != "cuda":
         return False
     return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and x.dtype in BOUNDS and _passes_trial(x.dtype)

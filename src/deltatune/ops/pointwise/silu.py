@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..kernels.launch import Outputs
+from ..recomputation import large_enough
 from .pass_launch import Execute, Pass, pieces_of
-from .passes import LEAST, Arrays, Passes
+from .passes import Arrays, Passes
 
 
 def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.array:
@@ -37,7 +38,7 @@ def covers(gate: mx.array, x: mx.array) -> bool:
 
 def serves(gate: mx.array, x: mx.array) -> bool:
     """Whether `swiglu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    return gate.size >= LEAST and covers(gate, x) and _PASSES.passes_trial(*[((2, 48, 8), gate.dtype)] * 2)
+    return large_enough(gate) and covers(gate, x) and _PASSES.passes_trial(*[((2, 48, 8), gate.dtype)] * 2)
 
 
 def _plain(gate: mx.array, x: mx.array) -> Arrays:

@@ -15,6 +15,7 @@ from ...machine import backend
 from .. import trial
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
+from ..recomputation import is_small_case, note
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
@@ -40,7 +41,7 @@ def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute
 
     Source: `mx.fast.rms_norm`, which rounds the norm before it multiplies it by the weight.
     """
-    return _function("alone", float(eps), execute)(x, weight)[0]
+    return _called("alone", eps, execute, x, weight)[0]
 
 
 def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> list[mx.array]:
@@ -48,7 +49,7 @@ def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute =
 
     The gradients of both are added in the norm's backward pass. The arguments are those of weighted_norm.
     """
-    return _function("branch", float(eps), execute)(x, weight)
+    return _called("branch", eps, execute, x, weight)
 
 
 def sum_norm(
@@ -66,7 +67,7 @@ def sum_norm(
     Raises:
         ValueError: `covers` refuses the arrays.
     """
-    return _function("sum", float(eps), execute)(x, other, weight)
+    return _called("sum", eps, execute, x, other, weight)
 
 
 def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
@@ -78,6 +79,8 @@ def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
 
 def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool:
     """Whether the kernels are to be used: they cover these arrays, are faster, and were found right on this machine."""
+    if is_small_case():
+        return covers(x, weight, *others)
     if backend.device() != "cuda" or x.size < LEAST or not covers(x, weight, *others):
         return False
     return _passes_trial(x.shape[-1], x.dtype, weight.dtype, float(eps))
@@ -88,6 +91,16 @@ def _fits(width: int) -> bool:
 
 
 _NO_SECOND_DERIVATIVE = "An RMS norm has no second derivative: its backward pass is written by hand."
+
+
+def _called(kind: str, eps: float, execute: Execute, x: mx.array, *rest: mx.array) -> list[mx.array]:
+    if not is_small_case():
+        return list(_function(kind, float(eps), execute)(x, *rest))
+    note("weighted norm")
+    *others, weight = rest
+    total = sum(others, start=x)
+    y = mx.fast.rms_norm(total, weight, eps)
+    return [y] if kind == "alone" else [total, y]
 
 
 @cache

@@ -58,9 +58,12 @@ class Trace:
             whose experts wait for their scores.
         attending: Whether deltatune's attention runs, so that what it calls itself is not served by it again.
         upstream_serves: Whether a call of the recurrence runs that upstream serves, with all that it calls.
-        callers: For each call of the recurrence so far, the ids of the objects above it; None if nobody asks.
+        callers: For each call of the recurrence so far, the ids of the objects above it, and the implementation that
+            serves it in training; None if nobody asks.
         recurrences: How many calls of the recurrence each of those who may serve it has served.
         attentions: The same of attention.
+        small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
+            small cases of patches.
         trials: Whether an implementation may serve that has to be tried on this machine before.
         rankings: Which implementation of an operator serves which class of calls in a run (ops/rankings.py); None
             outside a run.
@@ -81,9 +84,10 @@ class Trace:
     chosen_experts: list[mx.array] | None = None
     attending: bool = False
     upstream_serves: bool = False
-    callers: list[list[int]] | None = None
+    callers: list[tuple[list[int], str]] | None = None
     recurrences: Counter[str] = field(default_factory=Counter)
     attentions: Counter[str] = field(default_factory=Counter)
+    small_case: list[str] | None = None
     trials: bool = True
     rankings: object | None = None
     builders: Executor | None = None

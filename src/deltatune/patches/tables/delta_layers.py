@@ -22,10 +22,10 @@ from ...machine import backend
 from ...ops import pieces
 from ...ops.causal_conv import joined_conv
 from ...ops.pointwise import conv
-from ...ops.recomputation import cheap_recomputed, from_inputs, keeps_inputs_alone, remembered
+from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ...ops.tracing import trace
 from ..patch_record import Function, Patch
-from ..small_cases import layer_input, same_layer
+from ..small_cases import layer_input, same_layer, serving
 
 
 class _Projected(NamedTuple):
@@ -150,8 +150,7 @@ def _records(module: str, name: str, project: Callable[[Any, mx.array], _Project
         "module": f"mlx_lm.models.{module}",
         "name": f"{name}.__call__",
         "signature": "(self, inputs, mask=None, cache=None)",
-        # Within the context MLX's operations serve on a CPU too, and no kernel has to be built.
-        "check": same_layer(layer_input, inside=cheap_recomputed),
+        "check": same_layer(layer_input, inside=serving),
     }
     return (
         Patch(**record, tried="==0.31.3", replacement=_layer(project, of_sum=False)),

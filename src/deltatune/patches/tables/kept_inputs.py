@@ -15,10 +15,9 @@ import mlx.core as mx
 
 from ...ops.causal_conv import joined_conv
 from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
-from ..definitions import plain_norm, rms_norm
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
-from ..small_cases import WIDTH, layer_input, same_layer
+from ..small_cases import WIDTH, layer_input, plain_norm, same_layer, serving
 from ..whole_rows import decodes
 from .pointwise import IS_ATTENTION, IS_GATED_NORM, IS_SILU, IS_SWIGLU
 
@@ -128,7 +127,7 @@ PATCHES = (
         name="RMSNorm.__call__",
         signature="(self, x)",
         replacement=_rms_norm,
-        check=same_layer(layer_input, build=plain_norm(WIDTH), definition=rms_norm),
+        check=same_layer(layer_input, build=plain_norm(WIDTH), inside=serving),
     ),
     Patch(
         **_OF_MLX_LM,

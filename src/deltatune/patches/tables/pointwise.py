@@ -13,10 +13,9 @@ import mlx.nn as nn
 
 from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
-from .. import definitions
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
-from ..small_cases import LENGTH, WIDTH, alike, causal, drawn, layer_input, same_layer
+from ..small_cases import LENGTH, WIDTH, alike, causal, drawn, layer_input, plain_norm, same_layer, serving
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -133,12 +132,11 @@ def _other_rows() -> mx.array:
     return drawn(1, 1, LENGTH, WIDTH)
 
 
-IS_SILU = alike(layer_input, definition=definitions.silu)
-IS_SWIGLU = alike(layer_input, _other_rows, definition=definitions.swiglu)
-IS_GATED_NORM = same_layer(
-    layer_input, _other_rows, build=definitions.plain_norm(WIDTH), definition=definitions.gated_norm
-)
-IS_ATTENTION = same_layer(layer_input, causal, definition=definitions.gated_attention)
+# Without a convolution before it, MLX's own function serves.
+IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
+IS_SWIGLU = alike(layer_input, _other_rows)
+IS_GATED_NORM = same_layer(layer_input, _other_rows, build=plain_norm(WIDTH), inside=serving)
+IS_ATTENTION = same_layer(layer_input, causal, inside=serving)
 
 
 RECORD: dict[str, Any] = {
@@ -169,9 +167,7 @@ PATCHES = (
         name="Embedding.__call__",
         signature="(self, x)",
         replacement=_embedding,
-        check=same_layer(
-            lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), definition=definitions.embedding
-        ),
+        check=same_layer(lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), inside=serving),
     ),
     Patch(
         **_MLX_LM,
@@ -194,7 +190,6 @@ PATCHES = (
             layer_input,
             _other_rows,
             call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1),
-            definition=definitions.normalize_qk,
         ),
     ),
     Patch(

@@ -16,9 +16,8 @@ import mlx.nn as nn
 
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
 from ...ops.recomputation import remember
-from .. import definitions
 from ..patch_record import Function, Patch
-from ..small_cases import WIDTH, first_layer, layer_input, of_config, same_layer
+from ..small_cases import WIDTH, first_layer, layer_input, of_config, plain_norm, same_layer, serving
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
@@ -82,7 +81,7 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
         reason="on an NVIDIA GPU its residual sums are passes over memory of their own, forward and backward",
         without=_SLOWER,
         replacement=_layer(mixer),
-        check=same_layer(layer_input, build=build, definition=definitions.residual_layer(mixer)),
+        check=same_layer(layer_input, build=build, inside=serving),
     )
 
 
@@ -97,7 +96,7 @@ PATCHES = (
         reason="on an NVIDIA GPU its gradient sums the weight's over all tokens, also where the weight is frozen",
         without=_SLOWER,
         replacement=_rms_norm,
-        check=same_layer(layer_input, build=definitions.plain_norm(WIDTH), definition=definitions.rms_norm),
+        check=same_layer(layer_input, build=plain_norm(WIDTH), inside=serving),
     ),
     _layer_record("qwen3_5", "DecoderLayer", _by_kind),
     _layer_record("qwen3_next", "Qwen3NextDecoderLayer", _by_kind),
