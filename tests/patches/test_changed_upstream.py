@@ -157,7 +157,7 @@ def without_weights(checkpoint, folder):
     return folder
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "plan"])
 def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(
     command, unread, tmp_path, changed
 ):

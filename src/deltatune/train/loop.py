@@ -151,10 +151,8 @@ class Trainer:
                 self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
         if world.main:
-            figures = dataclasses.asdict(result)
-            where = self.outputs.report, self.outputs.metrics
-            problems = write_report(*where, config, figures, about=self.about, tables=tables)
-            for problem in problems:
+            where, figures = (self.outputs.report, self.outputs.metrics), dataclasses.asdict(result)
+            for problem in write_report(*where, config, figures, about=self.about, tables=tables):
                 self.screen.say(f"Report: {problem}")
         return result
 
