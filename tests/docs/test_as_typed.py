@@ -1,6 +1,7 @@
 """The commands and the YAML files of the pages run as their reader types them, on tiny models in the places they name.
 
-Only the length of a run is shortened. A command that cannot run here stands in NOT_RUN with what runs it instead.
+Only the length of a run is shortened. A command that cannot run here stands in NOT_RUN with what runs it instead. The
+first line of each command, and the first YAML file, go through the installed console script in a process of their own.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from console import deltatune
 from deltatune import cli
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,6 +65,8 @@ def reason(command: str) -> str | None:
 
 TYPED = typed()
 RUN = [pytest.param(line, page, id=line[:100]) for line, page in TYPED.items() if reason(line) is None]
+#: The first line of each command.
+FIRST = {shlex.split(line)[1]: line for line in reversed(TYPED) if reason(line) is None}
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -126,9 +130,14 @@ def desk(places, tmp_path, monkeypatch):
     return sit
 
 
-def started(words: list[str]) -> int:
-    """Run a command of deltatune, shortened, and return its exit code."""
-    return cli.main(words + SHORTER.get(words[0], []))
+def started(words: list[str], *, script: bool = False) -> int:
+    """Run a command of deltatune, shortened, and return its exit code; `script` takes the installed console script."""
+    words = words + SHORTER.get(words[0], [])
+    if not script:
+        return cli.main(words)
+    done = deltatune(*words)
+    sys.stderr.write(done.stderr)
+    return done.returncode
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +173,7 @@ def test_a_command_runs(line, page, desk, trained, capsys):
     folder = desk(page)
     words = [re.sub("^~", str(folder), word) for word in shlex.split(line)[1:]]
     make_needed(words, trained)
-    assert started(words) == 0, capsys.readouterr().err
+    assert started(words, script=line in FIRST.values()) == 0, capsys.readouterr().err
 
 
 def test_a_number_of_layers_above_the_models_trains_all(desk):
@@ -172,6 +181,10 @@ def test_a_number_of_layers_above_the_models_trains_all(desk):
     assert "or a number above the model's, trains all" in " ".join(docs_pages.commands()["train"].format_help().split())
     assert started(["train", "--model", "PATH", "--data", "DIR", "--num-layers", "17"]) == 0
     assert len({name.partition(".layers.")[2].partition(".")[0] for name in mx.load(str(WEIGHTS))}) == 4
+
+
+def test_each_command_of_a_page_goes_through_the_script_once():
+    assert {"train", "plan", "eval", "generate", "merge", "export", "import"} <= FIRST.keys()
 
 
 def test_what_is_not_run_is_on_a_page():
@@ -192,5 +205,5 @@ def test_a_yaml_file_trains(block, desk, places, tiny_checkpoint, capsys):
         write_lines(folder / "billsum", [{"text": row["prompt"], "summary": row["completion"]} for row in pairs(40)])
     elif "data:" not in block.text:
         words += ["--data", "DIR"]
-    assert started(words) == 0, capsys.readouterr().err
+    assert started(words, script=block.text == blocks("yaml")[0].text) == 0, capsys.readouterr().err
     assert mx.load(str(WEIGHTS))
