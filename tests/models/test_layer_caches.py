@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
 from deltatune.models.layer_caches import carries
@@ -60,6 +61,13 @@ def test_packed_documents_get_the_gradients_that_they_get_alone_or_are_refused_i
         assert (type(fp32), bf16) == (float, True), (fp32, bf16)
     else:
         assert [text.startswith("refused: packing") for text in (fp32, bf16)] == [True, True], (fp32, bf16)
+
+
+def test_layers_that_share_a_cache_run_on_whole_rows(tiny_model, monkeypatch):
+    model = tiny_model("qwen3")
+    first, _, *others = make_prompt_cache(model)
+    monkeypatch.setattr("deltatune.models.layer_caches.make_prompt_cache", lambda _: [first, first, *others])
+    assert [carry is not None for carry in carries(model, describe(model))] == [False, False, True, True]
 
 
 def test_whole_rows_for_layers_without_a_cache_of_their_own(other_model, tiny_model):

@@ -12,6 +12,8 @@ from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_vision_tower, new_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import CASES
 from transformers_saves import write_as_text_alone, write_as_transformers
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -76,6 +78,34 @@ def test_a_language_model_saved_without_its_tower(tiny_checkpoint, tmp_path, fam
     assert [type(layer).__name__ for layer in new_model(base).layers] == [
         type(layer).__name__ for layer in model.layers
     ]
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "olmo_hybrid", "bailing_hybrid"])
+def test_names_of_transformers_own_load_and_merge_under_those_names(family, tmp_path):
+    """Recorded with transformers 5.23, beside the parity's own copy in mlx-lm's form."""
+    content = json.loads((recording.FOLDER / f"{family}.json").read_text())
+    case = CASES[family].family
+    weights = case.weights({name: tuple(shape) for name, shape in content["shapes"].items()})
+    for name, (config, tensors) in {
+        "base": (content["config"], weights),
+        "readable": case.readable(content["config"], weights),
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        arrays = {key: mx.array(value) for key, value in tensors.items()}
+        mx.save_safetensors(str(tmp_path / name / "model.safetensors"), arrays)
+    model, config = load_model(tmp_path / "base")
+    assert equal(model, load_model(tmp_path / "readable")[0])
+    assert config == content["config"]
+    convert_to_lora(model, LoraConfig(rank=2, scale=2.0))
+    # A draw that sends no token to other experts by rounding alone.
+    mx.random.seed(0)
+    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+    save_adapters(model, tmp_path / "adapter", {})
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert mx.abs(logits(load_model(tmp_path / "merged")[0]) - logits(model)).max().item() < 1e-4
+    stored = mx.load(str(tmp_path / "merged" / "model.safetensors"))
+    assert {name: list(array.shape) for name, array in stored.items()} == content["shapes"]
 
 
 def test_a_group_size_of_null_is_the_default(tiny_checkpoint, tmp_path):

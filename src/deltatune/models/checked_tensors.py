@@ -13,7 +13,7 @@ from ..errors import UserError, reason
 from ..machine import backend
 from ..ops.functional import is_floating
 from ..patches.tables.loading import without_gaps
-from .transformers_layouts import with_joined_experts
+from .transformers_layouts import with_joined_experts, with_released_names
 
 # How many tensors a message names before it counts the rest.
 _NAMED_TENSORS = 4
@@ -30,7 +30,7 @@ def checked(model_class: type, path: Path) -> type:
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         try:
-            return with_joined_experts(model_class.sanitize(self, weights))  # type: ignore[attr-defined]
+            return with_joined_experts(model_class.sanitize(self, with_released_names(weights)))  # type: ignore[attr-defined]
         except KeyError as error:
             raise UserError(f"model {path}: tensor {error} is missing.") from error
         except (ValueError, IndexError) as error:

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import UserError
 from ..ops.functional import is_floating
 from .checkpoint_files import WEIGHTS
-from .transformers_layouts import with_joined_experts
+from .transformers_layouts import with_joined_experts, with_released_names
 from .vision.load import sanitizer
 from .vision.split import has_vision
 
@@ -191,7 +191,7 @@ def _repeatable(model: nn.Module) -> Sanitize:
     def sanitize(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         stand_in: Any = copy.copy(model)
         stand_in.setdefault("lm_head", None)
-        return with_joined_experts(stand_in.sanitize(tensors))
+        return with_joined_experts(stand_in.sanitize(with_released_names(tensors)))
 
     return sanitize
 

@@ -1,0 +1,198 @@
+"""Checkpoints exactly as transformers writes them, trained and adapted here, are read by transformers again. Live.
+
+test_peft.py has every kind of adapter; here stand the files and the classes that a user names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data.example import Example, Splits
+from deltatune.export.peft_adapter import write_peft
+from deltatune.export.peft_import import import_peft
+from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.models.load import load_model
+from deltatune.selftest.parity import seeded, vision
+from deltatune.selftest.parity.cases import CASES
+from deltatune.train import Trainer
+from deltatune.train.log import Screen
+from deltatune.train.setup import prepare
+
+pytestmark = [
+    pytest.mark.oracle,
+    # Raised inside transformers and PEFT.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
+]
+
+TOLERANCE = 1e-4
+TOKENS = np.arange(3, 3 + 2 * 19).reshape(2, 19) * 7 % seeded.VOCAB
+SAVED = ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing_hybrid")
+TEXT = {f"text {name}": name for name in SAVED}
+IMAGES = {"images qwen3_5": "qwen3_5", "images qwen3_5_moe": "qwen3_5_moe"}
+
+
+def saved(folder: Path, kind: str) -> Path:
+    """Let transformers save a tiny model of drawn weights, of a text class or of one with a vision tower."""
+    import transformers
+    from parity import theirs, vision_theirs
+
+    if kind in TEXT:
+        case = CASES[TEXT[kind]]
+        config, shapes = theirs.layout(case)
+        model = theirs.load(config, case.family.weights(shapes))
+    else:
+        case = vision.CASES[IMAGES[kind]]
+        config, shapes = vision_theirs.layout(case)
+        model = vision_theirs.load(config, case.weights(shapes))
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.save_pretrained(folder)
+    return folder
+
+
+def their_model(folder: Path, kind: str) -> Any:
+    import torch
+    import transformers
+
+    library = transformers.AutoModelForCausalLM if kind in TEXT else transformers.AutoModelForImageTextToText
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    model, notes = library.from_pretrained(folder, output_loading_info=True, **options)
+    assert not {key: value for key, value in notes.items() if value}
+    return model
+
+
+def their_logits(model: Any) -> np.ndarray:
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(TOKENS), use_cache=False).logits.numpy()
+
+
+def our_logits(model: nn.Module) -> np.ndarray:
+    model.eval()
+    return np.array(model(mx.array(TOKENS)).astype(mx.float32))
+
+
+def moved(model: nn.Module) -> nn.Module:
+    def drawn(path: str, value: mx.array) -> mx.array:
+        return value + mx.array(seeded.spread(f"export {path}", value.shape, 0.08))
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+    return model
+
+
+@pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+def test_a_save_has_the_logits_of_transformers(kind, tmp_path):
+    base = saved(tmp_path / "base", kind)
+    if "moe" in kind or "next" in kind:
+        assert any(".experts.0." in name for name in mx.load(str(base / "model.safetensors")))
+    model, _ = load_model(base)
+    assert np.abs(our_logits(model) - their_logits(their_model(base, kind))).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["text qwen3_5", "text qwen3_5_moe", "images qwen3_5", "images qwen3_5_moe"])
+def test_an_export_in_the_class_that_its_card_names(kind, tmp_path):
+    import peft
+
+    base = saved(tmp_path / "base", kind)
+    model, _ = load_model(base)
+    plain = our_logits(model)
+    convert_to_lora(model, LoraConfig(rank=3, scale=1.5))
+    ours = our_logits(moved(model))
+    save_adapters(model, tmp_path / "adapter", {"model": str(base)})
+    write_peft(base, tmp_path / "adapter", tmp_path / "peft", str(base))
+    adapted = peft.PeftModel.from_pretrained(their_model(base, kind), tmp_path / "peft")
+    assert np.abs(plain - ours).max() > 0.05
+    assert np.abs(their_logits(adapted) - ours).max() < TOLERANCE
+    # Without a task in the file it takes the class that auto_mapping names.
+    by_file = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft", attn_implementation="eager")
+    assert np.abs(their_logits(by_file.float()) - ours).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+def test_a_model_that_was_trained_as_a_whole(kind, tmp_path):
+    base = saved(tmp_path / "base", kind)
+    options = TrainConfig(
+        model=str(base),
+        data="rows",
+        adapter_path=str(tmp_path / "full"),
+        fine_tune_type="full",
+        num_layers=-1,
+        batch_size=2,
+        iters=3,
+        learning_rate=1e-3,
+        val_batches=0,
+    )
+    model, config = load_model(base)
+    plain = our_logits(model)
+    prepare(model, options)
+    rows = [Example(row.astype(np.int32), np.arange(len(row)) > 0, f"row {at}") for at, row in enumerate(TOKENS)]
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    Trainer(model, tokenizer, options, Splits(rows), model_config=config, screen=Screen(shown=False)).run()
+    ours = our_logits(model)
+    assert np.abs(plain - ours).max() > 0.05
+    assert np.abs(their_logits(their_model(tmp_path / "full", kind)) - ours).max() < TOLERANCE
+
+
+# Makes an adapter by PEFT and saves it beside the logits of the adapted model.
+_PEFT = """
+import json, sys
+import numpy as np, peft, torch, transformers
+base, target, options, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), np.array(json.loads(sys.argv[4]))
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    base, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+)
+model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options))
+torch.manual_seed(3)
+with torch.no_grad():
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn_like(parameter)
+    logits = model.eval()(input_ids=torch.from_numpy(tokens), use_cache=False).logits
+model.save_pretrained(target)
+np.save(target + "/logits.npy", logits.numpy())
+print(peft.__version__)
+"""
+OLD = "0.18.0"
+
+
+@pytest.fixture(scope="session")
+def old_peft(tmp_path_factory) -> Path:
+    """A folder with an older version of PEFT, which stores the factors of experts the other way round."""
+    folder = tmp_path_factory.mktemp("peft")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"peft=={OLD}"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["installed", OLD])
+@pytest.mark.parametrize("what", ["linear", "experts"])
+def test_an_adapter_that_a_version_of_peft_saved(what, old, old_peft, tmp_path):
+    base = saved(tmp_path / "base", "text qwen3_5_moe")
+    options = {"target_modules": ["q_proj", "o_proj", "in_proj_qkv"]}
+    if what == "experts":
+        options |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    words = [str(base), str(tmp_path / "peft"), json.dumps(options), json.dumps(TOKENS.tolist())]
+    environment = os.environ | ({"PYTHONPATH": str(old_peft)} if old else {})
+    done = subprocess.run([sys.executable, "-c", _PEFT, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (done.stdout.split()[-1] == OLD) is old
+    import_peft(base, tmp_path / "peft", tmp_path / "imported")
+    model, _ = load_model(base)
+    plain, expected = our_logits(model), np.load(tmp_path / "peft" / "logits.npy")
+    load_adapters(model, tmp_path / "imported")
+    assert np.abs(plain - expected).max() > 0.05
+    assert np.abs(our_logits(model) - expected).max() < TOLERANCE
