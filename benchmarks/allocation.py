@@ -57,8 +57,8 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
 
     from deltatune.config import TrainConfig
     from deltatune.data import Splits
-    from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.screen import Screen
     from random_data import UnsavedTokenizer, random_examples
 
     iterations: list[tuple[int, float]] = []

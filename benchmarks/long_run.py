@@ -57,8 +57,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.data import Splits
     from deltatune.data.example import Example
     from deltatune.models.load import new_model
-    from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.screen import Screen
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 

@@ -55,8 +55,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.config import LoraConfig, TrainConfig
     from deltatune.plan import fit
     from deltatune.plan.array_layout import ArrayLayout
-    from deltatune.train.log import Screen
     from deltatune.train.loop import Trainer
+    from deltatune.train.screen import Screen
     from deltatune.train.setup import ready
 
     with tempfile.TemporaryDirectory() as name:

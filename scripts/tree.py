@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
 ORDER = [
     "errors",
     "upstream",
+    "wrapping",
     "values",
     "yaml_files",
     "json_fields",

@@ -39,7 +39,7 @@ from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.train import Trainer
-from deltatune.train.log import Screen
+from deltatune.train.screen import Screen
 from deltatune.train.setup import prepare
 
 # Rows of so many tokens, longer than every window of sizes.py, and the documents of a packed row.

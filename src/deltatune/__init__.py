@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops.gated_delta import gated_delta
     from .patches import patched
     from .train import Trainer
+    from .train.dialogue import generate
 
 _startup.prepare()
 
@@ -31,6 +32,7 @@ _MODULES = {
     "attention": "ops.attention",
     "convert_to_lora": "lora",
     "gated_delta": "ops.gated_delta",
+    "generate": "train.dialogue",
     "load": "models.load",
     "load_datasets": "data",
     "patched": "patches",
@@ -43,6 +45,7 @@ __all__ = [
     "attention",
     "convert_to_lora",
     "gated_delta",
+    "generate",
     "load",
     "load_datasets",
     "patched",

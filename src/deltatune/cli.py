@@ -10,13 +10,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from .commands import demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train
+from .commands import chat, demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train, watch
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import startup
 from .values import short
+from .wrapping import for_stream
 
-COMMANDS = (train, plan, eval, generate, merge, export, import_, run, doctor, selftest, demo)
+COMMANDS = (train, plan, watch, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         startup.check()
         return arguments.call(arguments)
     except UserError as error:
-        sys.stderr.write(f"deltatune: {error}\n")
+        sys.stderr.write(for_stream(f"deltatune: {error}", sys.stderr) + "\n")
         return 2
     except OSError as error:
         if arguments.call is run.run:

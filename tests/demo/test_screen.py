@@ -4,15 +4,7 @@ import pytest
 from rich.ansi import AnsiDecoder
 from rich.console import Console
 
-from deltatune.demo.screen import DemoScreen, sparkline
-
-
-def test_sparkline_spans_the_blocks_and_keeps_its_width():
-    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
-    assert sparkline([4, 4, 0, 0], 2) == "█▁"
-    assert len(sparkline(range(1000), 48)) == 48
-    assert sparkline([1.0], 48) == "▁"
-    assert sparkline([], 48) == ""
+from deltatune.demo.screen import DemoScreen
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -24,7 +16,7 @@ def test_no_line_is_wider_than_the_screen(width):
     screen.line("word " * 40, ("12.0%", "bold red"))
     screen.answers([("a message " * 9, "no idea " * 12, '{"tool":"order"}' * 9, True), ("another", "", "{}", False)])
     screen.start(0, 100)
-    screen.advance(1, "loss 3.5")
+    screen.advance(1, 3.5, 1.0)
     screen.stop()
     lines = _without_escapes(file.getvalue()).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width

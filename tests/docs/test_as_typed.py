@@ -33,6 +33,7 @@ SHORTER = {
 }
 # What keeps a command from running here, by how the command begins.
 NOT_RUN = {
+    "deltatune chat": "it reads questions; tests/commands/test_chat.py",
     "deltatune doctor": "tests/doctor runs it",
     "deltatune selftest": "it takes minutes; tests/selftest",
     "deltatune export --to gguf": "it needs llama.cpp; tests/export/test_gguf_file.py and test_gguf_adapter.py",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,37 @@ def test_end_tokens_belong_to_a_whole_model(tmp_path, target, tokens, said):
     done = deltatune(*asked)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+# It writes what it was given, as llama-quantize would: the type, and what the converter wrote.
+QUANTIZER = """#!{python}
+import pathlib, sys
+pathlib.Path(sys.argv[2]).write_text(sys.argv[3] + pathlib.Path(sys.argv[1]).read_text())
+"""
+
+
+@pytest.mark.parametrize("place", ["build/bin", "."])
+def test_types_that_the_converter_does_not_write_go_through_llama_quantize(words, plain_names, tmp_path, capsys, place):
+    folder = tmp_path / "llama.cpp" / place
+    assert main([*words, "--outtype", "q4_k_m"]) == 2
+    assert "llama-quantize makes this type, and there is none on PATH or built in" in capsys.readouterr().err
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "llama-quantize"
+    program.write_text(QUANTIZER.format(python=sys.executable))
+    program.chmod(0o755)
+    assert main([*words, "--outtype", "q4_k_m"]) == 0
+    written = (tmp_path / "out.gguf").read_text()
+    assert written.startswith("Q4_K_M{")
+    assert json.loads(written[6:])["words"] == ["--outtype", "auto"]
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base", "llama.cpp", "out.gguf", "out.Modelfile"}
+
+
+def test_a_modelfile_lies_beside_the_file(words, plain_names, tmp_path, capsys):
+    assert main(words) == 0
+    lines = (tmp_path / "out.Modelfile").read_text().splitlines()
+    assert lines[0] == "FROM ./out.gguf"
+    assert any(line.startswith("PARAMETER stop ") for line in lines) == any("TEMPLATE" in line for line in lines)
+    assert f"ollama create NAME -f {tmp_path / 'out.Modelfile'}" in capsys.readouterr().out
 
 
 @pytest.mark.bad_input("--to gguf: a family that llama.cpp does not know")

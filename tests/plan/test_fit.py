@@ -61,6 +61,7 @@ def test_plan_says_how_much_where_and_what_fits(run, options, limited, monkeypat
         r"Peak memory: [\d.]+ MB \(limit 300.0 MB: a test\), in the \w+",
         r"Peak live buffers: \d+ .*, in the \w+",
         r"parameters \d+, gradients \d+, moments \d+, all else \d+",
+        r"^Fits: [\d.]+ MB of 300.0 MB\.\n",
         r"It fits\.\nLargest that fits, one at a time:\n",
         r"length: [^\n]*\d[\d,]*( or more)?\n  batch: [^\n]*\d[\d,]*( or more)?\n  rank: 64( or more)?\n",
     ):
@@ -76,12 +77,14 @@ def test_what_the_step_needs_is_said_before_larger_ones_are_planned(checkpoint, 
 
     monkeypatch.setattr(fit, "largest", searched)
     config = TrainConfig(model=str(checkpoint), data=str(options[3]), max_seq_length=32)
-    found = fit.examine(config, DeviceLimits(None, 10**12, "a test", "a test"), said.append)
-    assert known[0][0] == "Step: 4 x 32 = 128 tokens."
-    assert "Peak memory" in known[0][1]
-    assert "It fits." in known[0][1]
+    limits = DeviceLimits(None, 10**12, "a test", "a test")
+    found = fit.examine(config, limits, screen.PlanLines(said.append))
+    assert known[0][0].startswith("Fits: ")
+    assert known[0][1] == "Step: 4 x 32 = 128 tokens."
+    assert "Peak memory" in known[0][2]
+    assert "It fits." in known[0][2]
     first = "  length: at least 7, by the growth of smaller plans 9"
-    assert [lines[2:] for lines in known] == [[], [first], [first, first.replace("length", "batch")]]
+    assert [lines[3:] for lines in known] == [[], [first], [first, first.replace("length", "batch")]]
     assert found.batch == found.length == found.rank == Largest(7, False, 9)
 
 
@@ -94,9 +97,7 @@ def test_a_largest_value_is_said_as_it_is_known():
         Largest(0, True): "not known, since its plan would take long",
         Largest(0, False): "none",
     }
-    assert {found: screen.largest("batch", found) for found in said} == {
-        found: f"  batch: {words}" for found, words in said.items()
-    }
+    assert {found: screen.words(found) for found in said} == said
 
 
 @pytest.mark.parametrize("expert_updates", ["dense", "active"])

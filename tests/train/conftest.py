@@ -22,7 +22,7 @@ from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.train import Trainer, loop, micro_batches
-from deltatune.train.log import Screen
+from deltatune.train.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
 

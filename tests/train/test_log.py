@@ -1,7 +1,6 @@
-"""Tests metrics.jsonl, the screen, and the services that receive metrics."""
+"""Tests metrics.jsonl and the services that receive metrics."""
 
 import errno
-import io
 import json
 import os
 import sys
@@ -9,7 +8,6 @@ import tempfile
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from deltatune.errors import UserError
 from deltatune.train import log
@@ -35,52 +33,6 @@ def test_unwritable_metrics_are_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
         log.Metrics(tmp_path / "file" / "metrics.jsonl")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (59.6, "1:00"), (245, "4:05"), (3723, "1:02:03")])
-def test_durations(seconds, text):
-    assert log.duration(seconds) == text
-
-
-def test_lines_hold_every_figure():
-    record = {
-        "iteration": 10,
-        "train_loss": 1.23456,
-        "grad_norm": None,
-        "learning_rate": 1e-5,
-        "iterations_per_second": 2.5,
-        "tokens_per_second": 12345.6,
-        "peak_memory": 1.5,
-    }
-    assert log.train_line(record, 20, 4.0) == (
-        "Iter 10/20: train loss 1.2346, grad norm -, lr 1e-05, 2.5 it/s, 12,346 tok/s, peak 1.5 GB, 0:04 left"
-    )
-    assert "grad norm 0.5," in log.train_line(record | {"grad_norm": 0.5}, 20, 4.0)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(terminal):
-    out = io.StringIO()
-    screen = log.Screen(console=Console(file=out, force_terminal=terminal, width=100))
-    screen.start(3, 10)
-    screen.advance(4, "loss 1.0")
-    screen.evaluating(1, 2)
-    screen.say("[bold]brackets stay[/bold]")
-    screen.stop()
-    screen.stop()
-    assert "[bold]brackets stay[/bold]" in out.getvalue()
-    assert ("4/10" in out.getvalue()) == terminal
-    assert ("\x1b" in out.getvalue()) == terminal
-
-
-def test_other_ranks_are_silent():
-    out = io.StringIO()
-    screen = log.Screen(shown=False, console=Console(file=out, force_terminal=True))
-    screen.start(0, 1)
-    screen.advance(1, "")
-    screen.say("hello")
-    screen.stop()
-    assert out.getvalue() == ""
 
 
 def recorder(calls, name):
@@ -256,16 +208,3 @@ def test_metrics_cut_short_do_not_spoil_the_next_line(tmp_path):
     metrics.close()
     assert path.read_bytes() == b'{"iteration": 1}\n{"iterat\n{"iteration": 3}\n'
     assert length == path.stat().st_size
-
-
-def test_a_run_goes_on_where_nobody_reads(monkeypatch):
-    """Writing fails once the terminal or pipe is closed."""
-
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stdout", Closed())
-    screen = log.Screen()
-    screen.say("nobody reads this")
-    screen.say("nor this")

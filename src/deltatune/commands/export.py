@@ -45,7 +45,8 @@ def add(commands: Any) -> None:
     add(
         "--outtype",
         metavar="TYPE",
-        help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto; of an adapter, f32)",
+        help="type of the tensors of a GGUF file: f32, f16, bf16, q8_0, auto (default: auto; of an adapter, f32); of a "
+        "model also one that llama-quantize makes, such as q4_k_m",
     )
     add("--data", metavar="DIR", help="folder with test.jsonl, to compare the loss before and after a merge")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
@@ -141,20 +142,29 @@ def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -
 
 
 def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.gguf_file import converter_command, write_gguf
+    from ..export.gguf_file import converter_command, quantizer_command, write_gguf
+    from ..export.modelfile import write_modelfile
+    from ..json_files import read_json
+    from ..lora.adapter_files import template_options
     from ..models.generation_config import end_tokens
+    from ..models.load import load_tokenizer, locate
 
-    outtype = _outtype(arguments, "auto")
-    command = converter_command(arguments.llama_cpp)
-    ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
-    path = write_gguf(arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends)
-    lines = [f"llama.cpp's converter wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
+    outtype, given = arguments.outtype or "auto", arguments.extra_eos_token or []
+    command, quantizer = converter_command(arguments.llama_cpp), quantizer_command(arguments.llama_cpp, outtype)
+    ends = end_tokens(arguments.model, given) if given else []
+    path = write_gguf(
+        arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends, quantizer=quantizer
+    )
+    base = locate(arguments.model)
+    tokenizer, options = load_tokenizer(base, read_json(base / "config.json")), template_options(arguments.adapter_path)
+    notes = write_modelfile(path.with_suffix(".Modelfile"), path, tokenizer, options, given)
+    lines = [f"llama.cpp's programs wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
     if ends:
         lines.append(
-            f"The file's end token is {arguments.extra_eos_token[0]}: llama.cpp stops at another one where it knows "
+            f"The file's end token is {given[0]}: llama.cpp stops at another one where it knows "
             "its name, such as <|endoftext|>."
         )
-    return lines, []
+    return lines, notes
 
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

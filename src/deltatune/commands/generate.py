@@ -38,29 +38,40 @@ def add(commands: Any) -> None:
     )
     add("--system-prompt", type=str, metavar="TEXT", help="system message that goes before the prompt")
     add("--prefill-response", type=str, metavar="TEXT", help="text with which the answer begins")
-    add("--max-tokens", "-m", type=int, metavar="N", help="largest number of tokens in the answer (default: 100)")
-    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
-    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
-    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
-    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
-    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add_sampling(add, 100)
     add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
-    add(
-        "--chat-template-config",
-        metavar="JSON",
-        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
-    )
     _add_media(add)
-    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
     add(
         "--verbose",
         type=_true_or_false,
         metavar="BOOL",
         help="whether to print speeds after the answer: true or false",
     )
+    parser.set_defaults(call=run, parser=parser)
+
+
+def add_sampling(add: Any, max_tokens: int) -> None:
+    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        metavar="N",
+        help=f"largest number of tokens in the answer (default: {max_tokens})",
+    )
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
+    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add(
+        "--chat-template-config",
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
     add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def _add_media(add: Any) -> None:
@@ -106,12 +117,12 @@ def _true_or_false(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
-def _range(default: Any, **limits: float) -> Any:
+def range_field(default: Any, **limits: float) -> Any:
     """A field that is a number within these limits."""
     return dataclasses.field(default=default, metadata={"range": Range(**limits)})  # type: ignore[arg-type]
 
 
-def _text() -> Any:
+def text_field() -> Any:
     """A field that is a text, which may be empty, or None."""
     return dataclasses.field(default=None, metadata={"empty": True})
 
@@ -127,23 +138,23 @@ class GenerateOptions:
     model: str
     prompt: str
     adapter_path: str | None = None
-    system_prompt: str | None = _text()
-    prefill_response: str | None = _text()
-    max_tokens: int = _range(100, least=1)
-    temp: float = _range(0.0, least=0)
-    top_p: float = _range(1.0, above=0, most=1)
-    min_p: float = _range(0.0, least=0, most=1)
-    top_k: int = _range(0, least=0)
-    seed: int | None = _range(None, least=0, most=2**64 - 1)
+    system_prompt: str | None = text_field()
+    prefill_response: str | None = text_field()
+    max_tokens: int = range_field(100, least=1)
+    temp: float = range_field(0.0, least=0)
+    top_p: float = range_field(1.0, above=0, most=1)
+    min_p: float = range_field(0.0, least=0, most=1)
+    top_k: int = range_field(0, least=0)
+    seed: int | None = range_field(None, least=0, most=2**64 - 1)
     ignore_chat_template: bool = False
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
     video: tuple[str, ...] = ()
-    min_pixels: int | None = _range(None, least=1)
-    max_pixels: int | None = _range(None, least=1)
-    fps: float | None = _range(None, above=0)
-    video_max_frames: int | None = _range(None, least=1)
+    min_pixels: int | None = range_field(None, least=1)
+    max_pixels: int | None = range_field(None, least=1)
+    fps: float | None = range_field(None, above=0)
+    video_max_frames: int | None = range_field(None, least=1)
     verbose: bool = True
     trust_remote_code: bool = False
     force: bool = False
@@ -161,23 +172,21 @@ def generate(options: GenerateOptions) -> str:
     import mlx.core as mx
 
     from ..data.prompts import prompt_tokens
-    from ..models.adapted_base import folder_of, load_with_adapter
-    from ..models.early_refusal import refuse_unserved
+    from ..models.adapted_base import load_with_adapter
     from ..models.generate import Sampling, stream
     from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
-    from ..patches import INFERENCE
+    from ..train.dialogue import stopped_at_nan
 
     if options.seed is not None:
         mx.random.seed(options.seed)
-    template_options, media = _template_options(options), _first_media(options)
+    template_options = trained_template_options(options.adapter_path, options.chat_template_config)
+    media = _first_media(options)
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
-    if not options.force:
-        folder = folder_of(options.model, options.adapter_path)
-        refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=trusted)
+    check_served(options, media)
     loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
-    _check(options, loaded)
+    check_tokens(options, loaded)
     _add_ends(options, loaded)
     pictures = _pictures(options, loaded) if media else None
     tokens = prompt_tokens(
@@ -201,7 +210,7 @@ def generate(options: GenerateOptions) -> str:
     else:
         answer = stream(loaded, tokens, options.max_tokens, sampling)
     parts, last = [], None
-    for last in _stopped_at_nan(answer, loaded):
+    for last in stopped_at_nan(answer, loaded):
         print(last.text, end="", flush=True)
         parts.append(last.text)
     print()
@@ -213,25 +222,12 @@ def generate(options: GenerateOptions) -> str:
     return "".join(parts)
 
 
-def _template_options(options: GenerateOptions) -> dict[str, Any]:
+def trained_template_options(adapter_path: str | None, given: str | None) -> dict[str, Any]:
     """Return the variables of the chat template: those that the adapter was trained with, then those of the flag."""
     from ..lora.adapter_files import template_options
 
-    given = options.chat_template_config
     asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
-    return template_options(options.adapter_path, asked)
-
-
-def _stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
-    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN."""
-    import mlx.core as mx
-
-    from ..train.nonfinite import refuse_damaged
-
-    for number, piece in enumerate(answer):
-        if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
-            refuse_damaged(loaded.model)
-        yield piece
+    return template_options(adapter_path, asked)
 
 
 def _prompt(text: str) -> str:
@@ -250,7 +246,18 @@ def _prompt(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _check(options: GenerateOptions, loaded: Loaded) -> None:
+def check_served(options: Any, media: str | None = None) -> None:
+    """Refuse, before weights are read, a model of which results depend on upstream's code; `media` as _first_media."""
+    from ..models.adapted_base import folder_of
+    from ..models.early_refusal import refuse_unserved
+    from ..patches import INFERENCE
+
+    if not options.force:
+        folder = folder_of(options.model, options.adapter_path)
+        refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=options.trust_remote_code)
+
+
+def check_tokens(options: Any, loaded: Loaded) -> None:
     """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
     from ..patches import INFERENCE, patched
 

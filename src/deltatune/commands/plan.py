@@ -19,18 +19,27 @@ def add(commands: Any) -> None:
         description="Plan a run without running a step. The options are those of `deltatune train` (see "
         "docs/how/memory.md). The exit code is 1 if the run does not fit.",
     )
+    parser.add_argument("--verbose", action="store_true", help="say which primitives hold the memory, and where")
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of a run, each part once it is known. The exit code is 0 if the run fits, and 1 if not."""
+    """Print the plan of a run, its answer first. The exit code is 0 if the run fits, and 1 if not."""
     config = config_from(arguments)
     require(config, "plan", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
+    from rich.console import Console
+
     from ..plan.fit import examine
+    from ..plan.screen import PlanLines, PlanPanel
     from ..plan.search import fits
 
-    plan = examine(config, say=partial(print, flush=True))
+    console = Console(highlight=False)
+    if console.is_terminal:
+        with PlanPanel(console, arguments.verbose) as shown:
+            plan = examine(config, shown=shown)
+    else:
+        plan = examine(config, shown=PlanLines(partial(print, flush=True), arguments.verbose))
     return 0 if fits(plan.forecast, plan.limits) else 1

@@ -11,8 +11,9 @@ from ..machine import startup
 from .flags import add_options, config_from, require
 
 if TYPE_CHECKING:
-    from ..train import Result
+    from ..train import Result, Trainer
     from ..train.outputs import Outputs
+    from ..train.screen import Screen
 
 
 def add(commands: Any) -> None:
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
         help="print the first batch, with the tokens that count in the loss marked, and stop",
     )
     parser.add_argument("--verbose", action="store_true", help="name every patch that is applied")
+    parser.add_argument("--serve", action="store_true", help="show the run in a browser, on this machine alone")
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
@@ -40,17 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
     require(config, "train", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    train(config, show=arguments.show_batch, verbose=arguments.verbose)
+    train(config, show=arguments.show_batch, verbose=arguments.verbose, serve=arguments.serve)
     return 0
 
 
-def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> Result | None:
+def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, serve: bool = False) -> Result | None:
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
         config: The options of the run.
         show: Whether to print the first batch and stop, instead of training.
         verbose: Whether to name every patch that is applied.
+        serve: Whether to show the run in a browser while it lasts.
 
     Returns:
         How the run ended, or None where `show` stopped it.
@@ -61,8 +64,9 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
     from ..train.distributed import World
     from ..train.evaluate import say_loss
     from ..train.folder import RunFolder
-    from ..train.log import Screen, check_services
+    from ..train.log import check_services
     from ..train.options_check import check_options
+    from ..train.screen import Screen
     from ..train.setup import ready, training_order
 
     world = World()
@@ -86,13 +90,35 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
             screen.say(line)
         trainer = Trainer.of(run, screen, folder)
         checked = check(run, force=config.force)
-        for line in checked.lines:
-            screen.say(line)
+        for fact in checked.said:
+            screen.say(fact)
+        if serve and world.main:
+            _serve(stack, trainer, screen)
         result = trainer.run(checkpoints=checked.checkpoints)
         if config.test:
             say_loss("Test", run, run.splits.test, screen)
-        screen.say(f"Saved in {config.adapter_path}; {_best(result, trainer.outputs)}report: {trainer.outputs.report}")
+        _say_saved(screen, config, result, trainer.outputs)
         return result
+
+
+def _serve(stack: contextlib.ExitStack, trainer: Trainer, screen: Screen) -> None:
+    """Show the run in a browser until `stack` ends."""
+    from ..train.live import LivePage
+
+    page = stack.enter_context(LivePage(trainer.outputs.directory, lambda: True))
+    screen.say(f"Live: {page.address}")
+
+
+def _say_saved(screen: Screen, config: TrainConfig, result: Result, outputs: Outputs) -> None:
+    """Say where the results are."""
+    best = _best(result, outputs)
+    line = f"Saved in {config.adapter_path}; {best}report: {outputs.report}"
+    rows = [
+        ("saved", f"{config.adapter_path}"),
+        ("best", best.removeprefix("best, with ").rstrip("; ")),
+        ("report", str(outputs.report)),
+    ]
+    screen.ended(line, [row for row in rows if row[1]])
 
 
 def _best(result: Result, outputs: Outputs) -> str:

@@ -21,10 +21,11 @@ from ..errors import UserError
 from ..models.load import Loaded
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
+from ..train.columns import sparkline
 from ..train.report import ReportTable, write_report
 from ..train.setup import ready
 from ..train.tree import leaves
-from .screen import DemoScreen, sparkline
+from .screen import DemoScreen
 
 RELOADED = 24
 ENOUGH = 0.9

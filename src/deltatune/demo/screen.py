@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 
 from rich.console import Console
 from rich.padding import Padding
@@ -13,20 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..train.log import Screen, duration
+from ..train.columns import Record, duration
+from ..train.screen import Fact, Screen
 
 INDENT = 4
 WIDEST = 112
-_BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as at most `width` block characters; each shows the mean of an equal stretch of the values."""
-    count = min(width, len(values))
-    cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
 
 
 class DemoScreen(Screen):
@@ -85,8 +75,14 @@ class DemoScreen(Screen):
             self.console.print(Text.assemble(" " * (INDENT + 1), (f"{name:8}", "dim"), text), soft_wrap=True)
         self.console.print()
 
-    def say(self, text: str) -> None:
-        """Leave out a line of the trainer."""
+    def say(self, told: str | Fact) -> None:
+        """Leave out what the trainer says."""
+
+    def training(self, record: Record, total: int, left: float) -> None:
+        """Leave out the trainer's figures."""
+
+    def validation(self, record: Record, *, best: bool) -> None:
+        """Leave out the trainer's figures."""
 
     def start(self, done: int, total: int) -> None:
         """Show the progress bar where the output is a terminal."""
@@ -104,13 +100,15 @@ class DemoScreen(Screen):
         self._task = self._bar.add_task("", total=total, completed=done, note="compiling the step")
         self._bar.start()
 
-    def advance(self, done: int, note: str) -> None:
-        """Move the bar to `done` iterations; `note` is the trainer's text, such as `loss 0.1234`."""
-        self.losses.append(float(note.removeprefix("loss ")))
+    def advance(self, done: int, loss: float | None, left: float) -> None:
+        """Move the bar to `done` iterations, with the loss and the estimated time that is left beside it."""
+        if loss is not None:
+            self.losses.append(loss)
         if self._bar is not None:
             total = self._bar.tasks[0].total or done
             left = (time.perf_counter() - self._began) / done * (total - done)
-            self._bar.update(self._task, completed=done, note=f"{note}  {duration(left)} left")
+            note = "" if loss is None else f"loss {loss:.4f}  "
+            self._bar.update(self._task, completed=done, note=f"{note}{duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:
         """Show that validation is running, without its progress, since it is quick."""

@@ -21,6 +21,11 @@ from .module_names import check_layout
 
 CONVERTER = "convert_hf_to_gguf.py"
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+QUANTIZER = "llama-quantize"
+# The types that llama-quantize makes, such as q4_k_m, q6_k, iq4_xs and q4_0; it knows best which of them there are.
+_QUANTIZED = re.compile(r"i?q[1-8]_\w+|tq[12]_0|mxfp4\w*", re.IGNORECASE)
+# Where a build of llama.cpp leaves its programs.
+_BUILT = ("", "build/bin", "bin")
 # How much of the converter's output a message quotes.
 _LAST_LINES = 5
 
@@ -51,6 +56,38 @@ def converter_command(given: str | None, name: str = CONVERTER) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def quantizer_command(given: str | None, outtype: str) -> list[str] | None:
+    """Return the words that start llama-quantize where `outtype` needs it, or None if the converter writes that type.
+
+    Args:
+        given: the folder of llama.cpp, or a path in it; None looks on PATH.
+        outtype: the type of the tensors.
+
+    Raises:
+        UserError: the type is unknown, or there is no llama-quantize.
+    """
+    if outtype in OUTTYPES:
+        return None
+    if not _QUANTIZED.fullmatch(outtype):
+        raise UserError(
+            f"--outtype {outtype}: expected {', '.join(OUTTYPES)}, or a type of {QUANTIZER}, such as q4_k_m."
+        )
+    if given is not None:
+        path = Path(given).expanduser()
+        folder = path if path.is_dir() else path.parent
+        for found in (folder / part / QUANTIZER for part in _BUILT):
+            if found.is_file():
+                return [str(found)]
+    on_path = shutil.which(QUANTIZER)
+    if on_path is None:
+        raise UserError(
+            f"--outtype {outtype}: {QUANTIZER} makes this type, and there is none on PATH"
+            f"{'' if given is None else f' or built in {given}'}; install llama.cpp (brew install llama.cpp), or take "
+            "q8_0, which needs none."
+        )
+    return [on_path]
+
+
 def write_gguf(
     model_path: str | Path,
     adapter_path: str | Path,
@@ -58,6 +95,7 @@ def write_gguf(
     command: list[str],
     outtype: str = "auto",
     ends: Sequence[int] = (),
+    quantizer: list[str] | None = None,
 ) -> Path:
     """Merge an adapter into its base and convert the result to a GGUF file.
 
@@ -66,8 +104,9 @@ def write_gguf(
         adapter_path: the folder of the adapter.
         save_path: the file to write, which must not exist.
         command: what starts the converter (`converter_command`).
-        outtype: the converter's type of the tensors; "auto" keeps half precision.
+        outtype: the type of the tensors; "auto" keeps half precision.
         ends: the tokens at which generation stops, the one that the file is to name last; none leaves the base's.
+        quantizer: what starts llama-quantize, where the converter cannot write that type (`quantizer_command`).
 
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.
@@ -84,7 +123,11 @@ def write_gguf(
         if ends:
             write_ends(merged, ends)
             write_tokenizer_end(merged, ends[-1])
-        return [*command, str(merged), "--outfile", str(partial), "--outtype", outtype]
+        if quantizer is None:
+            return [*command, str(merged), "--outfile", str(partial), "--outtype", outtype]
+        whole = folder / "whole.gguf"
+        run_converter([*command, str(merged), "--outfile", str(whole), "--outtype", "auto"], whole)
+        return [*quantizer, str(whole), str(partial), outtype.upper()]
 
     write_converted(save_path, convert)
     return save_path
@@ -104,14 +147,18 @@ def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]])
         save_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{save_path.name}.", dir=save_path.parent) as folder:
             partial = Path(folder) / save_path.name
-            command = convert(Path(folder), partial)
-            done = _run(command)
-            if done.returncode != 0 or not partial.is_file():
-                program = next(word for word in command if word.endswith(".py"))
-                raise UserError(f"{program} failed with exit code {done.returncode}: {_end(done)}")
+            run_converter(convert(Path(folder), partial), partial)
             os.replace(partial, save_path)
     except OSError as error:
         raise UserError(f"{save_path}: the file cannot be written ({error.strerror}).") from error
+
+
+def run_converter(command: list[str], made: Path) -> None:
+    """Run one of llama.cpp's programs; UserError unless it ends well and the file `made` is there."""
+    done = _run(command)
+    if done.returncode != 0 or not made.is_file():
+        program = next((word for word in command if word.endswith(".py")), command[0])
+        raise UserError(f"{program} failed with exit code {done.returncode}: {_end(done)}")
 
 
 def check_known(command: list[str], path: Path) -> None:

@@ -21,6 +21,7 @@ from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..train import state
+from ..train.screen import Fact
 from ..train.setup import Run, load_model, prepare, ready
 from . import screen
 from .array_layout import ArrayLayout
@@ -38,13 +39,7 @@ _MOST_RANK = 256
 _SECONDS = 12.0
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
-def examine(
-    config: TrainConfig, limits: DeviceLimits | None = None, say: Callable[[str], None] = _say_nothing
-) -> RunForecast:
+def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: screen.Shown | None = None) -> RunForecast:
     """Plan the run that `config` describes, and search for the largest batch, length and rank that fit.
 
     The weights are not read from the disk.
@@ -52,7 +47,7 @@ def examine(
     Args:
         config: the run.
         limits: the limits to plan for; those of MLX's default device where None.
-        say: receives what is found, line by line, as soon as it is known.
+        shown: is told what is found, as soon as it is known.
 
     Raises:
         UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
@@ -64,27 +59,27 @@ def examine(
             f"plan: this version of MLX stores its graphs in a way that deltatune does not know ({error}); "
             "deltatune train works without a plan."
         ) from error
-    limits = limits or device_limits()
+    limits, shown = limits or device_limits(), shown or screen.PlanLines(lambda line: None)
     run = ready(config, lazy=True)
     run.prepare()
     rows, length = shape(run)
-    say(screen.shape(rows, length, run.config.max_seq_length))
-    choice = _choice(run, limits, layout, say)
+    shown.shape(rows, length, run.config.max_seq_length)
+    choice = _choice(run, limits, layout, shown.tried)
     # Where larger values are searched for, auto may checkpoint every layer.
     searched = _without_choice(run.config)
     if choice is None:
         first = _step(run.model, searched, rows, length, run.splits, layout)
         found = RunForecast(first, limits)
-        say(screen.step(found))
+        shown.step(found)
     else:
         found = RunForecast(choice.forecast, limits, checkpoints=str(choice))
-        say(screen.step(found))
+        shown.step(found)
         all_again = choice.again == choice.of
         first = choice.forecast if all_again else _step(run.model, searched, rows, length, run.splits, layout)
     values = {}
     for name, value in _searches(run, searched, first, limits, layout):
         values[name] = value
-        say(screen.largest(name, value))
+        shown.largest(name, value)
     return dataclasses.replace(found, batch=values["batch"], length=values["length"], rank=values.get("rank"))
 
 
@@ -134,11 +129,11 @@ class Checked:
     """A run that was checked.
 
     Args:
-        lines: what to tell the user: the plan, or why there is none on this version of MLX.
+        said: what to tell the user: the plan, or why there is none on this version of MLX.
         checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
     """
 
-    lines: list[str]
+    said: list[Fact | str]
     checkpoints: Checkpoints | None
 
 
@@ -162,21 +157,22 @@ def check(run: Run, *, force: bool = False) -> Checked:
             f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
         )
         return _unplanned(run, line)
-    lines = [screen.line(plan, limits)] if choice is None else [str(choice), screen.line(plan, limits)]
+    said: list[Fact | str] = [] if choice is None else [screen.checkpoints(choice)]
+    said.append(screen.memory(plan, limits))
     if not fits(plan, limits):
-        message = f"{lines[-1]} {_remedy(run, plan, choice, limits, layout)}"
+        message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}"
         if not force:
             raise UserError(f"{message} --force trains all the same.")
-        lines[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(lines, None if choice is None else choice.checkpoints)
+        said[-1] = f"{message} Training starts all the same (--force)."
+    return Checked(said, None if choice is None else choice.checkpoints)
 
 
 def _choice(
-    run: Run, limits: DeviceLimits, layout: ArrayLayout, say: Callable[[str], None] = _say_nothing
+    run: Run, limits: DeviceLimits, layout: ArrayLayout, tried: Callable[[Choice], None] | None = None
 ) -> Choice | None:
     """What is computed again if `grad_checkpoint` is auto: that of the run that is continued, or a new choice.
 
-    Every rank computes again what the one with the least memory needs, so that all round alike. `say` is told each
+    Every rank computes again what the one with the least memory needs, so that all round alike. `tried` is told each
     plan.
     """
     if run.config.grad_checkpoint != "auto":
@@ -185,7 +181,8 @@ def _choice(
 
     def attempt(checkpoints: Checkpoints) -> Forecast:
         plan = _step(run.model, run.config, rows, length, run.splits, layout, checkpoints)
-        say(screen.tried(order.choice(checkpoints, plan)))
+        if tried is not None:
+            tried(order.choice(checkpoints, plan))
         return plan
 
     saved = _saved_checkpoints(run)

@@ -1,11 +1,144 @@
-"""Formats a plan as text for the user."""
+"""Shows a plan: its answer first, then what the step needs and the largest values that fit, as each is known."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ..train.screen import Fact, panel
 from .checkpoints import Choice
 from .device_limits import DeviceLimits
 from .forecast import Forecast, Moment
 from .search import Largest, RunForecast, fits
+
+_WIDEST = 120
+
+
+class Shown(Protocol):
+    """Is told what a plan finds, as it is found."""
+
+    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
+        """Take the step that is planned."""
+
+    def tried(self, choice: Choice) -> None:
+        """Take what the step needs with one choice of checkpoints."""
+
+    def step(self, found: RunForecast) -> None:
+        """Take what the step of the run needs."""
+
+    def largest(self, name: str, found: Largest) -> None:
+        """Take the largest length, batch or rank that fits."""
+
+
+class PlanLines:
+    """Says a plan in plain lines, for a pipe or a file.
+
+    Args:
+        say: Takes one or more lines.
+        verbose: Whether to say which primitives hold the memory, and where in the model.
+    """
+
+    def __init__(self, say: Callable[[str], object], verbose: bool = False):
+        self._say, self._verbose = say, verbose
+        self._before: list[str] = []
+
+    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
+        self._before.append(f"Step: {_shape(rows, length, max_seq_length)}.")
+
+    def tried(self, choice: Choice) -> None:
+        self._before.append(tried(choice))
+
+    def step(self, found: RunForecast) -> None:
+        self._say(f"{verdict(found)}.")
+        for line in self._before:
+            self._say(line)
+        self._say(step(found, verbose=self._verbose))
+
+    def largest(self, name: str, found: Largest) -> None:
+        self._say(f"  {name}: {words(found)}")
+
+
+class PlanPanel:
+    """Shows a plan on a terminal: a line with the answer above a panel, both of which change as more is known.
+
+    It is used in a `with` block. A terminal that cannot redraw its lines gets them at the end of it.
+
+    Args:
+        console: The terminal.
+        verbose: Whether to show which primitives hold the memory, and where in the model.
+    """
+
+    def __init__(self, console: Console, verbose: bool = False):
+        self._console, self._verbose = console, verbose
+        self._facts: dict[str, Fact] = {}
+        self._found: RunForecast | None = None
+        self._rows: Largest | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> PlanPanel:
+        if not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._whole, vertical_overflow="visible")
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._found is not None:
+            self._console.print(self._whole())
+
+    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
+        self._add("step", _shape(rows, length, max_seq_length))
+
+    def tried(self, choice: Choice) -> None:
+        self._add("tried", tried(choice).partition(": ")[2])
+
+    def step(self, found: RunForecast) -> None:
+        plan, limits, self._found = found.forecast, found.limits, found
+        self._facts.pop("tried", None)
+        if found.checkpoints is not None:
+            self._add("checkpoints", found.checkpoints.partition(": ")[2].rstrip("."))
+        of = f" of {size(limits.bytes)}" if limits.bytes is not None else ""
+        share = plan.bytes.amount / limits.bytes if limits.bytes else None
+        text = (
+            f"{size(plan.bytes.amount)}{of}, {limits.why_bytes}; the peak is in the {_where(plan.bytes, self._verbose)}"
+        )
+        self._add("memory", text, share)
+        self._add("of it", f"{_parts(plan)}{_alive(plan.bytes) if self._verbose else ''}")
+        if limits.buffers is not None or self._verbose:
+            of = f" of {limits.buffers:,}" if limits.buffers is not None else ""
+            share = plan.buffers.amount / limits.buffers if limits.buffers else None
+            more = f"; {_counts(plan)}{_alive(plan.buffers)}" if self._verbose else ""
+            self._add("buffers", f"{plan.buffers.amount:,}{of}, {limits.why_buffers}{more}", share)
+        if plan.unknown:
+            self._add("note", unknown(plan).strip())
+        self._add("largest", "one at a time, what fits:")
+
+    def largest(self, name: str, found: Largest) -> None:
+        if name == "length":
+            self._rows = found
+        self._add(name, words(found))
+
+    def _add(self, name: str, text: str, share: float | None = None) -> None:
+        self._facts[name] = Fact(name, text, share=share)
+        if self._live is not None:
+            self._live.refresh()
+
+    def _whole(self) -> RenderableType:
+        if not self._facts:
+            return Text("Loading the model's shape and the data", style="dim")
+        first = Text("Planning the step", style="dim")
+        if self._found is not None:
+            good = fits(self._found.forecast, self._found.limits)
+            first = Text(verdict(self._found), style="bold green" if good else "bold red")
+            first.append("; looking for the longest row" if self._rows is None else f"; {longest(self._rows)}")
+        plain = self._console.options.ascii_only
+        width = min(self._console.width, _WIDEST)
+        return Group(first, panel("deltatune plan", list(self._facts.values()), width, plain))
 
 
 def size(count: int) -> str:
@@ -13,14 +146,49 @@ def size(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
+def verdict(found: RunForecast) -> str:
+    """Whether the step fits, and what it needs of what there is, such as `Fits: 12.1 of 80 GB`."""
+    plan, limits = found.forecast, found.limits
+    word = "Fits" if fits(plan, limits) else "Does not fit"
+    need, most = plan.bytes.amount, limits.bytes
+    if most is None:
+        return f"{word}: {size(need)}"
+    of = f"{need / 1e9:.3g} of {most / 1e9:.3g} GB" if min(need, most) >= 1e9 else f"{size(need)} of {size(most)}"
+    buffers = limits.buffers is not None and plan.buffers.amount > limits.buffers
+    return f"{word}: {of}" + (f"; {plan.buffers.amount:,} of {limits.buffers:,} live buffers" if buffers else "")
+
+
+def longest(found: Largest) -> str:
+    """The longest row that fits, in a few words."""
+    value = found.probable or found.value
+    if not value:
+        return "how long a row may be is not known" if found.more else "no row fits"
+    about = "about " if found.probable else ""
+    return f"longest row {about}{value:,}{' or more' if found.more else ''}"
+
+
+def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
+    """What the step needs of what the device has, for the first lines of a run."""
+    of = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes else ""
+    text = f"{size(plan.bytes.amount)} planned{of}; {plan.rows} x {plan.length:,} tokens"
+    text += f".{unknown(plan)}" if plan.unknown else ""
+    share = plan.bytes.amount / limits.bytes if limits.bytes else None
+    return Fact("memory", text, line=line(plan, limits), share=share)
+
+
+def checkpoints(choice: Choice) -> Fact:
+    """What is computed again where `grad_checkpoint` is auto, for the first lines of a run."""
+    return Fact("checkpoints", str(choice).partition(": ")[2].rstrip("."), line=str(choice))
+
+
 def line(plan: Forecast, limits: DeviceLimits) -> str:
     """One sentence with the peaks and the limits of the device."""
     most = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes is not None else ""
     buffers = f" of {limits.buffers:,}" if limits.buffers is not None else ""
-    verdict = "it fits" if fits(plan, limits) else "it does not fit"
+    fit = "it fits" if fits(plan, limits) else "it does not fit"
     return (
         f"Plan: {plan.rows} x {plan.length:,} tokens need {size(plan.bytes.amount)}{most} and "
-        f"{plan.buffers.amount:,}{buffers} live buffers at their peaks: {verdict}.{unknown(plan)}"
+        f"{plan.buffers.amount:,}{buffers} live buffers at their peaks: {fit}.{unknown(plan)}"
     )
 
 
@@ -32,27 +200,24 @@ def unknown(plan: Forecast) -> str:
     return f" The plan has no rule for {kinds} of this version of MLX, and counts one new buffer for each result."
 
 
-def shape(rows: int, length: int, max_seq_length: int) -> str:
+def _shape(rows: int, length: int, max_seq_length: int) -> str:
     """Which step is planned; and why, where its rows are shorter than the option allows."""
-    line = f"Step: {rows} x {length:,} = {rows * length:,} tokens"
+    text = f"{rows} x {length:,} = {rows * length:,} tokens"
     if length < max_seq_length:
-        line += f", since no row of the data is longer, although max_seq_length is {max_seq_length:,}"
-    return f"{line}."
+        text += f", since no row of the data is longer, although max_seq_length is {max_seq_length:,}"
+    return text
 
 
-def step(found: RunForecast) -> str:
-    """What the step of the run needs, and whether it fits."""
+def step(found: RunForecast, *, verbose: bool = False) -> str:
+    """What the step of the run needs, and whether it fits; with the primitives that hold it where `verbose`."""
     plan, limits = found.forecast, found.limits
     lines = [] if found.checkpoints is None else [found.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
-    lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in {plan.bytes.where}.")
-    rest = plan.bytes.amount - sum(plan.sizes.values())
-    parts = [f"{name} {size(count)}" for name, count in plan.sizes.items()]
-    lines.append(f"  {', '.join(parts)}, all else {size(max(rest, 0))}; {_alive(plan.bytes)}")
+    lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in the {_where(plan.bytes, verbose)}.")
+    lines.append(f"  {_parts(plan)}{_alive(plan.bytes) if verbose else ''}.")
     limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
-    lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in {plan.buffers.where}.")
-    parts = [f"{name} {count:,}" for name, count in plan.counts.items()]
-    lines.append(f"  {', '.join(parts)}, all else {plan.beyond:,}; {_alive(plan.buffers)}")
+    lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in the {_where(plan.buffers, verbose)}.")
+    lines.append(f"  {_counts(plan)}{_alive(plan.buffers) if verbose else ''}.")
     lines.append(("It fits." if fits(plan, limits) else "It does not fit.") + unknown(plan))
     lines.append("Largest that fits, one at a time:")
     return "\n".join(lines)
@@ -66,16 +231,32 @@ def tried(choice: Choice) -> str:
     )
 
 
-def largest(name: str, found: Largest) -> str:
-    """The largest batch, length or rank that fits, as a line of its own."""
-    words = [f"at least {found.value:,}" if found.probable else f"{found.value:,}"] if found.value else []
+def words(found: Largest) -> str:
+    """The largest batch, length or rank that fits."""
+    named = [f"at least {found.value:,}" if found.probable else f"{found.value:,}"] if found.value else []
     if found.probable:
-        words.append(f"by the growth of smaller plans {found.probable:,}")
-    if not words:
-        return f"  {name}: {'not known, since its plan would take long' if found.more else 'none'}"
-    return f"  {name}: {', '.join(words)}{' or more' if found.more else ''}"
+        named.append(f"by the growth of smaller plans {found.probable:,}")
+    if not named:
+        return "not known, since its plan would take long" if found.more else "none"
+    return f"{', '.join(named)}{' or more' if found.more else ''}"
+
+
+def _where(moment: Moment, verbose: bool) -> str:
+    """Where in the step a peak is: the phase, and where `verbose` the part of the model that it is near."""
+    return (moment.where if verbose else moment.where.partition(",")[0]).removeprefix("the ")
+
+
+def _parts(plan: Forecast) -> str:
+    rest = plan.bytes.amount - sum(plan.sizes.values())
+    return ", ".join(
+        [*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {size(max(rest, 0))}"]
+    )
+
+
+def _counts(plan: Forecast) -> str:
+    return ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
 
 
 def _alive(moment: Moment) -> str:
     shown = ", ".join(f"{each.kind} {size(each.bytes)} in {each.buffers:,}" for each in moment.alive)
-    return f"most of it from {shown}." if shown else "nothing else is alive."
+    return f"; most of it from {shown}" if shown else "; nothing else is alive"

@@ -24,7 +24,7 @@ from ..demo.assets import MODEL
 from ..machine import backend, environment
 from ..models.load import load
 from ..train import Trainer
-from ..train.log import Screen
+from ..train.screen import Screen
 from ..train.setup import prepare
 from ..train.tree import leaves
 from .measure import as_float64, relative_norm

@@ -1,4 +1,4 @@
-"""Writes the lines that a run prints before its first step: model, trainable parameters, device, data and step."""
+"""Says what a run is before its first step: model, trainable parameters, device, data and step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ..patches import PatchReport
 from ..patches.summary import summary
 from .distributed import World
 from .report import ReportTable
+from .screen import Fact
 from .setup import Training
 from .state import Progress, exists, state_path
 from .tree import leaves
@@ -109,7 +110,7 @@ def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
     return found
 
 
-def lines(
+def facts(
     model: nn.Module,
     config: TrainConfig,
     splits: Splits,
@@ -118,8 +119,8 @@ def lines(
     world: World,
     *,
     verbose: bool = False,
-) -> list[str]:
-    """Return the lines that a run prints before its first step.
+) -> list[Fact | str]:
+    """Return the facts that a run prints before its first step, and notes among them.
 
     Args:
         model: The model, made trainable.
@@ -130,30 +131,30 @@ def lines(
         world: The ranks of the run.
         verbose: Whether to name every patch.
     """
-    opening = [f"Model: {config.model}; {layer_summary(trained.layers)}."]
-    opening.append(f"Training: {what_trains(model, config)}.")
+    opening: list[Fact | str] = [Fact("model", f"{config.model}; {layer_summary(trained.layers)}")]
+    opening.append(Fact("training", what_trains(model, config)))
     if any(layer.kind == "delta" for layer in trained.layers):
-        opening.append(f"Gated delta: {served(trained.patches)}.")
-        opening.append(f"Patches: {(str(trained.patches) if verbose else summary(trained.patches)).rstrip('.')}.")
-    opening.append(f"Device: {backend.device()}; BLAS: {blas.status()}.")
+        opening.append(Fact("gated delta", served(trained.patches)))
+        opening.append(Fact("patches", (str(trained.patches) if verbose else summary(trained.patches)).rstrip(".")))
+    opening.append(Fact("device", f"{backend.device()}; BLAS: {blas.status()}"))
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
             f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
             "each rank, or import deltatune before anything uses mlx."
         )
-    opening.append(f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}.")
+    loss = f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}"
+    opening.append(Fact("loss", loss.removeprefix("Loss "), line=f"{loss}."))
     widths = ", ".join(str(width) for width in order.widths)
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     if isinstance(order, StreamOrder):
         rows = f"{order.window_rows:,} rows are read and shuffled at a time"
     else:
         rows = f"{order.rows} rows an epoch"
-    opening.append(f"Data: {examples(splits)}; {rows}, {config.batch_size} a batch{share}.")
+    opening.append(Fact("data", f"{examples(splits)}; {rows}, {config.batch_size} a batch{share}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
-        opening.append(
-            f"Epochs: {config.epochs:g} of {order.batches_per_epoch} iterations each, so {config.iters} iterations."
-        )
-    opening.append(f"Step: {trained.compiled}, once for each width of {widths} tokens.")
+        each = order.batches_per_epoch
+        opening.append(Fact("epochs", f"{config.epochs:g} of {each} iterations each, so {config.iters} iterations"))
+    opening.append(Fact("step", f"{trained.compiled}, once for each width of {widths} tokens"))
     opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:

@@ -12,10 +12,10 @@ from ..errors import UserError
 from . import ended_by_macos, state
 from .distributed import World
 from .interrupt import StoppedError, StopRequest, leave
-from .log import Screen
 from .outputs import Outputs
 from .peers import Peers
 from .saving import Saving
+from .screen import Screen
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
 # dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds.

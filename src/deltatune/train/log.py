@@ -1,4 +1,4 @@
-"""Reports the progress of a run: on the screen, in metrics.jsonl, and to services such as TensorBoard."""
+"""Keeps the progress of a run: in metrics.jsonl, and in services such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.text import Text
-
 from ..config import nearest
 from ..errors import UserError, reason
-from .preferences.figures import line
 from .state import refusal
 
 Record = dict[str, Any]
 # The key under which a record of metrics.jsonl holds answers.
 SAMPLES = "samples"
-# The letters of a prompt or an answer that a line on the screen shows.
-_SHOWN = 100
 
 
 class Service(Protocol):
@@ -271,101 +264,3 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise, where rich would end the process."""
-        raise BrokenPipeError
-
-
-class Screen:
-    """Prints lines and, on a terminal, a progress bar.
-
-    Args:
-        shown: False makes the screen silent, as on ranks other than 0.
-        console: The console of rich that it prints on; standard output by default.
-        verbose: Whether to print what few people need, such as the name of every patch.
-    """
-
-    def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False):
-        self._shown, self.verbose = shown, verbose
-        self._console = console or _Console(highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-
-    def say(self, text: str) -> None:
-        """Print one or more lines, above the bar if there is one."""
-        if self._shown:
-            try:
-                self._console.print(Text(text))
-            except OSError:
-                # If nobody reads the output, for example because the terminal was closed, the run continues silently.
-                self._shown = False
-
-    def start(self, done: int, total: int) -> None:
-        """Show the bar if this is a terminal; `done` of `total` iterations are complete."""
-        if not (self._shown and self._console.is_terminal):
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self._bar = Progress(*columns, console=self._console, transient=True)
-        self._task = self._bar.add_task("training", total=total, completed=done, note="")
-        self._bar.start()
-
-    def advance(self, done: int, note: str) -> None:
-        """Move the bar to `done` iterations, with the text `note` beside it."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, description="training", note=note)
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show on the bar that `done` of `total` batches are evaluated."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"evaluating {done}/{total}")
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `1:02:03` or `4:05`."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def train_line(record: Record, total: int, left: float) -> str:
-    """Format a training record as a line; `left` is the estimated remaining time in seconds."""
-    norm = record["grad_norm"]
-    return (
-        f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}{line(record)}, "
-        f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
-        f"{record['iterations_per_second']:.3g} it/s, {record['tokens_per_second']:,.0f} tok/s, "
-        f"peak {record['peak_memory']:.3g} GB, {duration(left)} left"
-    )
-
-
-def validation_line(record: Record) -> str:
-    """Format the record of an evaluation as a line."""
-    figures = line(record, "val_")
-    return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
-
-
-def sample_lines(record: Record) -> str:
-    """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
-    return "\n".join(
-        f"Iter {record['iteration']}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}"
-        for number, sample in enumerate(record[SAMPLES], 1)
-    )
-
-
-def _beginning(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else words[: _SHOWN - 3] + "..."

@@ -6,10 +6,8 @@ Their order depends only on the saved state, so that a run that is killed anywhe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +20,7 @@ from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
-from . import announce, content, kept_choices, log, nonfinite, state
+from . import announce, content, kept_choices, nonfinite, state
 from .check import check
 from .distributed import World
 from .ending import Ending
@@ -33,12 +31,12 @@ from .micro_batches import LONGEST, MicroBatches
 from .optimizer import build_optimizer
 from .options_check import check_updates
 from .outputs import Outputs
-from .preferences.figures import means
 from .preferences.reference import fill
-from .report import write_report
+from .reporting import Reporting
 from .result import Advance, Result
 from .samples import Samples
 from .saving import Saving
+from .screen import Screen
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
 from .step import LossFunction
 
@@ -78,7 +76,7 @@ class Trainer:
         *,
         model_config: dict[str, Any] | None = None,
         world: World | None = None,
-        screen: log.Screen | None = None,
+        screen: Screen | None = None,
         folder: RunFolder | None = None,
         processor: Any = None,
     ):
@@ -90,7 +88,7 @@ class Trainer:
         self.config = config = with_iterations(config, self._train_order)
         if config.epochs is not None:
             check_updates(config)
-        self.screen = screen or log.Screen(shown=self.world.main)
+        self.screen = screen or Screen(shown=self.world.main)
         self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
@@ -98,11 +96,13 @@ class Trainer:
         self._facts = content.facts(model, config, model_config)
         identity = state.fingerprint(config, model=config.model, **self._facts)
         self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
+        self._reporting = Reporting(config, self.outputs, self.screen, self.world.main)
+        self._saving.after = self._report_saved
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
     @classmethod
-    def of(cls, run: Run, screen: log.Screen | None = None, folder: RunFolder | None = None) -> Trainer:
+    def of(cls, run: Run, screen: Screen | None = None, folder: RunFolder | None = None) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
@@ -125,21 +125,21 @@ class Trainer:
             kept_choices.agree(self._saving.chosen, world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
             trained = stack.enter_context(training(self.model, config, checkpoints=checkpoints))
-            for line in announce.lines(
+            for fact in announce.facts(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
-                self.screen.say(line)
+                self.screen.say(fact)
             for line in announce.implementations(self._saving.chosen):
                 self.screen.say(line)
+            self.screen.panel("deltatune train")
             if self.outputs.note is not None:
                 self.screen.say(self.outputs.note)
-            #: What the run is, for its report.
-            self.about = announce.about(self.model, config, self.splits, trained)
-            tables = announce.layer_table(trained)
+            self._reporting.about = announce.about(self.model, config, self.splits, trained)
+            self._reporting.tables = announce.layer_table(trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
             self._prepare(trained)
             keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
-            stack.callback(self._close)
+            stack.callback(self._reporting.close)
             stack.enter_context(self._ending)
             self._freed_memory = stack.enter_context(FreedMemory(config.clear_cache_threshold))
             self._open()
@@ -150,11 +150,13 @@ class Trainer:
                 self._loop()
                 self._save(finished=True)
         result = Result.of(self.progress, self._out_of_patience())
-        if world.main:
-            where, figures = (self.outputs.report, self.outputs.metrics), dataclasses.asdict(result)
-            for problem in write_report(*where, config, figures, about=self.about, tables=tables):
-                self.screen.say(f"Report: {problem}")
+        self._reporting.write(self.progress, "ended", result)
         return result
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What the run is, by name, for its report; empty until run() is called."""
+        return self._reporting.about
 
     @property
     def progress(self) -> state.Progress:
@@ -174,8 +176,6 @@ class Trainer:
         given = self._step, self._saving, self._ending, self._order, config, world
         self._micro_batches = MicroBatches(self.model, self._optimizer, *given)
         self._batches: list[Batch] = []
-        self._window: deque[tuple[float, int]] = deque()
-        self._recent: deque[float] = deque(maxlen=50)
 
     def _open(self) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
@@ -195,18 +195,8 @@ class Trainer:
                 self.screen.say(line)
         elif config.resume:
             self.screen.say(announce.nothing_to_resume(config))
-        metrics = log.Metrics(self.outputs.metrics, self.progress.metrics_bytes) if world.main else None
-        self._metrics = self._saving.metrics = metrics
-        options, services = dataclasses.asdict(config), config.report_to if world.main else None
-        self._services = log.open_services(services, self.outputs.directory, config.project_name, options)
-
-    def _close(self) -> None:
-        self.screen.stop()
-        for service in getattr(self, "_services", []):
-            service.close()
-        metrics = getattr(self, "_metrics", None)
-        if metrics is not None:
-            metrics.close()
+        self._reporting.open(self.progress)
+        self._saving.metrics = self._reporting.metrics
 
     def _loop(self) -> None:
         config, stop = self.config, self._ending.stop
@@ -231,7 +221,7 @@ class Trainer:
                 self._save()
             asked = self._iterate()
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
-                self._report_training()
+                self._reporting.training(progress, self._optimizer.learning_rate.item(), self._figures)
 
     def _evaluation_is_due(self) -> bool:
         config, at = self.config, self.progress.iteration
@@ -258,9 +248,10 @@ class Trainer:
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
         progress.val_loss = loss
-        self._report(record, log.validation_line(record))
         # Without a target to count, the loss is NaN, which is no best.
-        if not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss):
+        best = not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss)
+        self._reporting.validation(progress, record, best=best)
+        if best:
             progress.best_loss, progress.evaluations_without_gain = loss, 0
             progress.best_iteration = progress.iteration
             # Before the first iteration nothing is trained: the model as it came is not worth a copy.
@@ -282,8 +273,7 @@ class Trainer:
             return False
         self.progress.sampled = self.progress.iteration
         if self.world.main:
-            record = {"iteration": self.progress.iteration, log.SAMPLES: answers}
-            self._report(record, log.sample_lines(record))
+            self._reporting.samples(self.progress, answers)
         return True
 
     def _out_of_patience(self) -> bool:
@@ -309,9 +299,8 @@ class Trainer:
         self._freed_memory.after_iteration()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
-        self._window.append((seconds, int(all_tokens)))
-        self._recent.append(seconds)
-        self.screen.advance(progress.iteration, f"loss {loss_sum / weight_sum:.4f}" if weight_sum else "")
+        loss = loss_sum / weight_sum if weight_sum else None
+        self._reporting.iteration(progress, seconds, int(all_tokens), loss)
         return asked > 0
 
     def _next_batch(self) -> Batch:
@@ -333,7 +322,7 @@ class Trainer:
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""
         config, at = self.config, self.progress.iteration + 1
-        if at >= config.iters or self._ending.stop.asked or not self._recent or self._recent[-1] > LONGEST:
+        if at >= config.iters or self._ending.stop.asked or self._reporting.last_seconds > LONGEST:
             return False
         due = [config.save_every]
         if self._valid_order is not None and config.val_batches:
@@ -342,34 +331,13 @@ class Trainer:
             due.append(config.steps_per_sample or config.steps_per_eval)
         return all(at % each for each in due)
 
-    def _report_training(self) -> None:
-        progress = self.progress
-        seconds = sum(s for s, _ in self._window) or 1e-9
-        loss = progress.window_loss / progress.window_weight if progress.window_weight else math.nan
-        record = {
-            "iteration": progress.iteration,
-            "train_loss": loss,
-            "grad_norm": progress.grad_norm,
-            "learning_rate": self._optimizer.learning_rate.item(),
-            "iterations_per_second": len(self._window) / seconds,
-            "tokens_per_second": sum(t for _, t in self._window) / seconds,
-            "trained_tokens": int(progress.trained_tokens),
-            "peak_memory": mx.get_peak_memory() / 1e9,
-        } | means(self._figures, progress.window_figures)
-        left = sum(self._recent) / len(self._recent) * (self.config.iters - progress.iteration)
-        progress.start_report()
-        self._window.clear()
-        progress.train_loss = loss
-        self._report(record, log.train_line(record, self.config.iters, left))
-
-    def _report(self, record: dict[str, Any], line: str) -> None:
-        self.screen.say(line)
-        if self._metrics is not None:
-            self.progress.metrics_bytes = self._metrics.write(record)
-        log.send(record, self._services)
-
     def _save(self, finished: bool = False) -> None:
         self._on_every_rank(lambda: self._saving.save(finished))
+
+    def _report_saved(self) -> None:
+        """Write the report after a save; the progress may be that of the last update."""
+        if not self.progress.finished:
+            self._reporting.write(self.progress, "stopped" if self._ending.stop.asked else "still training")
 
     def _on_every_rank(self, action: Callable[[], None]) -> None:
         """Do what raises a UserError on every rank if it raises one on any."""

@@ -10,6 +10,7 @@ import html
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,7 @@ class RunReport:
         notes: Sentences below the headline, about what the report lacks.
         metrics: The records of metrics.jsonl, which are drawn as curves.
         tables: The tables in order; folded ones come below the curves, the others above.
+        run: What the run is, by name, and its `iterations`, for the live page (described() reads them).
     """
 
     title: str
@@ -80,6 +82,19 @@ class RunReport:
     notes: Sequence[str] = ()
     metrics: Sequence[dict[str, Any]] = ()
     tables: Sequence[ReportTable] = ()
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+_RUN = re.compile(r"<meta name=run content=\"([^\"]*)\">")
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Return what the report in `path` says of its run: its fields by name, and `iterations`; {} if it says nothing."""
+    # It stands in the first lines, before anything that a run wrote.
+    with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
+        found = _RUN.search(file.read(1 << 16))
+        return {} if found is None else dict(json.loads(html.unescape(found[1])))
+    return {}
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -90,11 +105,12 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
         no such record.
     """
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    records = [_record(line) for line in lines]
+    records = [parse_record(line) for line in lines]
     return [record for record in records if record is not None], records.count(None)
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of a metrics.jsonl, or None if it holds none."""
     try:
         record = json.loads(line)
     # A deeply nested line exhausts the parser's recursion.
@@ -146,6 +162,7 @@ def write_report(
     tables: Sequence[ReportTable] = (),
     headline: dict[str, str] | None = None,
     title: str | None = None,
+    state: str = "ended",
 ) -> list[str]:
     """Write the report of a run.
 
@@ -158,6 +175,7 @@ def write_report(
         tables: Tables to show before those of the options.
         headline: Figures to show before those of the result.
         title: What was trained; the name of the model by default.
+        state: How the run stands, in words.
 
     Returns:
         Lines that say what the report lacks because `metrics` is damaged.
@@ -166,13 +184,35 @@ def write_report(
         UserError: If the file system refuses.
     """
     records, damaged = read_metrics(metrics)
+    done = f"{result['iterations']} of {config.iters}"
     problems = []
     if damaged or not metrics.is_file():
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
         problems = [f"{what}; the curves show the records that are left: {len(records)}."]
     now = datetime.datetime.now().astimezone()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **about}
-    facts = [
+    report = RunReport(
+        title=f"{title or Path(config.model or '').name}: training report",
+        subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size} rows; {state}",
+        headline={**(headline or {}), **_headline(result)},
+        notes=problems,
+        metrics=records,
+        tables=[
+            ReportTable("The run", ("what", "value"), list(run.items())),
+            *tables,
+            *sample_tables(records),
+            *_facts(config),
+        ],
+        run=about | {"iterations": config.iters},
+    )
+    text = render(report)
+    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    return problems
+
+
+def _facts(config: TrainConfig) -> list[ReportTable]:
+    """Return the tables of the options and of the machine."""
+    return [
         ReportTable(
             "Options that differ from their defaults",
             ("option", "value"),
@@ -184,17 +224,6 @@ def write_report(
             "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
         ),
     ]
-    report = RunReport(
-        title=f"{title or Path(config.model or '').name}: training report",
-        subtitle=f"{config.fine_tune_type}, {result['iterations']} iterations of {config.batch_size} rows",
-        headline={**(headline or {}), **_headline(result)},
-        notes=problems,
-        metrics=records,
-        tables=[ReportTable("The run", ("what", "value"), list(run.items())), *tables, *sample_tables(records), *facts],
-    )
-    text = render(report)
-    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
-    return problems
 
 
 def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
@@ -264,7 +293,8 @@ def render(report: RunReport) -> str:
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
-        f"<title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body><main>"
+        f'<meta name=run content="{html.escape(json.dumps(report.run))}">'
+        f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p></header>"
         f"<section class=cards style=--across:{across}>{cards}</section>{notes}"
         + "".join(_table(table) for table in report.tables if not table.folded)
@@ -300,7 +330,8 @@ def _cell(value: Any) -> str:
     return f"<td>{html.escape(str(value))}</td>"
 
 
-_STYLE = """
+#: The style sheet of the report and of the live page.
+STYLE = """
 :root{--ground:#fbfbfa;--panel:#fff;--ink:#1d2228;--soft:#68717c;--line:#e3e5e8;--a:#2962b8;--b:#c2571a;color-scheme:light}
 @media(prefers-color-scheme:dark){:root{--ground:#14171b;--panel:#1c2026;--ink:#e6e9ed;--soft:#98a2ad;--line:#2e343c;
 --a:#74a8f5;--b:#f0955a;color-scheme:dark}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class Saving:
         updating: Whether an update is being made, so that the parameters may be partly updated.
         metrics: The metrics of the run, on rank 0.
         chosen: The implementations that the run has chosen.
+        after: Is called on rank 0 after each save.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Saving:
         self.progress, self.saved, self.updating = state.Progress(), -1, False
         self.metrics: Metrics | None = None
         self.chosen = Rankings()
+        self.after: Callable[[], None] = lambda: None
         # Whether the state file that the next save replaces is undamaged.
         self._sound = True
         # It is None right after an update, and before the first accumulation begins.
@@ -202,6 +205,8 @@ class Saving:
             state.save(self._outputs.state, arrays, self.progress, self._identity, sound=self._sound)
             self._sound = True
         self.saved = self.progress.iteration
+        if self._world.main:
+            self.after()
 
     def _parted(self, sums: Sums) -> Sums:
         """Return the sums with each gradient at the path of its parameter, as they are saved."""

@@ -24,7 +24,7 @@ from ...ops.segments import segments
 from ..compiled import compiled
 from ..distributed import World
 from ..evaluate import evaluating
-from ..log import Screen
+from ..screen import Screen
 from ..setup import Training, batch_order
 from ..state import write_atomically
 from ..step import Arrays, arrays

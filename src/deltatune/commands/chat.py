@@ -1,0 +1,199 @@
+"""`deltatune chat` talks to a model, with an adapter, without it, or with both."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..machine import startup
+from ..values import fix
+from .flags import add_adapter, add_model, given
+from .generate import add_sampling, range_field, text_field, trained_template_options
+
+if TYPE_CHECKING:
+    from ..models.load import Loaded
+    from ..train.dialogue import Dialogue
+
+_HELP = "q ends the conversation, r forgets it, h prints this"
+_COMPARED = ", c asks the base too, or no more"
+
+
+def add(commands: Any) -> None:
+    """Add the command and its flags to the command line."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model, with an adapter, without it, or with both",
+        description="Talk to a model. Ctrl-C ends an answer, and the conversation where none is being given.",
+    )
+    add_model(parser, "folder of the model")
+    add_adapter(parser)
+    parser.add_argument("--compare", action="store_true", help="ask the base too, and print its answers first")
+    parser.add_argument("--system-prompt", type=str, metavar="TEXT", help="system message at the beginning")
+    add_sampling(parser.add_argument, 256)
+    parser.set_defaults(call=run, parser=parser)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """The options of `chat`, under the names that `generate` and mlx_lm.chat give them.
+
+    Raises:
+        UserError: If an option has a value that it may not have.
+    """
+
+    model: str
+    adapter_path: str | None = None
+    compare: bool = False
+    system_prompt: str | None = text_field()
+    max_tokens: int = range_field(256, least=1)
+    temp: float = range_field(0.0, least=0)
+    top_p: float = range_field(1.0, above=0, most=1)
+    min_p: float = range_field(0.0, least=0, most=1)
+    top_k: int = range_field(0, least=0)
+    seed: int | None = range_field(None, least=0, most=2**64 - 1)
+    chat_template_config: str | None = None
+    extra_eos_token: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.compare and self.adapter_path is None:
+            raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the user ends it, and return exit code 0."""
+    options = ChatOptions(**given(ChatOptions, arguments))
+    if not options.trust_remote_code:
+        startup.leave_torch_out()
+    Chat(options).talk()
+    return 0
+
+
+class Chat:
+    """A conversation on the terminal.
+
+    Args:
+        options: What the user asked for.
+    """
+
+    def __init__(self, options: ChatOptions):
+        import mlx.core as mx
+
+        from ..models.adapted_base import load_with_adapter
+        from .generate import check_served, check_tokens
+
+        if options.seed is not None:
+            mx.random.seed(options.seed)
+        self._options, self._compares = options, options.compare
+        self._template = trained_template_options(options.adapter_path, options.chat_template_config)
+        check_served(options)
+        self._loaded = load_with_adapter(
+            options.model, options.adapter_path, trust_remote_code=options.trust_remote_code
+        )
+        check_tokens(options, self._loaded)
+        self._answering = self._conversation(self._loaded)
+        self._base: Dialogue | None = None
+
+    def talk(self) -> None:
+        """Read questions and print answers, until `q`, the end of the input, or Ctrl-C between answers."""
+        adapter = f", {self._options.adapter_path}" if self._options.adapter_path else ""
+        print(f"{self._options.model}{adapter}. {self._help()}.", flush=True)
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while (question := self._read()) != "q":
+                self._obey(question)
+
+    def _help(self) -> str:
+        return _HELP + (_COMPARED if self._options.adapter_path else "")
+
+    def _read(self) -> str:
+        """Return a question; a pipe, whose reader wants answers alone, gets no prompt."""
+        if sys.stdin is None:
+            raise EOFError
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 (it lets input() edit a line and recall the last ones)
+            return input(">> ").strip()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.strip()
+
+    def _obey(self, question: str) -> None:
+        """Do what one of the letters asks for, or answer."""
+        if question == "h":
+            print(f"{self._help()}.", flush=True)
+        elif question == "r":
+            for conversation in (self._answering, self._base):
+                if conversation is not None:
+                    conversation.reset()
+            print("What was said is forgotten.", flush=True)
+        elif question == "c" and self._options.adapter_path:
+            self._compares = not self._compares
+            print("The base answers, too." if self._compares else "The adapter answers alone.", flush=True)
+        elif question:
+            self._answer(question)
+
+    def _answer(self, question: str) -> None:
+        if not self._compares:
+            self._print(self._answering, question)
+            return
+        with self._bare() as base:
+            print("base:")
+            went_on = self._print(base, question)
+        if went_on:
+            print("adapter:")
+            self._print(self._answering, question)
+
+    def _print(self, conversation: Dialogue, question: str) -> bool:
+        """Print an answer as it comes; return False where Ctrl-C ended it."""
+        pieces = conversation.ask(question)
+        try:
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", flush=True)
+            return False
+        except UserError as error:
+            # What the template refuses costs the question, not the conversation.
+            print(f"deltatune: {error}", file=sys.stderr)
+            return False
+        finally:
+            pieces.close()
+        print(flush=True)
+        return True
+
+    @contextlib.contextmanager
+    def _bare(self) -> Iterator[Dialogue]:
+        """Yield a conversation with the base, of which it has heard the questions that were put to both."""
+        from ..lora.without import can_be_without, without_adapters
+        from ..models.load import load
+
+        shared = can_be_without(self._loaded.model)
+        if self._base is None:
+            options = self._options
+            own = self._loaded if shared else load(options.model, trust_remote_code=options.trust_remote_code)
+            self._base = self._conversation(own)
+        with without_adapters(self._loaded.model) if shared else contextlib.nullcontext():
+            yield self._base
+
+    def _conversation(self, loaded: Loaded) -> Dialogue:
+        from ..models.generate import Sampling
+        from ..train.dialogue import Dialogue
+
+        options = self._options
+        for token in options.extra_eos_token:
+            loaded.tokenizer.add_eos_token(token)
+        return Dialogue(
+            loaded,
+            system_prompt=options.system_prompt,
+            max_tokens=options.max_tokens,
+            sampling=Sampling(options.temp, options.top_p, options.min_p, options.top_k),
+            template_options=self._template,
+        )

@@ -1,0 +1,165 @@
+"""Lays the figures of a run out in columns that fit the terminal, and draws how the loss goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.text import Text
+
+Record = dict[str, Any]
+_BLOCKS = "▁▂▃▄▅▆▇█"
+# A report is compared with the mean of so many before it, of which a smaller change is none.
+_BEFORE, _CHANGE = 5, 0.005
+# After so many rows the headings are printed again.
+_ROWS = 30
+# The characters of a mark, such as an arrow, and the space before it.
+_MARK = 2
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as at most `width` block characters; each shows the mean of an equal stretch of the values."""
+    count = min(width, len(values))
+    cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures.
+
+    Attributes:
+        heading: The words above it.
+        width: Its characters, with two or more of space before the widest figure.
+        name: The key of a record whose value it shows; evaluations have it behind `val_`.
+        show: Formats the value.
+        always: Whether it is there for every run, or only where a record has the value.
+        marked: Whether its last characters are kept for a mark.
+    """
+
+    heading: str
+    width: int
+    name: str
+    show: Callable[[Any], str]
+    always: bool = True
+    marked: bool = False
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+# In the order in which they stand.
+_COLUMNS = (
+    Column("iter", 7, "iteration", "{:,}".format),
+    Column("train loss", 13, "train_loss", "{:.4f}".format, marked=True),
+    Column("val loss", 11, "val_loss", "{:.4f}".format, marked=True),
+    Column("margin", 9, "rewards/margins", _decimals, always=False),
+    Column("accuracy", 10, "rewards/accuracies", _decimals, always=False),
+    Column("KL", 8, "kl", _decimals, always=False),
+    Column("routers", 9, "aux_loss", _short, always=False),
+    Column("grad", 10, "grad_norm", _short),
+    Column("lr", 10, "learning_rate", _short),
+    Column("it/s", 8, "iterations_per_second", _short),
+    Column("tok/s", 9, "tokens_per_second", "{:,.0f}".format),
+    Column("memory", 10, "peak_memory", "{:.3g} GB".format),
+    Column("left", 9, "left", duration),
+)
+# Where the terminal is narrow, the first of these are kept.
+_WANTED = (
+    *("iteration", "train_loss", "val_loss", "rewards/margins", "rewards/accuracies", "left", "tokens_per_second"),
+    *("learning_rate", "peak_memory", "grad_norm", "kl", "iterations_per_second", "aux_loss"),
+)
+
+
+class Columns:
+    """Makes the rows of one run: the headings where they are due, and a row for each report and evaluation.
+
+    Args:
+        plain: Whether the terminal can show no character beyond ASCII.
+    """
+
+    def __init__(self, plain: bool = False):
+        self._plain = plain
+        self._losses: deque[float] = deque(maxlen=_BEFORE)
+        self._seen: set[str] = set()
+        self._headed: tuple[Column, ...] = ()
+        self._rows = 0
+
+    def rows(self, record: Record, width: int, *, best: bool = False) -> list[Text]:
+        """Return the lines to print for a record.
+
+        Args:
+            record: A record of metrics.jsonl, with the seconds that are `left` where they are known.
+            width: The characters of a line.
+            best: Whether an evaluation is the best of all.
+        """
+        self._seen |= {name.removeprefix("val_") for name in record}
+        chosen = self._chosen(width)
+        row = self._row(record, chosen, best)
+        if chosen == self._headed and self._rows < _ROWS:
+            self._rows += 1
+            return [row]
+        self._headed, self._rows = chosen, 1
+        heading = Text(style="dim")
+        for column in chosen:
+            heading.append(f"{column.heading:>{column.width - _MARK * column.marked}}{' ' * _MARK * column.marked}")
+        heading.rstrip()
+        return [heading, row]
+
+    def _chosen(self, width: int) -> tuple[Column, ...]:
+        kept: list[str] = []
+        by_name = {column.name: column for column in _COLUMNS}
+        for name in _WANTED:
+            column = by_name[name]
+            if (column.always or name in self._seen) and column.width <= width:
+                kept.append(name)
+                width -= column.width
+        return tuple(column for column in _COLUMNS if column.name in kept)
+
+    def _row(self, record: Record, chosen: Sequence[Column], best: bool) -> Text:
+        evaluated = "val_loss" in record
+        row = Text()
+        for column in chosen:
+            value = record.get(column.name, record.get(f"val_{column.name}") if evaluated else None)
+            text, style, mark = "" if value is None else column.show(value), "", ("", "")
+            if column.name == "train_loss":
+                mark = self._trend(value)
+            elif column.name == "val_loss":
+                style, mark = "cyan", (self._sign(" *"), "green") if best else mark
+            elif column.name not in ("iteration", "tokens_per_second"):
+                style = "dim"
+            row.append(f"{text:>{column.width - _MARK * column.marked}}", style=style)
+            if column.marked:
+                row.append(f"{mark[0]:{_MARK}}", style=mark[1])
+        row.rstrip()
+        return row
+
+    def _trend(self, loss: float | None) -> tuple[str, str]:
+        """Return an arrow, and its colour, for a training loss beside those before it."""
+        if loss is None:
+            return "", ""
+        before = sum(self._losses) / len(self._losses) if self._losses else loss
+        self._losses.append(loss)
+        if loss < before - _CHANGE * abs(before):
+            return self._sign(" ↓"), "green"
+        return (self._sign(" ↑"), "red") if loss > before + _CHANGE * abs(before) else ("", "")
+
+    def _sign(self, sign: str) -> str:
+        return sign if sign.isascii() or not self._plain else ""

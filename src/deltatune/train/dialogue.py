@@ -1,0 +1,139 @@
+"""Lets a model answer: one prompt, or each question of a conversation, with what was said before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..data.answer_ends import ending_answers
+from ..data.prompts import conversation_tokens, prompt_tokens
+from ..errors import UserError
+from ..models.generate import Sampling, stream
+from ..models.load import Loaded
+from ..models.vocabulary import check_prompt
+from .evaluate import inferring
+from .nonfinite import refuse_damaged
+
+
+def generate(
+    loaded: Loaded,
+    prompt: str,
+    *,
+    system_prompt: str | None = None,
+    max_tokens: int = 100,
+    temp: float = 0.0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    template_options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the model's answer to a prompt, which goes through the chat template if the model has one.
+
+    Args:
+        loaded: The model and its tokenizer; adapters that it has count, trained a moment ago or loaded.
+        prompt: The user's message.
+        system_prompt: A system message before it.
+        max_tokens: The largest number of tokens in the answer.
+        temp: The temperature; 0 always takes the likeliest token.
+        top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
+        min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
+        top_k: Only this many of the likeliest tokens are drawn from; 0 means all.
+        template_options: Variables of the chat template, such as {"enable_thinking": False}.
+
+    Raises:
+        UserError: The chat template refuses the prompt, or the model has no row for a token of it.
+
+    Example:
+        >>> loaded = deltatune.load("path/to/model")
+        >>> deltatune.generate(loaded, "When do you open?", max_tokens=50)
+    """
+    tokenizer = loaded.tokenizer
+    tokens = prompt_tokens(
+        tokenizer,
+        prompt,
+        system_prompt=system_prompt,
+        template_options=template_options,
+        refused="change the prompt, system_prompt or template_options",
+    )
+    if not tokens:
+        raise UserError("generate: no token is left of the prompt; give one with text in it.")
+    check_prompt(loaded.model, tokenizer, tokens, "generate")
+    stopping = dataclasses.replace(loaded, tokenizer=ending_answers(tokenizer))
+    with inferring(loaded.model):
+        pieces = stream(stopping, tokens, max_tokens, Sampling(temp, top_p, min_p, top_k))
+        return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
+
+
+class Dialogue:
+    """A conversation with a model: each question is asked behind all that was said before.
+
+    Args:
+        loaded: The model and its tokenizer.
+        system_prompt: A system message that stands first.
+        max_tokens: The largest number of tokens in an answer.
+        sampling: How each token is chosen.
+        template_options: Variables of the chat template.
+
+    Attributes:
+        messages: What was said, without the system message.
+
+    Raises:
+        UserError: The tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        system_prompt: str | None = None,
+        max_tokens: int = 256,
+        sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
+        template_options: Mapping[str, Any] | None = None,
+    ):
+        if not loaded.tokenizer.has_chat_template:
+            raise UserError(
+                "chat: the model's tokenizer has no chat template, without which a conversation has no form; "
+                "deltatune generate continues a text."
+            )
+        self._loaded = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        self._max_tokens, self._sampling, self._options = max_tokens, sampling, template_options
+        self.messages: list[dict[str, Any]] = []
+
+    def ask(self, question: str) -> Generator[Any, None, None]:
+        """Ask a question; what was generated of the answer when the iterator ends or is closed belongs to the history.
+
+        Yields:
+            mlx-lm's responses, as models.generate.stream does.
+
+        Raises:
+            UserError: The chat template refuses the conversation, of which the question is then no part.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        loaded = self._loaded
+        remedy = "r starts anew, or change --system-prompt or --chat-template-config"
+        tokens = conversation_tokens(loaded.tokenizer, [*self._system, *asked], remedy, self._options)
+        check_prompt(loaded.model, loaded.tokenizer, tokens, "chat")
+        parts: list[str] = []
+        try:
+            with inferring(loaded.model):
+                for piece in stopped_at_nan(stream(loaded, tokens, self._max_tokens, self._sampling), loaded):
+                    parts.append(piece.text)
+                    yield piece
+        finally:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = []
+
+
+def stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
+    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN."""
+    for number, piece in enumerate(answer):
+        if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
+            refuse_damaged(loaded.model)
+        yield piece

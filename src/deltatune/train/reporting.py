@@ -1,0 +1,144 @@
+"""Tells of a run while it trains: on the screen, in metrics.jsonl, to services, and in its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import TrainConfig
+from . import log
+from .outputs import Outputs
+from .preferences.figures import means
+from .report import ReportTable, write_report
+from .result import Result
+from .screen import Screen
+from .state import Progress
+
+# The time that is left is estimated from so many iterations.
+_RECENT = 50
+
+
+class Reporting:
+    """Tells of a run; only rank 0 writes files and sends to services.
+
+    Args:
+        config: The options of the run.
+        outputs: The files of the run.
+        screen: Where progress is printed.
+        main: Whether this is rank 0.
+
+    Attributes:
+        about: What the run is, by name, for its report; Trainer.run sets it.
+        tables: Tables of the run's report, besides those that every report has.
+        metrics: The run's metrics.jsonl, on rank 0 while it is open.
+    """
+
+    def __init__(self, config: TrainConfig, outputs: Outputs, screen: Screen, main: bool):
+        self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
+        self.about: dict[str, str] = {}
+        self.tables: Sequence[ReportTable] = ()
+        self.metrics: log.Metrics | None = None
+        self._services: list[log.Service] = []
+        self._window: deque[tuple[float, int]] = deque()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def open(self, progress: Progress) -> None:
+        """Open the metrics, of which `progress` says how much is kept, and the services; write the first report."""
+        if not self._main:
+            return
+        config, outputs = self._config, self._outputs
+        self.metrics = log.Metrics(outputs.metrics, progress.metrics_bytes)
+        options = dataclasses.asdict(config)
+        self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)
+        self.write(progress, "just begun")
+
+    def close(self) -> None:
+        """Close what open() has opened, and remove the bar."""
+        self._screen.stop()
+        for service in self._services:
+            service.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    @property
+    def last_seconds(self) -> float:
+        """The seconds of the last iteration; infinity before the first."""
+        return self._recent[-1] if self._recent else math.inf
+
+    @property
+    def _mean_seconds(self) -> float:
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def iteration(self, progress: Progress, seconds: float, tokens: int, loss: float | None) -> None:
+        """Count an iteration of so many seconds and tokens, with the loss of its batch if that has a target."""
+        self._window.append((seconds, tokens))
+        self._recent.append(seconds)
+        self._screen.advance(progress.iteration, loss, self._left(progress))
+
+    def _left(self, progress: Progress) -> float:
+        """Return the seconds that the iterations which are left will take, if they are as quick as the last ones."""
+        return self._mean_seconds * (self._config.iters - progress.iteration)
+
+    def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> None:
+        """Report the iterations since the last report.
+
+        Args:
+            progress: The run's progress, whose sums since the last report are taken and begin anew.
+            rate: The learning rate.
+            figures: The names of what a step reports besides its loss.
+        """
+        seconds = sum(s for s, _ in self._window) or 1e-9
+        loss = progress.window_loss / progress.window_weight if progress.window_weight else math.nan
+        record = {
+            "iteration": progress.iteration,
+            "train_loss": loss,
+            "grad_norm": progress.grad_norm,
+            "learning_rate": rate,
+            "iterations_per_second": len(self._window) / seconds,
+            "tokens_per_second": sum(t for _, t in self._window) / seconds,
+            "trained_tokens": int(progress.trained_tokens),
+            "peak_memory": mx.get_peak_memory() / 1e9,
+        } | means(figures, progress.window_figures)
+        progress.start_report()
+        self._window.clear()
+        progress.train_loss = loss
+        self._screen.training(record, self._config.iters, self._left(progress))
+        self._record(progress, record)
+
+    def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
+        """Report an evaluation, and whether it is the best so far."""
+        self._screen.validation(record, best=best)
+        self._record(progress, record)
+
+    def samples(self, progress: Progress, answers: list[dict[str, str]]) -> None:
+        """Report answers, each with its prompt; rank 0 has them."""
+        record = {"iteration": progress.iteration, log.SAMPLES: answers}
+        self._screen.samples(record)
+        self._record(progress, record)
+
+    def _record(self, progress: Progress, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            progress.metrics_bytes = self.metrics.write(record)
+        log.send(record, self._services)
+
+    def write(self, progress: Progress, state: str, result: Result | None = None) -> None:
+        """Write the report on rank 0.
+
+        Args:
+            progress: The run's progress.
+            state: How the run stands, in words.
+            result: The final figures, where the run has ended.
+        """
+        if not self._main:
+            return
+        figures = dataclasses.asdict(result or Result.of(progress, stopped_early=False))
+        outputs = self._outputs
+        for problem in write_report(
+            outputs.report, outputs.metrics, self._config, figures, about=self.about, tables=self.tables, state=state
+        ):
+            self._screen.say(f"Report: {problem}")

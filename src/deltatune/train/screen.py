@@ -1,0 +1,242 @@
+"""Prints a run: a panel, columns and a bar on a terminal; one plain line after another in a pipe or a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..wrapping import wrapped
+from .columns import Columns, Record, duration, sparkline
+from .log import SAMPLES
+from .preferences.figures import line as figures_line
+
+# The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
+_SHOWN, _SHOWN_WHOLE = 100, 400
+# No terminal needs longer lines, which would be hard to read.
+_WIDEST = 120
+_GAUGE = 20
+# What people look for first.
+_ORDER = ("model", "training", "data", "epochs", "memory")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a run says of itself before its first step.
+
+    Attributes:
+        name: What it is about, such as `data`.
+        text: The fact, as the panel on a terminal shows it behind the name.
+        line: The line in a pipe or a file; `Data: ...` by default.
+        share: For an amount of what there is, the share of it, which the panel draws.
+    """
+
+    name: str
+    text: str
+    line: str | None = None
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return self.line or f"{self.name.capitalize()}: {self.text}."
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise, where rich would end the process."""
+        raise BrokenPipeError
+
+
+class Screen:
+    """Prints facts, figures and sentences and, on a terminal, a progress bar.
+
+    Args:
+        shown: False makes the screen silent, as on ranks other than 0.
+        console: The console of rich that it prints on; standard output by default.
+        verbose: Whether to print what few people need, such as the name of every patch.
+    """
+
+    def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False):
+        self._shown, self.verbose = shown, verbose
+        self._console = console or _Console(highlight=False)
+        self._facts: list[Fact] = []
+        self._columns = Columns(plain=self._console.options.ascii_only)
+        self._losses: list[float] = []
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def say(self, told: str | Fact) -> None:
+        """Print sentences, above the bar if there is one, or a fact. A terminal keeps facts for its panel."""
+        if isinstance(told, Fact) and self._console.is_terminal:
+            self._facts.append(told)
+        else:
+            text = str(told)
+            style = "yellow" if text.startswith(("Note: ", "Stopping early")) else ""
+            self._print(Text(wrapped(text, self._console.width) if self._console.is_terminal else text, style=style))
+
+    def panel(self, title: str) -> None:
+        """Print the facts that were said, where they are kept for this."""
+        if self._facts:
+            places = {name: place for place, name in enumerate(_ORDER)}
+            facts = sorted(self._facts, key=lambda fact: places.get(fact.name, len(places)))
+            self._print(panel(title, facts, self._width(), self._console.options.ascii_only))
+            self._facts = []
+
+    def training(self, record: Record, total: int, left: float) -> None:
+        """Print a training record; `total` iterations are to be done, and `left` seconds are estimated to remain."""
+        if self._console.is_terminal:
+            self._rows(record | {"left": left})
+        else:
+            self.say(train_line(record, total, left))
+
+    def validation(self, record: Record, *, best: bool) -> None:
+        """Print the record of an evaluation, and whether it is the best so far."""
+        if self._console.is_terminal:
+            self._rows(record, best=best)
+        else:
+            self.say(validation_line(record))
+
+    def samples(self, record: Record) -> None:
+        """Print the record of some answers."""
+        if not self._console.is_terminal:
+            self.say(sample_lines(record))
+            return
+        for sample in record[SAMPLES]:
+            table = Table.grid(padding=(0, 1, 0, 0))
+            table.add_column(width=7, justify="right", style="dim")
+            table.add_column()
+            width = self._width() - 8
+            table.add_row("asked", fitted(_beginning(sample["prompt"], _SHOWN_WHOLE), width))
+            table.add_row("answer", fitted(_beginning(sample["answer"], _SHOWN_WHOLE), width))
+            self._print(table)
+
+    def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal."""
+        if not self._console.is_terminal:
+            self.say(line)
+            return
+        for name, text in rows:
+            # A path or a command that is broken into lines cannot be pasted.
+            self._print(Text.assemble((f"{name:>7} ", "dim"), text))
+
+    def start(self, done: int, total: int) -> None:
+        """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
+        if not (self._shown and self._console.is_terminal) or self._console.is_dumb_terminal:
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
+        self._task = self._bar.add_task("training", total=total, completed=done, note="")
+        self._bar.start()
+
+    def advance(self, done: int, loss: float | None, left: float) -> None:
+        """Move the bar to `done` iterations; beside it are the last loss, how it went, and the seconds `left`."""
+        if self._bar is None:
+            return
+        if loss is not None and math.isfinite(loss):
+            self._losses.append(loss)
+        note = "" if loss is None else f"loss {loss:.4f}  "
+        room = min(16, self._console.width - 64)
+        if room >= 8 and not self._console.options.ascii_only:
+            note += f"{sparkline(self._losses, room)}  "
+        self._bar.update(self._task, completed=done, description="training", note=f"{note}{duration(left)} left")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show on the bar that `done` of `total` batches are evaluated."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"evaluating {done}/{total}")
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _rows(self, record: Record, *, best: bool = False) -> None:
+        for row in self._columns.rows(record, self._width(), best=best):
+            self._print(row)
+
+    def _width(self) -> int:
+        return min(self._console.width, _WIDEST)
+
+    def _print(self, what: RenderableType) -> None:
+        if not self._shown:
+            return
+        try:
+            self._console.print(what, soft_wrap=isinstance(what, Text))
+        except OSError:
+            # If nobody reads the output, for example because the terminal was closed, the run continues silently.
+            self._shown = False
+
+
+def panel(title: str, facts: Sequence[Fact], width: int, plain: bool = False) -> Panel:
+    """Return a panel of facts, no wider than `width`; `plain` where the terminal shows ASCII alone."""
+    names = max(len(fact.name) for fact in facts)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=names, style="dim")
+    table.add_column(ratio=1)
+    for fact in facts:
+        text = Text(fitted(fact.text, width - names - 8))
+        if fact.share is not None:
+            text = Text("\n").join([text, gauge(fact.share, plain)])
+        table.add_row(fact.name, text)
+    return Panel(table, title=Text(title, style="bold"), title_align="left", border_style="dim", width=width)
+
+
+def gauge(share: float, plain: bool = False) -> Text:
+    """Return a bar that shows a share of a whole, in the colour of how near that is to all of it."""
+    filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
+    full, empty = ("#", "-") if plain else ("━", "─")
+    style = "green" if share < 0.8 else "yellow" if share <= 1 else "red"
+    return Text.assemble((full * filled, style), (empty * (_GAUGE - filled), "dim"), f" {share:.1%}")
+
+
+def fitted(text: str, width: int) -> str:
+    """Return `text` with words that are longer than a line, such as paths, shown by their ends."""
+    return " ".join(_end(word, width) for word in text.split(" "))
+
+
+def _end(word: str, width: int) -> str:
+    if len(word) <= width:
+        return word
+    end = word[3 - width :]
+    return "..." + (end[end.index("/") :] if "/" in end[:-1] else end)
+
+
+def train_line(record: Record, total: int, left: float) -> str:
+    """Format a training record as a line; `left` is the estimated remaining time in seconds."""
+    norm = record["grad_norm"]
+    return (
+        f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
+        f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
+        f"{record['iterations_per_second']:.3g} it/s, {record['tokens_per_second']:,.0f} tok/s, "
+        f"peak {record['peak_memory']:.3g} GB, {duration(left)} left"
+    )
+
+
+def validation_line(record: Record) -> str:
+    """Format the record of an evaluation as a line."""
+    figures = figures_line(record, "val_")
+    return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
+
+
+def sample_lines(record: Record) -> str:
+    """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
+    return "\n".join(
+        f"Iter {record['iteration']}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}"
+        for number, sample in enumerate(record[SAMPLES], 1)
+    )
+
+
+def _beginning(text: str, most: int = _SHOWN) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= most else words[: most - 3] + "..."

@@ -1,0 +1,102 @@
+"""`deltatune chat` through the console script: in a pipe, on a terminal, with the base beside an adapter."""
+
+import io
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from console import SCRIPT, deltatune
+from deltatune.commands.chat import Chat, ChatOptions
+from deltatune.demo.text_demo import MODEL
+from deltatune.train import dialogue
+from terminal import on_terminal
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """An adapter that changes what the demo's model answers."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "train.jsonl").write_text((json.dumps({"prompt": "a b", "completion": "z z z z"}) + "\n") * 4)
+    done = deltatune(
+        "train", "--model", MODEL, "--data", ".", "--adapter-path", "adapters", "--iters", 6, "--learning-rate", 0.02,
+        cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "adapters"
+
+
+def talk(*arguments, typed):
+    command = [SCRIPT, "chat", "--model", MODEL, "-m", "6", *map(str, arguments)]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_base_and_adapter_answer_as_generate_does(adapter):
+    asked = ["generate", "--model", MODEL, "--prompt", "two mochas please", "-m", 6, "--verbose", "false"]
+    base = deltatune(*asked).stdout.rstrip("\n").split("\n")
+    adapted = deltatune(*asked, "--adapter-path", adapter).stdout.rstrip("\n").split("\n")
+    assert base != adapted
+    said = talk("--adapter-path", adapter, "--compare", typed="two mochas please\nc\nr\n\ntwo mochas please\nh")
+    opening = (
+        f"{MODEL}, {adapter}. q ends the conversation, r forgets it, h prints this, c asks the base too, or no more."
+    )
+    assert said == [
+        opening,
+        "base:",
+        *base,
+        "adapter:",
+        *adapted,
+        "The adapter answers alone.",
+        "What was said is forgotten.",
+        *adapted,
+        opening.partition(". ")[2],
+    ]
+
+
+def test_a_terminal_gets_a_prompt_and_q_ends_it(tmp_path):
+    seen = on_terminal(
+        "chat", "--model", MODEL, "-m", 2, columns=80, cwd=tmp_path, typed="two mochas please\nq\nmore\n"
+    )
+    assert seen.code == 0, seen.text
+    assert seen.raw.count(">> ") == 2
+
+
+class Typed(io.StringIO):
+    """What somebody types, who presses Ctrl-C in place of a last question."""
+
+    def readline(self):
+        line = super().readline()
+        if not line:
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_ends_the_answer_then_the_conversation(monkeypatch, capsys):
+    asked = []
+
+    def stream(loaded, prompt, max_tokens, sampling):
+        asked.append(loaded.tokenizer.decode(prompt))
+        yield SimpleNamespace(text="one", logprobs=None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dialogue, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", Typed("first\nsecond\n"))
+    chat = Chat(ChatOptions(str(MODEL)))
+    chat.talk()
+    assert capsys.readouterr().out.splitlines()[1:] == ["one ...", "one ..."]
+    # What was said of an answer is remembered.
+    assert "first" in asked[1]
+    assert asked[1].index("first") < asked[1].index("one") < asked[1].index("second")
+
+
+@pytest.mark.bad_input("`chat --compare` without an adapter")
+def test_nothing_to_compare_is_refused_before_loading():
+    done = deltatune("chat", "--model", "nowhere", "--compare")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "deltatune: --compare: there is nothing to compare the base with; give --adapter-path.\n",
+    )

@@ -1,0 +1,95 @@
+"""Runs the console script on a pseudo-terminal, and shows what a person sees there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from console import SCRIPT
+
+_PARTS = re.compile(
+    r"\x1b\[([?\d;]*)([A-Za-z])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|([\r\n\x08])|([^\x1b\r\n\x08]+)"
+)
+
+
+@dataclass
+class Seen:
+    """What was on a terminal.
+
+    Attributes:
+        code: The exit code of the program.
+        raw: What the program wrote.
+        lines: The lines that are there at the end.
+        widest: The characters of the widest line that was ever written, even if another took its place.
+    """
+
+    code: int
+    raw: str
+    lines: list[str] = field(default_factory=lambda: [""])
+    widest: int = 0
+
+    def __post_init__(self) -> None:
+        row = column = 0
+        for parameters, letter, control, text in _PARTS.findall(self.raw):
+            if control == "\n":
+                row += 1
+            elif control == "\r":
+                column = 0
+            elif letter == "A":
+                row -= int(parameters or 1)
+            elif letter == "K":
+                self.lines[row] = self.lines[row][:column] if parameters in ("", "0") else ""
+            elif text:
+                line = self.lines[row].ljust(column)
+                self.lines[row] = line[:column] + text + line[column + len(text) :]
+                column += len(text)
+                self.widest = max(self.widest, len(self.lines[row].rstrip()))
+            self.lines += [""] * (row + 1 - len(self.lines))
+
+    @property
+    def text(self) -> str:
+        """The lines at the end, as one text."""
+        return "\n".join(line.rstrip() for line in self.lines)
+
+    @property
+    def words(self) -> str:
+        """The words in their order, without borders and breaks of lines."""
+        return " ".join(re.sub(r"[│╭╮╰╯─━]", " ", self.text).split())
+
+
+def on_terminal(*arguments: object, columns: int, cwd: Path, typed: str = "", **variables: str) -> Seen:
+    """Run `deltatune ARGUMENT ...` on a terminal of so many columns, to its end.
+
+    Args:
+        arguments: The command and its flags; each is given to str.
+        columns: The characters of a line.
+        cwd: The directory in which it runs.
+        typed: What is typed, which the terminal keeps until it is read.
+        variables: Environment variables, beside those of this process.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    environment |= {"TERM": "xterm-256color"} | variables
+    command = [str(SCRIPT), *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    os.write(ours, typed.encode())
+    written = bytearray()
+    try:
+        while True:
+            written += os.read(ours, 65536)
+    except OSError:
+        pass  # The program has closed its end.
+    finally:
+        os.close(ours)
+    return Seen(process.wait(), written.decode())

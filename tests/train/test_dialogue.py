@@ -1,0 +1,119 @@
+"""A conversation is asked as training and generation ask, behind all that was said before."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+import deltatune
+from deltatune.config import LoraConfig
+from deltatune.data.prompts import conversation_tokens
+from deltatune.demo.text_demo import MODEL
+from deltatune.errors import UserError
+from deltatune.lora import convert_to_lora
+from deltatune.lora.without import can_be_without, without_adapters
+from deltatune.models.load import load
+from deltatune.train import dialogue
+from deltatune.train.dialogue import Dialogue
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if date %}{{ date }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    found = load(MODEL)
+    found.tokenizer.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the model is asked, as text; it answers with two pieces."""
+    found = []
+
+    def stream(loaded, prompt, max_tokens, sampling):
+        found.append(loaded.tokenizer.decode(prompt))
+        yield from (SimpleNamespace(text=text, logprobs=None) for text in ("one", " two"))
+
+    monkeypatch.setattr(dialogue, "stream", stream)
+    return found
+
+
+def said(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def test_a_question_is_asked_behind_what_was_said(loaded, asked):
+    talk = Dialogue(loaded, system_prompt="be kind", template_options={"date": "today"})
+    assert said(talk.ask("first")) == "one two"
+    list(talk.ask("second"))
+    talk.reset()
+    list(talk.ask("third"))
+    assert asked == [
+        "<system>be kind<user>firsttoday",
+        "<system>be kind<user>first<assistant>one two<user>secondtoday",
+        "<system>be kind<user>thirdtoday",
+    ]
+
+
+def test_an_answer_that_is_cut_short_belongs_to_the_conversation(loaded, asked):
+    talk = Dialogue(loaded)
+    pieces = talk.ask("first")
+    next(pieces)
+    pieces.close()
+    assert talk.messages == [{"role": "user", "content": "first"}, {"role": "assistant", "content": "one"}]
+
+
+def test_a_question_that_the_template_refuses_does_not(loaded, asked):
+    talk = Dialogue(loaded)
+    list(talk.ask("first"))
+    before = list(talk.messages)
+    with pytest.raises(UserError, match=r"not that.*; r starts anew, or change"):
+        list(talk.ask("no"))
+    assert talk.messages == before
+    assert len(asked) == 1
+
+
+@pytest.mark.bad_input("`chat` with a model without a chat template")
+def test_a_model_without_a_chat_template_is_refused(loaded):
+    bare = load(MODEL)
+    bare.tokenizer.chat_template = None
+    bare.tokenizer.has_chat_template = False
+    with pytest.raises(UserError, match="no chat template"):
+        Dialogue(bare)
+
+
+def test_the_public_generate_asks_as_a_conversation_does(monkeypatch):
+    loaded = load(MODEL)
+    question = "Two lattes please"
+    answer = deltatune.generate(loaded, question, system_prompt="be kind", max_tokens=8)
+    assert answer
+    talk = Dialogue(loaded, system_prompt="be kind", max_tokens=8)
+    assert said(talk.ask(question)) == answer
+    # A model that trains answers without dropout, and trains on afterwards.
+    loaded.model.train()
+    assert deltatune.generate(loaded, question, system_prompt="be kind", max_tokens=8) == answer
+    assert loaded.model.training
+    loaded.tokenizer.has_chat_template = False
+    with pytest.raises(UserError, match="no token is left"):
+        deltatune.generate(loaded, "")
+
+
+def test_adapters_can_be_taken_away_for_a_while():
+    loaded = load(MODEL)
+    tokens = mx.array([conversation_tokens(loaded.tokenizer, [{"role": "user", "content": "hi"}], "")])
+    assert not can_be_without(loaded.model)
+    plain = loaded.model(tokens)
+    convert_to_lora(loaded.model, LoraConfig(rank=2, scale=5.0))
+    for module in loaded.model.modules():
+        if "lora_b" in module:
+            module["lora_b"] = mx.random.normal(module["lora_b"].shape)
+    adapted = loaded.model(tokens)
+    assert mx.abs(adapted - plain).max().item() > 0.01
+    assert can_be_without(loaded.model)
+    with without_adapters(loaded.model):
+        assert mx.array_equal(loaded.model(tokens), plain)
+    assert mx.array_equal(loaded.model(tokens), adapted)
