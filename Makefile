@@ -1,6 +1,6 @@
 .PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
-        check-tag newest branches
+        check-tag newest branches on-metal
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
@@ -25,6 +25,7 @@ help:
 	@echo "make demo-from-dist       the same with the wheel that is in dist already"
 	@echo "make data-formats         with that wheel, every command that reads data on every format of data"
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
+	@echo "make on-metal             whole programs on a stand-in for a Mac, with real head sizes (hours)"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat               try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
 	@echo "make families             train a tiny model of every type of mlx-lm and mlx-vlm in every way (half an hour)"
@@ -104,6 +105,10 @@ coverage: env
 docs: env
 	scripts/make_env docs
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+
+# `make test` runs the same programs with smaller heads (tests/on_metal/smaller.py).
+on-metal: env
+	$(PYTHON) -m pytest tests/on_metal --real-sizes --durations 5
 
 oracle: env
 	scripts/make_env oracle

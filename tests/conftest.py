@@ -53,6 +53,7 @@ CORPUS = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
+    parser.addoption("--real-sizes", action="store_true", help="the stand-in for a Mac runs real head sizes")
     parser.addoption("--kills", type=int, help="SIGKILLs for each kind of run (scripts/kill_runs.py)")
 
 

@@ -14,6 +14,7 @@ import pytest
 TESTS = Path(__file__).parent
 # Files of about half a minute of a core and more.
 SLOWEST = (
+    "on_metal/test_programs.py",
     "ops/kernels/test_hopper_gated_delta.py",
     "ops/kernels/test_low_rank.py",
     "ops/kernels/test_host.py",

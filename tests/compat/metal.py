@@ -113,7 +113,18 @@ def _rotation(x: mx.array, position_ids: mx.array, inv_freq: mx.array, selector:
     return (mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1),)
 
 
+def _residual_mix(
+    raw: mx.array, inverse_rms: mx.array, partial: mx.array, weight: mx.array, eps: mx.array, _: int
+) -> tuple[mx.array]:
+    raw, newest = raw.astype(mx.float32), partial.astype(mx.float32)
+    of_blocks = (raw * weight).sum(axis=-1) * inverse_rms.reshape(raw.shape[:-1])
+    of_newest = (newest * weight).sum(axis=-1) * mx.rsqrt(newest.square().mean(axis=-1) + eps[0])
+    shares = mx.softmax(mx.concatenate([of_blocks, of_newest[None]]), axis=0)[..., None]
+    return ((shares * mx.concatenate([raw, newest[None]])).sum(axis=0),)
+
+
 _COMPUTED: dict[str, Callable[..., tuple[mx.array, ...]]] = {
     "gated_delta_step": _gated_delta,
     "mrope_apply_half_split": _rotation,
+    "attnres_mix": _residual_mix,
 }

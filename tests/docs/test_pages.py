@@ -84,6 +84,6 @@ def test_every_page_is_in_the_navigation():
 
 def test_the_pages_stay_short_enough_to_be_read():
     # These are written by scripts, and grow with every machine and every check.
-    written = (DOCS / "hardware.md", DOCS / "reference" / "checks.md")
+    written = (DOCS / "hardware.md", DOCS / "reference" / "checks.md", DOCS / "reference" / "metal.md")
     pages = [page for page in KEPT if page not in written]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < 16_000

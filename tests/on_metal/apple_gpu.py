@@ -21,6 +21,8 @@ GPU = {
     "resource_limit": 499_000,
 }
 CPU = {"architecture": "arm64", "device_name": "Apple M3"}
+# MLX's own limits there, from these numbers (mlx/backend/metal/allocator.cpp).
+MEMORY_LIMIT = min(GPU["max_recommended_working_set_size"] * 3 // 2, GPU["memory_size"] * 95 // 100)
 # The linear algebra that MLX has for CPUs alone.
 _ON_CPUS = ("cholesky", "cholesky_inv", "eig", "eigh", "eigvals", "eigvalsh", "inv", "lu", "lu_factor", "pinv", "qr")
 _ON_CPUS += ("solve", "solve_triangular", "svd", "tri_inv")
@@ -39,7 +41,7 @@ class Devices:
         self.wired: list[int] = []
         self._of_gpu: list[Any] = []
         self._stream, self._new = mx.stream, {n: getattr(mx, n) for n in _MAKERS if hasattr(mx, n)}
-        self._default_stream = mx.default_stream
+        self._default_stream, self._synchronize = mx.default_stream, mx.synchronize
 
     def of(self, place: Any) -> mx.Device:
         """Return the device of a device, a type of device, a stream or None, which means the default device."""
@@ -59,7 +61,16 @@ class Devices:
         return made
 
     def info(self, place: Any = None) -> dict[str, str | int]:
-        return dict(GPU if self.of(place) == mx.gpu else CPU)
+        device = self.of(place)
+        # As in MLX, a second GPU is described by nothing.
+        return {} if device == mx.Device(mx.gpu, 1) else dict(GPU if device == mx.gpu else CPU)
+
+    def default_stream(self, place: Any) -> Any:
+        return self._default_stream(mx.cpu)
+
+    def synchronize(self, place: Any = None) -> None:
+        on_this_machine = mx.cpu if isinstance(place, mx.Device | mx.DeviceType | None) else place
+        self._synchronize(on_this_machine)
 
     def set_default(self, place: Any) -> None:
         self.default = self.of(place)
@@ -76,7 +87,8 @@ class Devices:
 
     def wire(self, limit: int) -> int:
         if limit > GPU["max_recommended_working_set_size"]:
-            raise ValueError("[metal::set_wired_limit] Setting a wired limit larger than the maximum working set size.")
+            too_large = "Setting a wired limit larger than the maximum working set size is not allowed."
+            raise ValueError(f"[metal::set_wired_limit] {too_large}")
         self.wired.append(limit)
         return self.wired[-2] if len(self.wired) > 1 else 0
 
@@ -103,6 +115,10 @@ def declare() -> Devices:
     mx.metal.device_info = lambda: devices.info(mx.gpu)
     mx.device_info = devices.info
     mx.device_count = lambda kind: 1
+    mx.default_stream = devices.default_stream
+    mx.synchronize = devices.synchronize
+    mx.set_memory_limit(MEMORY_LIMIT)
+    mx.set_cache_limit(MEMORY_LIMIT)
     mx.is_available = lambda device: True
     mx.default_device = lambda: devices.default
     mx.set_default_device = devices.set_default

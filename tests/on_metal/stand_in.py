@@ -1,9 +1,11 @@
 """Runs commands of deltatune "on Metal", on Linux: the Metal text runs on the host machine, inside MLX's own graph.
 
-usage: stand_in.py FOLDER < COMMANDS
+usage: stand_in.py [--smaller] FOLDER < COMMANDS
 
-COMMANDS is a JSON list of lists of arguments. FOLDER keeps compiled kernels. After each command a line of JSON tells
-its exit code, the limits of wired memory that it set, and by kernel how often it was put into a graph.
+COMMANDS is a JSON list of lists of arguments; "on the CPU" before a command makes the CPU the default device, as on a
+Mac whose user chose that, and "short demo" is the demo with fewer iterations and questions. FOLDER keeps compiled
+kernels. --smaller is for sizes that CI can pay for (smaller.py). After each command a line of JSON tells its exit code,
+the limits of wired memory that it set, and by kernel how often it was put into a graph.
 """
 
 # ruff: noqa: E402
@@ -18,6 +20,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
 import apple_gpu
+import gpu_operations
 import metal as upstreams_kernels
 import mlx.core as mx
 import numpy as np
@@ -37,6 +41,7 @@ from deltatune.machine import compiling
 from deltatune.ops import trial_times
 from deltatune.ops.attention import kernel_trial
 
+_UNTIL_THE_END = ExitStack()
 # The place in Python's array at which nanobind keeps the distance to MLX's.
 _OFFSET = 16
 
@@ -59,8 +64,9 @@ class Metal:
         attached: By kernel, how often it was put into a graph.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, optimised: bool):
         self.attached: Counter[str] = Counter()
+        self._optimised = optimised
         self._host = load(HERE.parent / "ops" / "kernels" / "host_machine.py")
         self._folder, self._machines = folder, {}
         self._primitive = ctypes.CDLL(str(built(folder)))
@@ -86,7 +92,7 @@ class Metal:
 
     def _attached(self, header: str, launch: Any) -> list[mx.array]:
         if header not in self._machines:
-            self._machines[header] = self._host.HostMachine(self._folder, header)
+            self._machines[header] = self._host.HostMachine(self._folder, header, optimised=self._optimised)
         machine = self._machines[header]
         machine.compile([launch])
         entry = ctypes.cast(machine.entries[self._host.specialise(launch)[0]], ctypes.c_void_p)
@@ -107,12 +113,19 @@ def _within(array: mx.array) -> int:
     return id(array) + int(distance)
 
 
-def install(folder: Path) -> tuple[Metal, apple_gpu.Devices]:
-    """Declare an Apple GPU, whose kernels run on the host machine."""
-    metal = Metal(folder)
-    # On Metal MLX fuses operations into kernels, and each would take g++ half a second here.
-    compiling.without_kernels().__enter__()
+def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
+    """Declare an Apple GPU, whose kernels run on the host machine.
+
+    Args:
+        folder: Holds what is compiled.
+        optimised: Whether kernels are optimised: they take three times as long to compile, and a quarter to run.
+    """
+    metal = Metal(folder, optimised)
+    # On Metal MLX fuses operations into kernels, and each would take g++ half a second here. A context manager that
+    # nothing holds would end at once.
+    _UNTIL_THE_END.enter_context(compiling.without_kernels())
     devices = apple_gpu.declare()
+    gpu_operations.declare(devices)
     mx.fast.metal_kernel = metal.kernel
     # The host machine is slow, so the fastest would never be a kernel: where no time passes, the preferred one serves.
     trial_times.clock = lambda: 0.0
@@ -120,17 +133,31 @@ def install(folder: Path) -> tuple[Metal, apple_gpu.Devices]:
     return metal, devices
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    commands = json.loads(sys.stdin.read())
-    metal, devices = install(folder)
+def ended(command: list[str]) -> int:
+    """Run a command and return its exit code."""
     from deltatune import cli
+    from deltatune.demo import text_demo
 
+    if command[0] != "short demo":
+        return cli.main(command)
+    _, output, iterations, questions = command
+    return text_demo.run_demo(output, iterations=int(iterations), questions=int(questions))
+
+
+def main() -> None:
+    smaller = "--smaller" in sys.argv
+    commands = json.loads(sys.stdin.read())
+    metal, devices = install(Path(sys.argv[-1]), optimised=not smaller)
+    if smaller:
+        import smaller as sizes
+
+        sizes.declare()
     for command in commands:
         metal.attached.clear()
         devices.wired.clear()
-        devices.default = mx.Device(mx.cpu if command[0] == "on the CPU" else mx.gpu, 0)
-        code = cli.main(command[command[0] == "on the CPU" :])
+        on_cpu = command[0] == "on the CPU"
+        devices.default = mx.Device(mx.cpu if on_cpu else mx.gpu, 0)
+        code = ended(command[on_cpu:])
         sys.stdout.flush()
         print("\n" + json.dumps({"code": code, "wired": devices.wired, "kernels": metal.attached}), flush=True)
 

@@ -1,6 +1,6 @@
 """Whole programs "on Metal" (stand_in.py) train as on the CPU, with the fused kernels, and resume to the same bits.
 
-All commands of a test run in one process, which takes seconds to start.
+All commands of a test run in one process, which takes seconds to start. `make on-metal` runs real head sizes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import coverage
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import deltatune
+from beside import load
 from deltatune.machine import backend
 
 HERE = Path(__file__).parent
+PACKAGE = Path(deltatune.__file__).parent
+statements = load(HERE / "mac_lines.py").statements
 GATED_DELTA = {f"gated_delta_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
+PER_CHANNEL = {f"gated_delta_channel_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "queries", "keys")}
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or backend.device() != "cpu", reason="stands in for a Mac on Linux"),
@@ -29,16 +35,34 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def on_metal(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
+@pytest.fixture(scope="module")
+def lines_run(tmp_path_factory) -> Path:
+    """A folder in which each process of the stand-in leaves which lines of deltatune it ran."""
+    return tmp_path_factory.mktemp("lines")
+
+
+@pytest.fixture(scope="module")
+def on_metal(request, host_folder: Path, lines_run: Path, tmp_path_factory) -> Callable[..., list[dict]]:
     """on_metal(*commands, **variables) -> what each command did: code, wired, kernels; and `said`, its output."""
-    cache = tmp_path_factory.mktemp("verdicts")
+    cache, here = tmp_path_factory.mktemp("verdicts"), tmp_path_factory.mktemp("current_folder")
+    sizes = [] if request.config.getoption("--real-sizes") else ["--smaller"]
 
     def run(*commands: list, **variables: str) -> list[dict]:
         given = json.dumps([[str(argument) for argument in command] for command in commands])
         environment = os.environ | {"DELTATUNE_CACHE": str(cache), "COLUMNS": "200"} | variables
-        process = [sys.executable, "-P", str(HERE / "stand_in.py"), str(host_folder)]
-        ended = subprocess.run(process, input=given, capture_output=True, text=True, env=environment, timeout=900)
+        process = [sys.executable, "-P", "-m", "coverage", "run", "--rcfile=/dev/null", f"--source={PACKAGE}"]
+        process += [f"--data-file={lines_run / 'lines'}", "--parallel-mode", HERE / "stand_in.py", *sizes, host_folder]
+        # Real head sizes take hours.
+        timeout = 900 if sizes else None
+        ended = subprocess.run(
+            list(map(str, process)),
+            input=given,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
+            cwd=here,
+        )
         assert ended.returncode == 0, ended.stderr[-3000:]
         # A kernel that its trial refuses would hide here: training goes on without it.
         assert "is not used on this machine" not in ended.stderr, ended.stderr[-3000:]
@@ -49,10 +73,14 @@ def on_metal(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
                 said = []
             else:
                 said.append(line)
-        assert [each["code"] for each in found] == [0] * len(commands), ended.stdout[-2000:] + ended.stderr[-2000:]
+        assert len(found) == len(commands), ended.stdout[-2000:] + ended.stderr[-2000:]
         return found
 
     return run
+
+
+def check_ended_well(found: list[dict]) -> None:
+    assert [each["code"] for each in found] == [0] * len(found), [each["said"][-1500:] for each in found]
 
 
 def written(folder: Path, row: Callable[[int], dict]) -> Path:
@@ -113,15 +141,23 @@ def check_same_as_on_the_cpu(here: Path, there: Path) -> None:
     assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
 
 
-def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(on_metal, checkpoint, data, tmp_path):
+@pytest.fixture(scope="module")
+def text(on_metal, checkpoint, data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder of four runs on text, and what they did: in one go, in two parts, and on the CPU."""
+    folder = tmp_path_factory.mktemp("text")
     packed = ("--pack", "--grad-checkpoint")
-    whole, halves, cpu = (tmp_path / name for name in ("whole", "halves", "cpu"))
     found = on_metal(
-        train(checkpoint, data, whole, *packed, "--iters", 4),
-        train(checkpoint, data, halves, *packed, "--iters", 2),
-        train(checkpoint, data, halves, *packed, "--iters", 4, "--resume"),
-        ["on the CPU", *train(checkpoint, data, cpu, *packed, "--iters", 4)],
+        train(checkpoint, data, folder / "whole", *packed, "--iters", 4),
+        train(checkpoint, data, folder / "halves", *packed, "--iters", 2),
+        train(checkpoint, data, folder / "halves", *packed, "--iters", 4, "--resume"),
+        ["on the CPU", *train(checkpoint, data, folder / "cpu", *packed, "--iters", 4)],
     )
+    return folder, found
+
+
+def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(text):
+    folder, found = text
+    check_ended_well(found)
     on_gpu, on_cpu = found[:3], found[3]
     for each in on_gpu:
         assert set(each["kernels"]) == GATED_DELTA | ATTENTION
@@ -140,27 +176,74 @@ def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(on_metal, checkp
     assert not on_cpu["kernels"]
     assert not on_cpu["wired"]
     assert "Device: cpu" in on_cpu["said"]
-    one, other = adapters(whole), adapters(halves)
+    one, other = adapters(folder / "whole"), adapters(folder / "halves")
     assert all(mx.array_equal(one[name], other[name]) for name in one)
-    assert losses(whole) == losses(halves)
-    check_same_as_on_the_cpu(whole, cpu)
+    assert losses(folder / "whole") == losses(folder / "halves")
+    check_same_as_on_the_cpu(folder / "whole", folder / "cpu")
 
 
-def test_a_mixture_preferences_and_images_train_as_on_the_cpu(
-    on_metal, checkpoint, tiny_checkpoint, tiny_vision_checkpoint, data, pairs, pictures, tmp_path
-):
-    """Step by step: with mx.compile off."""
+@pytest.fixture(scope="module")
+def others(
+    on_metal, checkpoint, tiny_checkpoint, tiny_vision_checkpoint, data, pairs, pictures, tmp_path_factory
+) -> tuple[Path, list[str], list[dict]]:
+    """The folder of runs on a mixture, preferences and images, their names, and what they did, then on the CPU."""
+    folder = tmp_path_factory.mktemp("others")
     mixture = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
     runs = {
-        "mixture": train(mixture, data, tmp_path / "mixture"),
-        "pairs": train(checkpoint, pairs, tmp_path / "pairs", "--loss", "dpo", "--max-seq-length", 64),
-        "images": train(tiny_vision_checkpoint("qwen3_5"), pictures, tmp_path / "images", "--max-seq-length", 64),
+        "mixture": train(mixture, data, folder / "mixture"),
+        "pairs": train(checkpoint, pairs, folder / "pairs", "--loss", "dpo", "--max-seq-length", 64),
+        "images": train(tiny_vision_checkpoint("qwen3_5"), pictures, folder / "images", "--max-seq-length", 64),
     }
     on_cpu = [["on the CPU", *command] for command in runs.values()]
     for command, name in zip(on_cpu, runs, strict=True):
-        command[command.index("--adapter-path") + 1] = tmp_path / f"{name}_cpu"
-    found = on_metal(*runs.values(), *on_cpu, MLX_DISABLE_COMPILE="1")
-    for name, each in zip(runs, found, strict=False):
+        command[command.index("--adapter-path") + 1] = folder / f"{name}_cpu"
+    return folder, list(runs), on_metal(*runs.values(), *on_cpu, MLX_DISABLE_COMPILE="1")
+
+
+def test_a_mixture_preferences_and_images_train_as_on_the_cpu(others):
+    """Step by step: with mx.compile off."""
+    folder, names, found = others
+    check_ended_well(found)
+    for name, each in zip(names, found, strict=False):
         assert set(each["kernels"]) == GATED_DELTA | ATTENTION, name
         assert "not compiled" in each["said"]
-        check_same_as_on_the_cpu(tmp_path / name, tmp_path / f"{name}_cpu")
+        check_same_as_on_the_cpu(folder / name, folder / f"{name}_cpu")
+
+
+@pytest.fixture(scope="module")
+def selftest(on_metal, tmp_path_factory) -> tuple[dict, dict]:
+    """What the self-test and a short demo did. The demo's iterations are too few to learn anything."""
+    folder = tmp_path_factory.mktemp("demo")
+    return tuple(on_metal(["selftest", "--quick"], ["short demo", folder, 2, 3]))
+
+
+# Upstream's own kernels are computed by array operations here (tests/compat/metal.py), a loop whose operations this
+# check counts. On a Mac that is one kernel.
+OF_THE_STAND_IN = "control: train() forgotten"
+
+
+def test_the_selftest_passes(selftest):
+    found, _ = selftest
+    assert set(found["kernels"]) == GATED_DELTA | PER_CHANNEL | ATTENTION
+    assert "metal: Apple M3" in found["said"]
+    wrong = re.findall(r"^✗ (.*?)  ", found["said"], re.MULTILINE)
+    assert wrong == [OF_THE_STAND_IN], found["said"]
+
+
+def test_the_demo_runs_to_its_end(selftest):
+    _, found = selftest
+    assert set(found["kernels"]) == GATED_DELTA | ATTENTION
+    assert "mlx_lm.load reads the adapter; 3 of 3 answers are the same." in found["said"]
+
+
+def test_what_only_a_mac_runs_is_run(text, others, selftest, lines_run):
+    """not_run.txt names the rest; a new branch of a Mac that nothing runs here is missing there."""
+    run: dict[str, set[int]] = {}
+    for file in lines_run.iterdir():
+        data = coverage.CoverageData(str(file))
+        data.read()
+        for name in data.measured_files():
+            run.setdefault(name, set()).update(data.lines(name) or ())
+    left = sorted(str(each) for each in statements(PACKAGE) if each.line not in run.get(str(PACKAGE / each.file), ()))
+    listed = [line for line in (HERE / "not_run.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert left == sorted(listed), "tests/on_metal/not_run.txt should be:\n" + "\n".join(left)

@@ -47,7 +47,7 @@ FLAGS += ["-O1", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-ever
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
 # Metal's text is not optimised, since compiling takes most of the time. CUDA's is, for its tiles are large: for size,
 # which takes the compiler half as long as for speed.
-METAL, CUDA = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
+PLAIN, OPTIMISED = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 # Makes every load and store call the race detector of host.h.
 WATCH = ["-DDELTATUNE_WATCH", "-fsanitize-coverage=edge,trace-loads,trace-stores"]
@@ -152,8 +152,8 @@ class HostMachine:
         text: The text of the kernels; by default the Metal text of every gated delta kernel.
         watch: Whether every access to threadgroup memory is checked for races, which no order of lanes can hide.
         bytes: The threadgroup memory that a block may have; by default a Mac's.
-        cuda: Whether the text is CUDA's alone, where pointers name no address space. It is optimised, for its tiles
-            are large.
+        cuda: Whether the text is CUDA's alone, where pointers name no address space.
+        optimised: Whether the text is optimised; CUDA's always is, for its tiles are large.
     """
 
     def __init__(
@@ -163,9 +163,10 @@ class HostMachine:
         watch: bool = False,
         bytes: int | None = None,
         cuda: bool = False,
+        optimised: bool = False,
     ):
         self.folder = Path(folder)
-        self.flags = FLAGS + (CUDA if cuda else METAL) + WATCH * watch
+        self.flags = FLAGS + (OPTIMISED if cuda or optimised else PLAIN) + WATCH * watch
         self.flags += [f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else []
         self.cuda = cuda
         # A loop that is not unrolled compiles sooner.

@@ -1,0 +1,49 @@
+"""Smaller sizes for programs on the stand-in, whose kernels run a thousand times slower than a GPU's.
+
+A kernel's time goes with tokens x heads x head size squared. The doctor's classes have up to 32 heads of 128, for
+which the host machine needs minutes each; these have two of 16. What is compiled into a kernel stays: dtypes, masks,
+segments, gates per channel, grouped heads, windows, sinks, unequal sizes. Of the self-test each kind of gate, of
+dtype, and packed rows stay; the thirty steps against transformers do not. `make on-metal` runs the real sizes and all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from deltatune.demo import flow
+from deltatune.doctor import implementations
+from deltatune.ops.attention.kernel_trial import KernelShape
+from deltatune.ops.gated_delta.machine_trial import ShapeClass
+from deltatune.selftest import attention, controls, gated_delta, replays, training
+
+_FEW_HEADS, _HEAD_SIZE = 2, 16
+
+
+def declare() -> None:
+    """Give the doctor, the self-test's training and the demo smaller sizes in this process."""
+    implementations._MODELS = tuple(_smaller(shape) for shape in implementations._MODELS)
+    implementations._HEADS = tuple(_smaller_heads(shape) for shape in implementations._HEADS)
+    replays._QUICK = ()
+    controls._SHORT, controls._LONG = 16, 32
+    workloads, of_attention = gated_delta.workloads, attention.workloads
+    gated_delta.workloads = lambda quick: workloads(quick)[::3]
+    attention.workloads = lambda quick: of_attention(quick)[:2]
+    training.STEPS = 2
+    options_of_training, options_of_demo = training._options, flow.options
+    training._options = lambda *given: options_of_training(*given) | {"batch_size": 1, "max_seq_length": 64}
+
+    def options(*given: Any, **more: Any) -> Any:
+        return dataclasses.replace(options_of_demo(*given, **more), batch_size=2, val_batches=1)
+
+    flow.options = options
+
+
+def _smaller(shape: ShapeClass) -> ShapeClass:
+    repeats = shape.value_heads // shape.key_heads
+    heads = {"key_heads": _FEW_HEADS, "value_heads": _FEW_HEADS * repeats}
+    return dataclasses.replace(shape, **heads, key_size=_HEAD_SIZE, value_size=_HEAD_SIZE)
+
+
+def _smaller_heads(shape: KernelShape) -> KernelShape:
+    return dataclasses.replace(shape, size=shape.size // 4, value_size=shape.value_size // 4)
