@@ -94,8 +94,13 @@ def test_the_public_generate_asks_as_a_conversation_does(monkeypatch):
     talk = Dialogue(loaded, system_prompt="be kind", max_tokens=8)
     assert said(talk.ask(question)) == answer
     # A model that trains answers without dropout, and trains on afterwards.
+    modes, plain = [], dialogue.stream
+    monkeypatch.setattr(
+        dialogue, "stream", lambda found, *more: modes.append(found.model.training) or plain(found, *more)
+    )
     loaded.model.train()
     assert deltatune.generate(loaded, question, system_prompt="be kind", max_tokens=8) == answer
+    assert modes == [False]
     assert loaded.model.training
     loaded.tokenizer.has_chat_template = False
     with pytest.raises(UserError, match="no token is left"):
