@@ -85,10 +85,14 @@ ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 _depth = 0
 
 
+def _of_device() -> tuple[Patch, ...]:
+    """The further patches for the device that MLX computes on."""
+    return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
+
+
 def _records() -> tuple[Patch, ...]:
     """The patches that this machine needs."""
-    further = {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
-    return (*one_row_products.records(), *further, *PATCHES)
+    return (*one_row_products.records(), *_of_device(), *PATCHES)
 
 
 def apply(
