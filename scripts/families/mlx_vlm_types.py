@@ -81,7 +81,6 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"num_kv_shared_layers": 2, "sliding_window_pattern": 2},
     "glm4v_moe": {"use_qk_norm": True},
     "glm5_next": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "num_nextn_predict_layers": 0},
-    "hunyuan_vl": {"rope_scaling": {"type": "xdrope", "xdrope_section": [2, 2, 2, 2], "alpha": 1000.0, "factor": 1.0}},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "llava": {"model_type": "llama"},
     "llava_bunny": {"num_key_value_heads": 4},
@@ -98,18 +97,27 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "llava_bunny": {"auto_map": {}, "mm_hidden_size": HIDDEN},
     "nemotron_nas": OWN["nemotron-nas"],
     "olmo": {"embedding_size": 320, "mlp_hidden_size": 128, "mlp_ratio": 2},
-    "phi3small": {"vocab_size": 100352},
 }
 # Language models that are not tried, by the reason.
 NOT_TRIED = {
-    "they give no logits for a row of text": {"diffusion_gemma", "embedding_gemma2", "florence2", "nemotron_parse"},
+    "they give no logits for a row of text": {
+        "diffusion_gemma",
+        "embedding_gemma2",
+        "florence2",
+        "nemotron_parse",
+        "rfdetr",
+        "rt_detr_v2",
+        "sam3d_body",
+    },
     "a small configuration of them is not known here": {
+        "cohere_compass",
         "deepseek_v41",
         "deepseek_vl_v2",
         "deepseekocr",
         "ernie4_5_moe_vl",
         "fastvlm",
         "gemma3n",
+        "hunyuan_vl",
         "idefics2",
         "limite",
         "mimo_v2",
@@ -120,6 +128,9 @@ NOT_TRIED = {
         "muse_spark",
         "paligemma",
         "phi3_v",
+        "phi3small",
+        "qwen3_omni_moe",
+        "unlimited_ocr",
     },
 }
 # Ids of the tokens that stand for pictures; one beyond the vocabulary would read beyond the embedding.

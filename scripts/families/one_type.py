@@ -26,6 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from packages import Package, logits_of, package_of
 from pictures import PicturedRows, spec_of, with_picture
+from table import NO_RUN
 
 from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.example import Example, Splits
@@ -294,7 +295,7 @@ def _runs(folder: Path, package: Package, config: dict[str, Any]) -> dict[str, A
 
     results = {"lora": _tried(whole)}
     for name, column in {"resumed": resumed, "merged": merged}.items():
-        results[name] = _tried(column) if results["lora"] is True else "no run with LoRA"
+        results[name] = _tried(column) if results["lora"] is True else NO_RUN
     return results
 
 

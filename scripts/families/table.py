@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from packages import PACKAGES, package_of
+from packages import MLX_LM, MLX_VLM, package_of
 
 # The columns of the table, and the results that each of them stands for.
 COLUMNS = {
@@ -27,6 +27,8 @@ COLUMNS = {
 # Types without a tower that deltatune trains have no result here.
 _OPTIONAL = "images"
 RESULTS = [name for names in COLUMNS.values() for name in names]
+# The result of what needs a run with LoRA where there was none.
+NO_RUN = "no run with LoRA"
 # What did not work when the page was last written, by type and result.
 KNOWN = Path(__file__).with_name("known.json")
 _BEGIN, _END = "<!-- made by scripts/families -->\n", "\n<!-- end -->"
@@ -42,7 +44,10 @@ def word(value: Any) -> str:
 def found(result: dict[str, Any]) -> dict[str, str]:
     """Return the word for each result of a type; "fails" for all of one that could not be made."""
     names = [name for name in RESULTS if name != _OPTIONAL or name in result]
-    return {name: "fails" if "made" in result else word(result.get(name)) for name in names}
+    if "made" in result:
+        return dict.fromkeys(names, "fails")
+    # What needs a run with LoRA is as that run is.
+    return {name: word(result["lora" if result.get(name) == NO_RUN else name]) for name in names}
 
 
 def line(result: dict[str, Any]) -> str:
@@ -78,39 +83,52 @@ def write(page: Path, results: list[dict[str, Any]]) -> None:
     """Put the tables of the packages' types into the page, between its two marks."""
     before, _, rest = page.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    tables = [
-        table(package.name, [result for result in results if package_of(result["type"]) is package])
-        for package in PACKAGES
-    ]
+    tables = []
+    for package, rows in ((MLX_LM, table), (MLX_VLM, counts)):
+        own = [result for result in results if package_of(result["type"]) is package]
+        tables.append("\n".join([_head(package.name, own), "", *rows(own)]))
     page.write_text(before + _BEGIN + "\n\n".join(tables) + _END + after)
 
 
-def table(package: str, results: list[dict[str, Any]]) -> str:
-    """Return a package's table, a row for all types with the same results, and the causes of what does not work."""
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with a row for all types that have the same results."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    causes: dict[str, list[str]] = {}
-    columns = {column: names for column, names in COLUMNS.items() if any(set(names) & set(one) for one in results)}
+    columns = {column: names for column, names in COLUMNS.items() if column != _OPTIONAL}
     for result in results:
         words = found(result)
-        kind = result["type"].rpartition(".")[2]
-        cells = tuple(_joined([words.get(name, "") for name in names]) for names in columns.values())
-        groups.setdefault(cells, []).append(kind)
-        for name in [name for name in words if words[name] in ("fails", "wrong")]:
-            text = str(result.get("made", result.get(name)))
-            if text != "no run with LoRA":
-                causes.setdefault(text[:60], []).append(kind)
-    rows = [_row([f"{package}'s types", *columns]), "|---" * (len(columns) + 1) + "|"]
+        groups.setdefault(tuple(_joined([words[name] for name in names]) for names in columns.values()), []).append(
+            result["type"]
+        )
+    rows = [_row(["model types", *columns]), "|---" * (len(columns) + 1) + "|"]
     for number, (cells, kinds) in enumerate(sorted(groups.items(), key=lambda group: -len(group[1]))):
         # The docs have a limit of words: the largest group is those that no other row names.
         names = ", ".join(kinds) if number else f"the {len(kinds)} others"
         rows.append(_row([names, *cells]))
-    listed = [f"- {', '.join(dict.fromkeys(kinds))}: `{text.replace('`', '')}`" for text, kinds in causes.items()]
-    head = (
+    return rows
+
+
+def counts(results: list[dict[str, Any]]) -> list[str]:
+    """Return a line that says how many types have which result; known.json names them."""
+    answers = ("yes", "refused", "fails", "wrong")
+    each = list(map(found, results))
+    columns = []
+    for column, names in COLUMNS.items():
+        words = [_worst([words[name] for name in names if name in words]) for words in each]
+        columns.append(f"{column} {'/'.join(str(words.count(answer)) for answer in answers)}")
+    return [textwrap.fill(f"Types by {'/'.join(answers)}: {', '.join(columns)}.", 118)]
+
+
+def _worst(words: list[str]) -> str:
+    return next((word for word in ("wrong", "fails", "refused", "yes") if word in words), "")
+
+
+def _head(package: str, results: list[dict[str, Any]]) -> str:
+    text = (
         f"`make families`, {date.today().isoformat()}, mlx {version('mlx')}, {package} {version(package)}, "
         f"{platform.system()} {platform.machine()}, CPU: {len(results)} model types, gradients within "
         f"{_largest(results):.0e}."
     )
-    return "\n".join([textwrap.fill(head, 118), "", *rows, "", *listed])
+    return textwrap.fill(text, 118)
 
 
 def _largest(results: list[dict[str, Any]]) -> float:
