@@ -105,6 +105,20 @@ def test_rows_are_longer_than_every_window_that_training_exceeds(tiny_model):
             check_packing(model, 101)
 
 
+class _LeaksALittle(nn.Module):
+    """Adds a small part of the row's mean, as layers pass on whose inputs are so large that a tanh hides them."""
+
+    def __call__(self, x):
+        return x + 1e-3 * x.mean(axis=1, keepdims=True)
+
+
+def test_a_small_leak_into_every_token_is_refused(tiny_model):
+    model = tiny_model("qwen3")
+    model.model.layers[-1].mlp = _LeaksALittle()
+    with patched(model), pytest.raises(UserError, match="sees across documents"):
+        check_packing(model, 64)
+
+
 def test_models_of_mlx_vlm_keep_documents_separate(tiny_vision_model):
     model = tiny_vision_model("qwen3_vl")
     with patched(model):

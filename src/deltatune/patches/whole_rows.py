@@ -112,7 +112,10 @@ def attending(upstream: Function) -> Function:
     ) -> mx.array:
         arrays = None if options or not serves() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
-            trace.current().attentions[UPSTREAM] += 1
+            told = trace.current()
+            # A call of deltatune's attention that MLX's function serves is counted by whoever made it.
+            if not told.attending:
+                told.attentions[UPSTREAM] += 1
             return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
         trace.current().attentions[OURS] += 1
         # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.

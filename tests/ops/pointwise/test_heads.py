@@ -10,6 +10,7 @@ import pytest
 from host_machine import HostError, HostMachine
 
 from deltatune.machine import backend
+from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import heads, times_gate, turned_heads
 from deltatune.ops.pointwise import passes as passes_module
@@ -230,7 +231,7 @@ def test_kernels_are_tried_before_their_first_use(execute, monkeypatch):
     y, gate = drawn((2, 8, 5, 32), (2, 5, 8, 32))
     assert not heads.serves(x, weight, *options)  # They have too few elements.
     assert not heads.serves_gate(y, gate)
-    monkeypatch.setattr(heads, "LEAST", 0)
+    monkeypatch.setattr(recomputation, "LEAST", 0)
     assert heads.serves(x, weight, *options)
     assert heads.serves(x[..., :32], weight, EPS, 16, BASE, False)
     assert heads.serves_gate(y, gate)
@@ -248,7 +249,7 @@ def test_a_kernel_that_is_wrong_is_not_used(name, execute, monkeypatch):
         found = execute(launch)
         return [array * 1.001 for array in found] if launch.name == name else found
 
-    monkeypatch.setattr(heads, "LEAST", 0)
+    monkeypatch.setattr(recomputation, "LEAST", 0)
     monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=wrong))
     monkeypatch.setattr(passes_module, "_trials", {})
     assert heads.serves(x, weight, *options) is (name == "times_gate_backward")

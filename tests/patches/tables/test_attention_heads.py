@@ -21,8 +21,9 @@ from host_machine import HostMachine
 
 from deltatune import patches
 from deltatune.machine import backend
+from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
-from deltatune.ops.pointwise import heads, norms
+from deltatune.ops.pointwise import heads
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.patches import patched
@@ -53,8 +54,7 @@ def served(host_folder, monkeypatch):
 
     monkeypatch.setattr(Passes, "__call__", recorded)
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
-    for module in (heads, norms):
-        monkeypatch.setattr(module, "LEAST", 8)
+    monkeypatch.setattr(recomputation, "LEAST", 8)
     monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
     return names
 
@@ -151,13 +151,13 @@ def test_what_the_kernels_do_not_know_stays_with_mlx(what, kernels, served):
 def test_kernels_that_are_refused_or_too_small_do_not_serve(served, monkeypatch):
     layer = attention()
     wanted = results(layer)
-    monkeypatch.setattr(heads, "LEAST", 10**6)
+    monkeypatch.setattr(heads, "large_enough", lambda x: x.size >= 10**6)
     with patched():
         assert_close(results(layer), wanted)
     assert served == {"norm and gate"}
     served.clear()
     monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: False)
-    monkeypatch.setattr(heads, "LEAST", 8)
+    monkeypatch.setattr(heads, "large_enough", recomputation.large_enough)
     with patched():
         found = results(layer)
     assert not served

@@ -19,8 +19,9 @@ from host_machine import HostMachine
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
+from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import WEIGHTED_NORM, header
-from deltatune.ops.pointwise import conv, gating, heads, norms, silu, weighted_norms
+from deltatune.ops.pointwise import conv, gating, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
@@ -68,7 +69,7 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     monkeypatch.setattr(weighted_norms, "_function", normed)
     monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: True)
-    for module in (silu, norms, conv, gating, weighted_norms, heads):
+    for module in (recomputation, conv, gating, weighted_norms):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served

@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from ..tracing import trace
 from .naive import visible_keys
 
-# MLX's function itself, for which deltatune's patches put another one into mx.fast.
-_mlx = mx.fast.scaled_dot_product_attention
 # The primitive of a backward pass that holds no matrix of scores; MLX 0.32.4 has one on Metal, and one on NVIDIA GPUs.
 _LINEAR = "ScaledDotProductAttentionVJP"
 
@@ -43,7 +42,9 @@ def attention_native(
         whole = "causal"
     elif mask is not None and mask.dtype != mx.bool_:
         whole = mask.astype(q.dtype)
-    return _mlx(q, k, v, scale=scale, mask=whole, sinks=sinks)
+    # A patch may have deltatune's attention in mx.fast, and on a faulty BLAS another form of MLX's own.
+    with trace.having(attending=True):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=whole, sinks=sinks)
 
 
 @lru_cache(maxsize=256)
