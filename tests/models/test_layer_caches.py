@@ -26,11 +26,14 @@ def results():
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.syspath_prepend(str(FOLDER))
+        # Other scripts have files of the same names, which tests before and after these may have imported.
+        names = [file.stem for file in FOLDER.glob("*.py")]
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
         import one_type
 
-        # Other scripts may have files of the same names.
-        for file in FOLDER.glob("*.py"):
-            patch.delitem(sys.modules, file.stem, raising=False)
+        for name in names:
+            sys.modules.pop(name, None)
         one_type.with_fixed_choices(lambda name, function: patch.setattr(mx, name, function))
         yield functools.cache(one_type.main)
 

@@ -244,7 +244,14 @@ def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
 
 
 def test_watch_serves_a_folder_until_ctrl_c(folder):
-    process = subprocess.Popen([SCRIPT, "watch", folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # In the background of a script, the tests inherit that Ctrl-C is ignored.
+    process = subprocess.Popen(
+        [SCRIPT, "watch", folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         found = json.loads(ask(address_of(process), "data")[2])
         assert (len(found["records"]), found["running"]) == (22, False)
