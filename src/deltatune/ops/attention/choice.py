@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...machine import backend, environment
 from .. import candidates
 from ..candidates import Candidate, Operator
+from ..tracing import trace
 from . import fused_op, kernel_trial
 from .blocked import attention_blocked
 from .fused import FusedOptions
@@ -94,8 +95,9 @@ def _native_on_metal(call: AttentionCall) -> Candidate | str:
 
 
 def _without_window(*arrays: mx.array, window: int | None = None, **options: Any) -> mx.array:
-    """MLX's own attention for a call whose window hides nothing."""
-    return attention_native(*arrays, **options)
+    """MLX's own attention for a call whose window hides nothing, where a patch has deltatune's in mx.fast, too."""
+    with trace.having(attending=True):
+        return attention_native(*arrays, **options)
 
 
 def _blocked(call: AttentionCall) -> Candidate:
