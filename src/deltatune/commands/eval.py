@@ -140,7 +140,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, adapter_path=adapter_path)
-    screen = Screen(shown=run.world.main)
+    screen = Screen(shown=run.world.main, plain=run.world.size > 1)
     for line in [run.splits.rule, *run.splits.notes]:
         screen.say(line)
     return say_loss("Test", run, run.splits.test, screen)

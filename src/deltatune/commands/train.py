@@ -70,7 +70,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
     from ..train.setup import ready, training_order
 
     world = World()
-    screen = Screen(shown=world.main, verbose=verbose)
+    screen = Screen(shown=world.main, verbose=verbose, plain=world.size > 1)
     with contextlib.ExitStack() as stack:
         folder = None
         if not show:

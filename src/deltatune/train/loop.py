@@ -88,7 +88,7 @@ class Trainer:
         self.config = config = with_iterations(config, self._train_order)
         if config.epochs is not None:
             check_updates(config)
-        self.screen = screen or Screen(shown=self.world.main)
+        self.screen = screen or Screen(shown=self.world.main, plain=self.world.size > 1)
         self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)

@@ -59,11 +59,12 @@ class Screen:
         shown: False makes the screen silent, as on ranks other than 0.
         console: The console of rich that it prints on; standard output by default.
         verbose: Whether to print what few people need, such as the name of every patch.
+        plain: Whether lines are as in a pipe, as for several ranks: mpirun gives each a terminal of its own.
     """
 
-    def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False):
+    def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False, plain: bool = False):
         self._shown, self.verbose = shown, verbose
-        self._console = console or _Console(highlight=False)
+        self._console = console or _Console(highlight=False, force_terminal=False if plain else None)
         self._facts: list[Fact] = []
         self._columns = Columns(plain=self._console.options.ascii_only)
         self._losses: list[float] = []
