@@ -164,6 +164,10 @@ def test_a_run_keeps_its_choices(gpu):
         continued.continue_with({key: ["native", "fused", "blocked"]})
         assert chosen() == "native"
         assert continued.reasons[key] == "as in the run that is continued"
+        # The last in the order of preference may be the first in the run's.
+        continued.continue_with({key: ["blocked", "native", "fused"]})
+        assert chosen() == "blocked"
+        continued.continue_with({key: ["native", "fused", "blocked"]})
         # What a continuation has chosen and is wrong here, after an update of the system say, does not serve.
         gpu.wrong.add("native")
         kernel_trial.again("native", gpu.candidate("native", call()).checked, shape)

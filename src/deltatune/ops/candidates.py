@@ -101,7 +101,7 @@ def choose(
     known = None if run is None or forced else run.names.get(key)
     if known is not None:
         # Of a run on another device, only what this one has can serve.
-        names = (*(name for name in known if name in names[:-1]), names[-1])
+        names = tuple(dict.fromkeys([*(name for name in known if name in names), names[-1]]))
     measured = backend.compares_times()
     compares = measured and known is None and not forced and (run is None or run.by_time)
     found = _right(operator, names, candidate_of, first=not compares, forced=forced)
