@@ -100,8 +100,10 @@ def choose(
     forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {calls}"
     known = None if run is None or forced else run.names.get(key)
     if known is not None:
-        # Of a run on another device, only what this one has can serve.
-        names = tuple(dict.fromkeys([*(name for name in known if name in names), names[-1]]))
+        # Of a run on another device, only what this one has can serve. What supports every call leads where it was the
+        # fastest, and otherwise serves what nothing else does.
+        last, others = names[-1], [name for name in known if name in names[:-1]]
+        names = (last, *others) if known[:1] == [last] else (*others, last)
     measured = backend.compares_times()
     compares = measured and known is None and not forced and (run is None or run.by_time)
     found = _right(operator, names, candidate_of, first=not compares, forced=forced)
