@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
-from ..values import fix
+from .answering import (
+    AnswerOptions,
+    add_sampling,
+    check_served,
+    check_tokens,
+    range_field,
+    trained_template_options,
+)
 from .flags import add_adapter, add_model, given
-from .generate import add_sampling, range_field, text_field, trained_template_options
 
 if TYPE_CHECKING:
     from ..models.load import Loaded
@@ -39,30 +45,18 @@ def add(commands: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatOptions:
-    """The options of `chat`, under the names that `generate` and mlx_lm.chat give them.
+class ChatOptions(AnswerOptions):
+    """The options of `chat`.
 
     Raises:
         UserError: If an option has a value that it may not have.
     """
 
-    model: str
-    adapter_path: str | None = None
-    compare: bool = False
-    system_prompt: str | None = text_field()
     max_tokens: int = range_field(256, least=1)
-    temp: float = range_field(0.0, least=0)
-    top_p: float = range_field(1.0, above=0, most=1)
-    min_p: float = range_field(0.0, least=0, most=1)
-    top_k: int = range_field(0, least=0)
-    seed: int | None = range_field(None, least=0, most=2**64 - 1)
-    chat_template_config: str | None = None
-    extra_eos_token: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-    force: bool = False
+    compare: bool = False
 
     def __post_init__(self) -> None:
-        fix(self)
+        super().__post_init__()
         if self.compare and self.adapter_path is None:
             raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")
 
@@ -87,12 +81,11 @@ class Chat:
         import mlx.core as mx
 
         from ..models.adapted_base import load_with_adapter
-        from .generate import check_served, check_tokens
 
         if options.seed is not None:
             mx.random.seed(options.seed)
         self._options, self._compares = options, options.compare
-        self._template = trained_template_options(options.adapter_path, options.chat_template_config)
+        self._template = trained_template_options(options)
         check_served(options)
         self._loaded = load_with_adapter(
             options.model, options.adapter_path, trust_remote_code=options.trust_remote_code
@@ -184,7 +177,6 @@ class Chat:
             yield self._base
 
     def _conversation(self, loaded: Loaded) -> Dialogue:
-        from ..models.generate import Sampling
         from ..train.dialogue import Dialogue
 
         options = self._options
@@ -194,6 +186,6 @@ class Chat:
             loaded,
             system_prompt=options.system_prompt,
             max_tokens=options.max_tokens,
-            sampling=Sampling(options.temp, options.top_p, options.min_p, options.top_k),
+            sampling=options.sampling,
             template_options=self._template,
         )

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
-from ..template_options import parsed_options
-from ..values import Range, fix, short
+from .answering import (
+    AnswerOptions,
+    add_sampling,
+    check_served,
+    check_tokens,
+    range_field,
+    text_field,
+    trained_template_options,
+)
 from .flags import add_adapter, add_model, given
 
 if TYPE_CHECKING:
@@ -48,30 +55,6 @@ def add(commands: Any) -> None:
         help="whether to print speeds after the answer: true or false",
     )
     parser.set_defaults(call=run, parser=parser)
-
-
-def add_sampling(add: Any, max_tokens: int) -> None:
-    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
-    add(
-        "--max-tokens",
-        "-m",
-        type=int,
-        metavar="N",
-        help=f"largest number of tokens in the answer (default: {max_tokens})",
-    )
-    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
-    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
-    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
-    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
-    add("--seed", type=int, metavar="N", help="seed of the sampling")
-    add(
-        "--chat-template-config",
-        metavar="JSON",
-        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
-    )
-    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
-    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
-    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
 
 
 def _add_media(add: Any) -> None:
@@ -117,38 +100,17 @@ def _true_or_false(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
-def range_field(default: Any, **limits: float) -> Any:
-    """A field that is a number within these limits."""
-    return dataclasses.field(default=default, metadata={"range": Range(**limits)})  # type: ignore[arg-type]
-
-
-def text_field() -> Any:
-    """A field that is a text, which may be empty, or None."""
-    return dataclasses.field(default=None, metadata={"empty": True})
-
-
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """The options of `generate`, under the names that mlx_lm.generate gives them.
+class GenerateOptions(AnswerOptions):
+    """The options of `generate`.
 
     Raises:
         UserError: If an option has a value that it may not have.
     """
 
-    model: str
     prompt: str
-    adapter_path: str | None = None
-    system_prompt: str | None = text_field()
     prefill_response: str | None = text_field()
-    max_tokens: int = range_field(100, least=1)
-    temp: float = range_field(0.0, least=0)
-    top_p: float = range_field(1.0, above=0, most=1)
-    min_p: float = range_field(0.0, least=0, most=1)
-    top_k: int = range_field(0, least=0)
-    seed: int | None = range_field(None, least=0, most=2**64 - 1)
     ignore_chat_template: bool = False
-    chat_template_config: str | None = None
-    extra_eos_token: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
     video: tuple[str, ...] = ()
     min_pixels: int | None = range_field(None, least=1)
@@ -156,11 +118,6 @@ class GenerateOptions:
     fps: float | None = range_field(None, above=0)
     video_max_frames: int | None = range_field(None, least=1)
     verbose: bool = True
-    trust_remote_code: bool = False
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        fix(self)
 
 
 def generate(options: GenerateOptions) -> str:
@@ -173,14 +130,14 @@ def generate(options: GenerateOptions) -> str:
 
     from ..data.prompts import prompt_tokens
     from ..models.adapted_base import load_with_adapter
-    from ..models.generate import Sampling, stream
+    from ..models.generate import stream
     from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
     from ..train.dialogue import stopped_at_nan
 
     if options.seed is not None:
         mx.random.seed(options.seed)
-    template_options = trained_template_options(options.adapter_path, options.chat_template_config)
+    template_options = trained_template_options(options)
     media = _first_media(options)
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
@@ -203,7 +160,7 @@ def generate(options: GenerateOptions) -> str:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
-    sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+    sampling = options.sampling
     answer: Iterator[Any]
     if pictures:
         answer = stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, options.max_tokens, sampling)
@@ -222,14 +179,6 @@ def generate(options: GenerateOptions) -> str:
     return "".join(parts)
 
 
-def trained_template_options(adapter_path: str | None, given: str | None) -> dict[str, Any]:
-    """Return the variables of the chat template: those that the adapter was trained with, then those of the flag."""
-    from ..lora.adapter_files import template_options
-
-    asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
-    return template_options(adapter_path, asked)
-
-
 def _prompt(text: str) -> str:
     """Return the prompt, read from standard input where it is `-`; UserError where it is empty or not UTF-8."""
     if text == "-":
@@ -244,34 +193,6 @@ def _prompt(text: str) -> str:
         if not text.strip():
             raise UserError("--prompt -: standard input is empty; give a prompt with text in it.")
     return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def check_served(options: Any, media: str | None = None) -> None:
-    """Refuse, before weights are read, a model of which results depend on upstream's code; `media` as _first_media."""
-    from ..models.adapted_base import folder_of
-    from ..models.early_refusal import refuse_unserved
-    from ..patches import INFERENCE
-
-    if not options.force:
-        folder = folder_of(options.model, options.adapter_path)
-        refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=options.trust_remote_code)
-
-
-def check_tokens(options: Any, loaded: Loaded) -> None:
-    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
-    from ..patches import INFERENCE, patched
-
-    with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
-        pass  # It is refused before anything is generated.
-    known = loaded.tokenizer.get_vocab()
-    if options.top_k >= len(known):
-        raise UserError(
-            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known)} tokens; got {options.top_k}."
-        )
-    numbers = {str(number) for number in known.values()}
-    for token in options.extra_eos_token:
-        if token not in known and token not in numbers:
-            raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
 
 
 def _add_ends(options: GenerateOptions, loaded: Loaded) -> None:

@@ -1,0 +1,124 @@
+"""What `generate` and `chat` share: the flags that say how a model answers, their values, and what is checked first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..template_options import parsed_options
+from ..values import Range, fix, short
+
+if TYPE_CHECKING:
+    from ..models.generate import Sampling
+    from ..models.load import Loaded
+
+
+def add_sampling(add: Any, max_tokens: int) -> None:
+    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        metavar="N",
+        help=f"largest number of tokens in the answer (default: {max_tokens})",
+    )
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
+    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add(
+        "--chat-template-config",
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
+    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
+
+
+def range_field(default: Any, **limits: float) -> Any:
+    """A field that is a number within these limits."""
+    return dataclasses.field(default=default, metadata={"range": Range(**limits)})  # type: ignore[arg-type]
+
+
+def text_field() -> Any:
+    """A field that is a text, which may be empty, or None."""
+    return dataclasses.field(default=None, metadata={"empty": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerOptions:
+    """The options with which a model answers, under the names that mlx_lm.generate and mlx_lm.chat give them.
+
+    Raises:
+        UserError: If an option has a value that it may not have.
+    """
+
+    model: str
+    _: dataclasses.KW_ONLY
+    adapter_path: str | None = None
+    system_prompt: str | None = text_field()
+    max_tokens: int = range_field(100, least=1)
+    temp: float = range_field(0.0, least=0)
+    top_p: float = range_field(1.0, above=0, most=1)
+    min_p: float = range_field(0.0, least=0, most=1)
+    top_k: int = range_field(0, least=0)
+    seed: int | None = range_field(None, least=0, most=2**64 - 1)
+    chat_template_config: str | None = None
+    extra_eos_token: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        fix(self)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How each token is chosen."""
+        from ..models.generate import Sampling
+
+        return Sampling(self.temp, self.top_p, self.min_p, self.top_k)
+
+
+def trained_template_options(options: AnswerOptions) -> dict[str, Any]:
+    """Return the variables of the chat template: those that the adapter was trained with, then those of the flag."""
+    from ..lora.adapter_files import template_options
+
+    given = options.chat_template_config
+    asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
+    return template_options(options.adapter_path, asked)
+
+
+def check_served(options: AnswerOptions, media: str | None = None) -> None:
+    """Refuse, before weights are read, a model of which results depend on upstream's code.
+
+    Args:
+        options: The options of the command.
+        media: The flag and the file of the first image or video, as messages name it; None without any.
+    """
+    from ..models.adapted_base import folder_of
+    from ..models.early_refusal import refuse_unserved
+    from ..patches import INFERENCE
+
+    if not options.force:
+        folder = folder_of(options.model, options.adapter_path)
+        refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=options.trust_remote_code)
+
+
+def check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
+    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
+    from ..patches import INFERENCE, patched
+
+    with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
+        pass  # It is refused before anything is generated.
+    known = loaded.tokenizer.get_vocab()
+    if options.top_k >= len(known):
+        raise UserError(
+            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known)} tokens; got {options.top_k}."
+        )
+    numbers = {str(number) for number in known.values()}
+    for token in options.extra_eos_token:
+        if token not in known and token not in numbers:
+            raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
