@@ -9,13 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ..train.screen import Fact, panel
+from ..train.screen import WIDEST, Fact, panel
 from .checkpoints import Choice
 from .device_limits import DeviceLimits
 from .forecast import Forecast, Moment
 from .search import Largest, RunForecast, fits
-
-_WIDEST = 120
 
 
 class Shown(Protocol):
@@ -137,7 +135,7 @@ class PlanPanel:
             first = Text(verdict(self._found), style="bold green" if good else "bold red")
             first.append("; looking for the longest row" if self._rows is None else f"; {longest(self._rows)}")
         plain = self._console.options.ascii_only
-        width = min(self._console.width, _WIDEST)
+        width = min(self._console.width, WIDEST)
         return Group(first, panel("deltatune plan", list(self._facts.values()), width, plain))
 
 

@@ -20,7 +20,7 @@ from .preferences.figures import line as figures_line
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
 _SHOWN, _SHOWN_WHOLE = 100, 400
 # No terminal needs longer lines, which would be hard to read.
-_WIDEST = 120
+WIDEST = 120
 _GAUGE = 20
 # What people look for first.
 _ORDER = ("model", "training", "data", "epochs", "memory")
@@ -167,7 +167,7 @@ class Screen:
             self._print(row)
 
     def _width(self) -> int:
-        return min(self._console.width, _WIDEST)
+        return min(self._console.width, WIDEST)
 
     def _print(self, what: RenderableType) -> None:
         if not self._shown:
