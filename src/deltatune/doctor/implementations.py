@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops import attention, candidates
+from ..ops import attention, candidates, trial_times
 from ..ops.attention import attention_blocked, kernel_trial
 from ..ops.attention.choice import AttentionCall
 from ..ops.attention.kernel_trial import KernelShape
@@ -139,9 +139,8 @@ class Times:
     changing: list[str]
 
     def __str__(self) -> str:
-        changes = " (its bits change)"
-        each = [f"{name} {ms:.1f} ms{changes * (name in self.changing)}" for name, ms in self.milliseconds.items()]
-        return ", ".join(each)
+        times = self.milliseconds.items()
+        return ", ".join(trial_times.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
 
 
 def times() -> list[Times]:

@@ -186,7 +186,7 @@ def said(found: dict[str, Verdict]) -> str:
     def words(name: str, verdict: Verdict) -> str:
         if verdict.seconds is None:
             return f"{name} not timed"
-        return f"{name} {1e3 * verdict.seconds:.1f} ms" + ("" if verdict.same_bits else " (its bits change)")
+        return trial_times.words(name, verdict.seconds, verdict.same_bits)
 
     return ", ".join(words(name, verdict) for name, verdict in found.items())
 

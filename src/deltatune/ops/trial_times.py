@@ -61,6 +61,11 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     return found
 
 
+def words(name: str, seconds: float, same_bits: bool | None) -> str:
+    """Return the time of an implementation in words, such as `fused 3.1 ms`, and whether its bits change."""
+    return f"{name} {1e3 * seconds:.1f} ms" + ("" if same_bits else " (its bits change)")
+
+
 def fastest_first(seconds: Mapping[str, float], preferred: Sequence[str]) -> list[str]:
     """Return the names from the fastest to the slowest; of equally fast ones, as GAIN says, a preferred one is first.
 
