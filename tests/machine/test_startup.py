@@ -72,11 +72,13 @@ def without_mlx(tmp_path):
 @pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2].rstrip("_") for command in cli.COMMANDS])
 def test_without_mlx_every_command_names_the_extras(without_mlx, command):
     needed = {
+        "chat": ["--model", "x"],
         "export": ["--to", "peft", "--model", "x", "--save-path", "y"],
         "generate": ["--model", "x", "--prompt", "x"],
         "import": ["--model", "x", "--peft", "y", "--save-path", "z"],
         "merge": ["--model", "x"],
         "run": ["--", "x"],
+        "watch": ["x"],
     }
     done = python("-m", "deltatune", command, *needed.get(command, []), PYTHONPATH=without_mlx)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

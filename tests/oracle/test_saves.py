@@ -28,7 +28,7 @@ from deltatune.models.load import load_model
 from deltatune.selftest.parity import seeded, vision
 from deltatune.selftest.parity.cases import CASES
 from deltatune.train import Trainer
-from deltatune.train.log import Screen
+from deltatune.train.screen import Screen
 from deltatune.train.setup import prepare
 
 pytestmark = [
