@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -111,3 +112,61 @@ def test_no_two_files_of_one_name_mean_different_things():
             homes[path.stem].append(name)
     shared = {name for name, modules in homes.items() if len(modules) > 1}
     assert shared <= SHARED_NAMES.keys(), "rename one, or say in SHARED_NAMES what both have in common"
+
+
+@cache
+def names_of(module: str) -> set[str]:
+    """The names that a module of the package gives others: its own, those it imports, and the files of its folder."""
+    names = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module and name}
+    inside: list[ast.AST] = [ast.parse(MODULES[module].read_text())] if module in MODULES else []
+    while inside:
+        for node in ast.iter_child_nodes(inside.pop()):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            else:
+                inside.append(node)
+    return names
+
+
+def stale(text: str) -> list[str]:
+    """Names of deltatune that a program uses and that are not there."""
+    gone, modules, bound = [], {}, set()
+    for node in ast.walk(whole := ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deltatune":
+            module = node.module.partition(".")[2]
+            if module not in MODULES and not any(name.startswith(f"{module}.") for name in MODULES):
+                gone.append(node.module)
+                continue
+            for alias in node.names:
+                inner = f"{module}.{alias.name}".strip(".")
+                if inner in MODULES:
+                    modules[alias.asname or alias.name] = inner
+                elif "__getattr__" not in (names := names_of(module)) and alias.name not in names:
+                    gone.append(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    for node in ast.walk(whole):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in bound:
+            module = modules.get(node.value.id)
+            if module and node.attr not in names_of(module) and not node.attr.startswith("__"):
+                gone.append(f"deltatune.{module}.{node.attr}")
+    return gone
+
+
+def test_programs_beside_the_package_use_names_that_it_has():
+    """Live tests, benchmarks and scripts do not run in CI, and a name that moved would break them unseen."""
+    assert not {str(path.relative_to(ROOT)): names for path in BESIDE if (names := stale(path.read_text()))}
+
+
+def test_a_name_that_moved_is_found():
+    assert stale("from deltatune.train.log import Screen") == ["deltatune.train.log.Screen"]
+    assert stale("from deltatune.machine import compiling\ncompiling._library()") == [
+        "deltatune.machine.compiling._library"
+    ]
+    assert not stale("from deltatune.machine import compiling\ncompiling.compiles()")
