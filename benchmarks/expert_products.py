@@ -26,7 +26,7 @@ import processes
 from deltatune.ops.experts import grouped, product_trial
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED, ON_TENSOR_CORES
-from deltatune.ops.trial import relative_error
+from deltatune.ops.trial.measure import relative_error
 from machine import heading
 
 EXPERTS, TOP_K, SCALE, SHOWN = 256, 8, 1.75, 24

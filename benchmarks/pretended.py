@@ -56,11 +56,11 @@ def pretended(device: str) -> Iterator[None]:
         yield
         return
     from deltatune.machine import backend, nvidia
-    from deltatune.ops import trial, verdicts
     from deltatune.ops.attention import kernel_trial
     from deltatune.ops.gated_delta import machine_trial
     from deltatune.ops.kernels import launch
     from deltatune.ops.pointwise import pass_launch
+    from deltatune.ops.trial import measure, verdicts
     from deltatune.patches import evidence
 
     passed: Callable[..., Any] = lambda *_: verdicts.Verdict("", "", 1.0, {"y": 0.0})  # noqa: E731
@@ -69,7 +69,7 @@ def pretended(device: str) -> Iterator[None]:
             (backend, "device", lambda: device),
             (backend, "compares_times", lambda: False),
             (nvidia, "generation", lambda: nvidia.HOPPER),
-            (trial, "passes", lambda *_: True),
+            (measure, "passes", lambda *_: True),
             (machine_trial, "of", passed),
             (kernel_trial, "of", passed),
             (launch, "kernel_of", lambda *_: _Kernel()),

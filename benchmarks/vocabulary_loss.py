@@ -23,11 +23,11 @@ import numpy as np
 
 import processes
 from deltatune.machine import backend
-from deltatune.ops import trial
 from deltatune.ops.cross_entropy import _chunk_loss
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
-from deltatune.selftest.measure import poison
+from deltatune.ops.trial import measure
+from deltatune.ops.trial.measure import poison
 from machine import heading
 
 # Few rows, since float64 computes on the host.
@@ -71,7 +71,7 @@ def check_errors() -> bool:
             losses, gradients = by_kernels(logits, targets, cotangents)
             found = [np.array(losses), *split_at_targets(np.array(gradients.astype(mx.float32)), targets)]
             exact = exact_losses(logits, targets, cotangents)
-            errors = [trial.relative_error(one, other) for one, other in zip(found, exact, strict=True)]
+            errors = [measure.relative_error(one, other) for one, other in zip(found, exact, strict=True)]
             within = max(errors) <= bound
             good = good and within
             cells = " | ".join(f"{error:.1e}" for error in errors)

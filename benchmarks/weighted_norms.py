@@ -22,10 +22,10 @@ import numpy as np
 
 import processes
 from deltatune.machine import backend
-from deltatune.ops import trial
 from deltatune.ops.pointwise.passes import BOUNDS
 from deltatune.ops.pointwise.weighted_norms import sum_norm, weighted_norm
-from deltatune.selftest.measure import poison
+from deltatune.ops.trial import measure
+from deltatune.ops.trial.measure import poison
 from machine import heading
 
 EPS = 1e-6
@@ -60,7 +60,7 @@ def check_errors() -> bool:
                 wide = [array.astype(mx.float64) for array in (*given, d_total, dy)]
                 outputs, gradients = mx.vjp(exact_sum_norm, wide[:3], wide[3:])
                 exact = [np.array(array) for array in (*outputs, gradients[0], gradients[2])]
-            errors = [trial.relative_error(one, other) for one, other in zip(found, exact, strict=True)]
+            errors = [measure.relative_error(one, other) for one, other in zip(found, exact, strict=True)]
             within = max(errors) <= bound
             good = good and within
             cells = " | ".join(f"{error:.1e}" for error in errors)

@@ -4,10 +4,10 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops import verdicts
-from deltatune.ops.candidates import Candidate
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.gated_delta.machine_trial import ShapeClass
+from deltatune.ops.trial import verdicts
+from deltatune.ops.trial.candidates import Candidate
 
 
 @pytest.fixture(autouse=True)

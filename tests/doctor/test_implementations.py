@@ -8,11 +8,11 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops import trial_times, verdicts
 from deltatune.ops.attention import attention_blocked, kernel_trial
 from deltatune.ops.attention import choice as attention_choice
-from deltatune.ops.candidates import Candidate
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from deltatune.ops.trial import timing, verdicts
+from deltatune.ops.trial.candidates import Candidate
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, mon
 def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     assert implementations.times() == []
     ticks = itertools.count()
-    monkeypatch.setattr(trial_times, "clock", lambda: 0.002 * next(ticks))
+    monkeypatch.setattr(timing, "clock", lambda: 0.002 * next(ticks))
     monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
     monkeypatch.setattr(implementations, "_HEADS", implementations._HEADS[-1:])
     on_a_gpu(gated_delta_chunk)

@@ -38,8 +38,8 @@ import numpy as np
 
 from beside import load
 from deltatune.machine import compiling
-from deltatune.ops import trial_times
 from deltatune.ops.attention import kernel_trial
+from deltatune.ops.trial import timing
 
 _UNTIL_THE_END = ExitStack()
 # The place in Python's array at which nanobind keeps the distance to MLX's.
@@ -128,8 +128,8 @@ def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
     gpu_operations.declare(devices)
     mx.fast.metal_kernel = metal.kernel
     # The host machine is slow, so the fastest would never be a kernel: where no time passes, the preferred one serves.
-    trial_times.clock = lambda: 0.0
-    trial_times.ROUNDS, kernel_trial._TIMED_LENGTH, kernel_trial._TIMED_KEY_HEADS = 1, 64, 1
+    timing.clock = lambda: 0.0
+    timing.ROUNDS, kernel_trial._TIMED_LENGTH, kernel_trial._TIMED_KEY_HEADS = 1, 64, 1
     return metal, devices
 
 

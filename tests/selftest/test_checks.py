@@ -15,12 +15,13 @@ from host_machine import HostMachine, cuda_text
 from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
-from deltatune.ops import verdicts
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, native
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_gates import SLOW_TOKENS, errors_by_gates
 from deltatune.ops.kernels.launch import VOCABULARY, WEIGHTED_NORM, header
 from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.trial import verdicts
+from deltatune.ops.trial.measure import relative_norm
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
     attention,
@@ -29,7 +30,6 @@ from deltatune.selftest import (
     experts,
     gated_delta,
     losses_and_adapters,
-    measure,
     pointwise,
     replays,
     times,
@@ -134,17 +134,17 @@ def test_slow_gates_that_are_rounded_show():
 
 def test_an_error_in_one_row_is_not_hidden_by_the_large_results_of_another():
     found, truth = np.array([[1.0, 2.0], [1e6, 1e6]]), np.array([[1.0, 2.1], [1e6, 1e6]])
-    assert measure.relative_norm(found, truth) < 1e-6
-    assert errors_by_gates("y", measure.relative_norm, found, truth)["y"] > 0.01
+    assert relative_norm(found, truth) < 1e-6
+    assert errors_by_gates("y", relative_norm, found, truth)["y"] > 0.01
 
 
 def test_norms():
     truth = np.array([3.0, 4.0])
-    assert measure.relative_norm(np.array([3.0, 4.5]), truth) == pytest.approx(0.1)
-    assert measure.relative_norm(np.array([3.0, np.nan]), truth) == float("inf")
-    assert measure.relative_norm(np.zeros(3), truth) == float("inf")
-    assert measure.relative_norm(np.zeros(2), np.zeros(2)) == 0.0
-    assert measure.relative_norm(np.ones(2), np.zeros(2)) == float("inf")
+    assert relative_norm(np.array([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert relative_norm(np.array([3.0, np.nan]), truth) == float("inf")
+    assert relative_norm(np.zeros(3), truth) == float("inf")
+    assert relative_norm(np.zeros(2), np.zeros(2)) == 0.0
+    assert relative_norm(np.ones(2), np.zeros(2)) == float("inf")
 
 
 def test_experts(monkeypatch):

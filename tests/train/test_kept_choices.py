@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops import trial_times, verdicts
-from deltatune.ops.candidates import Candidate
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
+from deltatune.ops.trial import timing, verdicts
+from deltatune.ops.trial.candidates import Candidate
 from deltatune.train import state
 from killed_runs import adapters
 
@@ -38,7 +38,7 @@ def unmeasured(monkeypatch, tmp_path):
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("other", "chunk")})
     monkeypatch.setattr(backend, "_UNMEASURED", ("cpu",))
-    monkeypatch.setattr(trial_times, "clock", clock)
+    monkeypatch.setattr(timing, "clock", clock)
     monkeypatch.setattr(choice, "CANDIDATES", {name: named(name) for name in seconds})
     verdicts.forget()
     yield SimpleNamespace(seconds=seconds, traced=traced)

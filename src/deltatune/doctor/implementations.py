@@ -11,17 +11,18 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine import backend
-from ..ops import attention, candidates, trial_times
+from ..ops import attention
 from ..ops.attention import attention_blocked, kernel_trial
 from ..ops.attention.choice import AttentionCall
 from ..ops.attention.kernel_trial import KernelShape
-from ..ops.candidates import Candidate, Operator
 from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
 from ..ops.gated_delta.choice import Call
 from ..ops.gated_delta.machine_trial import ShapeClass
 from ..ops.gated_delta.tolerances import TF32
 from ..ops.kernels.cubin import built_side_by_side
-from ..ops.verdicts import Verdict
+from ..ops.trial import candidates, timing
+from ..ops.trial.candidates import Candidate, Operator
+from ..ops.trial.verdicts import Verdict
 
 # `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models; in fp32
 # their heads are half as wide, for which an NVIDIA GPU's kernels compile in a tenth of the time.
@@ -140,7 +141,7 @@ class Times:
 
     def __str__(self) -> str:
         times = self.milliseconds.items()
-        return ", ".join(trial_times.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
+        return ", ".join(timing.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
 
 
 def times() -> list[Times]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..machine import backend, blas, blas_fault, environment
-from ..ops import verdicts
+from ..ops.trial import verdicts
 
 PACKAGES = ("deltatune", "mlx", "mlx-lm", "mlx-vlm", "numpy", "transformers")
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5

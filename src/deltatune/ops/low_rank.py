@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 from ..machine import backend
-from . import trial
 from .kernels.launch import Execute, Launch
 from .low_rank_kernels import (
     STRIPE,
@@ -27,6 +26,7 @@ from .low_rank_kernels import (
     scaled_product,
 )
 from .pointwise.passes import LEAST
+from .trial import measure
 
 # The largest rank, of which every lane has a share of the sums in its registers.
 MOST = 64
@@ -224,14 +224,14 @@ def _passes_trial(kernel: LowRankKernel, execute: Execute = Launch.run) -> bool:
     """Compare a kernel with float64 on sizes that leave a rest in every loop."""
 
     def error() -> float:
-        arrays = trial.random_arrays([(shape, kernel.dtype) for shape in _trial_shapes(kernel)])
+        arrays = measure.random_arrays([(shape, kernel.dtype) for shape in _trial_shapes(kernel)])
         expected = _in_float64(kernel, *(np.array(array.astype(mx.float32), np.float64) for array in arrays))
         # The outputs get the memory of these arrays, so that an element that the kernel does not write is NaN.
         mx.eval([mx.full(one.shape, np.nan, kernel.dtype) for one in expected])
-        return trial.largest_error(kernel(arrays, _SCALE, execute), expected)
+        return measure.largest_error(kernel(arrays, _SCALE, execute), expected)
 
     name = f"LoRA's product of {kernel.name}, rank {kernel.rank}, {kernel.dtype}"
-    return trial.passes(name, error, BOUNDS[kernel.dtype])
+    return measure.passes(name, error, BOUNDS[kernel.dtype])
 
 
 def _trial_shapes(kernel: LowRankKernel) -> list[tuple[int, int]]:

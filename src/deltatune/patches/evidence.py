@@ -23,8 +23,8 @@ import mlx.core as mx
 from ..errors import UserError, first_line
 from ..machine import atomic_files, backend, environment
 from ..machine.compiling import not_compiled
-from ..ops import candidates
 from ..ops.random_state import drawing_from
+from ..ops.trial import candidates
 from . import recurrence, whole_rows
 from .holders import attribute_of, defined_function
 from .patch_record import SETTLED, Function, Patch

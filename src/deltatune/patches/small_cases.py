@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..ops.functional import as_list, is_floating
 from ..ops.recomputation import cheap_recomputed, small_cases
-from ..ops.trial import largest_error
+from ..ops.trial.measure import largest_error
 from .patch_record import Check, Function
 from .whole_rows import whole_rows
 

@@ -13,8 +13,8 @@ import numpy as np
 from ..machine import backend
 from ..ops.attention import attention_blocked, choice, kernel_trial
 from ..ops.attention.tolerances import NORMAL, half_norm
+from ..ops.trial.measure import as_float64, poison, relative_norm
 from .float64_attention import NAMES, attention64
-from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, Check, Outcome, compared_with_bounds, not_run
 
 Results = dict[str, np.ndarray]

@@ -13,8 +13,7 @@ import numpy as np
 from ..machine import backend
 from ..ops.experts import Projection, expert_block, grouped, product_trial
 from ..ops.experts.tolerances import EXACT, NARROW_NORM
-from ..ops.trial import ROUNDING
-from .measure import as_float64, poison, relative_norm
+from ..ops.trial.measure import ROUNDING, as_float64, poison, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 PROJECTIONS, FACTORS = ("up", "down", "gate"), ("lora_a", "lora_b")

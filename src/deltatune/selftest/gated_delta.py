@@ -15,8 +15,8 @@ from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive, mach
 from ..ops.gated_delta.machine_trial import Implementation
 from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
 from ..ops.gated_delta.trial_gates import SLOW_TOKENS, draw_log_gates, draw_segments, errors_by_gates, slow_name
+from ..ops.trial.measure import as_float64, poison, relative_norm
 from .float64_recurrence import INPUTS, recurrence
-from .measure import as_float64, poison, relative_norm
 from .outcome import FAILED, NOT_RUN, Check, Outcome, compared_with_bounds, not_run
 
 NAMES = ("y", "state", *INPUTS)

@@ -11,7 +11,7 @@ import numpy as np
 from ..ops.kernels.launch import Execute, Launch
 from ..ops.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
-from .measure import as_float64, poison, relative_norm
+from ..ops.trial.measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds
 from .pointwise import BOUNDS, on_cuda
 

@@ -31,7 +31,7 @@ from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
 from ..ops.pointwise.unpacking import unpack
 from ..ops.pointwise.weighted_norms import sum_norm
-from .measure import as_float64, poison, relative_norm
+from ..ops.trial.measure import as_float64, poison, relative_norm
 from .outcome import Check, Outcome, compared_with_bounds, not_run
 
 # Bounds on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine such roundings in

@@ -23,11 +23,11 @@ from ..demo import task
 from ..demo.assets import MODEL
 from ..machine import backend, environment
 from ..models.load import load
+from ..ops.trial.measure import as_float64, relative_norm
 from ..train import Trainer
 from ..train.screen import Screen
 from ..train.setup import prepare
 from ..train.tree import leaves
-from .measure import as_float64, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
 
 STEPS = 4
@@ -82,7 +82,8 @@ def _compare(found: tuple[list[float], _Weights], expected: tuple[list[float], _
     change = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
     found_change = np.concatenate([(found[1][name] - start[name]).ravel() for name in start])
     return compared_with_bounds(
-        {"loss": loss, "weights": relative_norm(found_change, change)}, {"loss": _LOSS, "weights": _CHANGE}
+        {"loss": loss, "weights": relative_norm(found_change, change)},
+        {"loss": _LOSS, "weights": _CHANGE},
     )
 
 

@@ -18,7 +18,7 @@ from ..data.stream_order import StreamOrder
 from ..layers import LayerInfo
 from ..lora.weights import is_quantized, quantization
 from ..machine import backend, blas
-from ..ops.rankings import Rankings
+from ..ops.trial.rankings import Rankings
 from ..patches import PatchReport
 from ..patches.summary import summary
 from .distributed import World

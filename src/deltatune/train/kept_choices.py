@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from ..config import TrainConfig
-from ..ops import rankings
-from ..ops.rankings import Rankings
+from ..ops.trial import rankings
+from ..ops.trial.rankings import Rankings
 from . import state
 from .distributed import World
 

@@ -15,7 +15,7 @@ from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas
-from ..ops.rankings import Rankings
+from ..ops.trial.rankings import Rankings
 from . import state
 from .distributed import World
 from .log import Metrics

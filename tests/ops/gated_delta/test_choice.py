@@ -14,11 +14,11 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend, nvidia
-from deltatune.ops import candidates, verdicts
-from deltatune.ops.candidates import Candidate, ImplementationWarning
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
 from deltatune.ops.gated_delta.choice import Call, choose
 from deltatune.ops.gated_delta.native import gated_delta_native
+from deltatune.ops.trial import candidates, verdicts
+from deltatune.ops.trial.candidates import Candidate, ImplementationWarning
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_a_verdict_is_stored_for_the_next_process(monkeypatch, tmp_path):
 @pytest.mark.parametrize("file", ["kernels/gated_delta/scan.h", "kernels/cuda.h", "attention/fused.py"])
 def test_a_verdict_is_of_one_text_of_the_kernels(file, tmp_path):
     operators = tmp_path / "operators"
-    shutil.copytree(Path(verdicts.__file__).parent, operators)
+    shutil.copytree(Path(verdicts.__file__).parents[1], operators)
     before = verdicts.digest_of_text(operators)
     assert before == verdicts.machine()["text"]
     changed = operators / file

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
 from deltatune.ops.pointwise import adam, squares
-from deltatune.ops.trial import ROUNDING
+from deltatune.ops.trial.measure import ROUNDING
 from deltatune.train import optimizer as updates
 
 KINDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ...models.vision.rotary import fused_rotary
-from ...ops.trial import relative_error
+from ...ops.trial.measure import relative_error
 from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, Fault
 
 NAME = "gradient of mlx-vlm's fused rotary kernel"

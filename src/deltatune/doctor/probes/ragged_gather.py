@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ...ops.trial import relative_error
+from ...ops.trial.measure import relative_error
 from .fault import ABSENT, NOT_RUN, PRESENT, Fault
 
 NAME = "gather_qmm on ragged sizes"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ...ops.trial import relative_error
+from ...ops.trial.measure import relative_error
 from .fault import ABSENT, PRESENT, Fault
 
 NAME = "scatter-add with a batch stride"

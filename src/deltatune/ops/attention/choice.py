@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend, environment
-from .. import candidates
-from ..candidates import Candidate, Operator
 from ..tracing import trace
+from ..trial import candidates
+from ..trial.candidates import Candidate, Operator
 from . import fused_op, kernel_trial
 from .blocked import attention_blocked
 from .fused import FusedOptions

@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from .. import verdicts
 from ..kernels.cubin import built_side_by_side
-from ..trial import relative_error
-from ..trial_times import Run
-from ..verdicts import Verdict
+from ..trial import verdicts
+from ..trial.measure import relative_error
+from ..trial.timing import Run
+from ..trial.verdicts import Verdict
 from .naive import attention_naive
 from .tolerances import fused_bound
 

@@ -7,8 +7,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from .. import trial
 from ..kernels.launch import HOPPER, Launch
+from ..trial import measure
 from . import grouped, grouped_hopper
 from .grouped import TileShape
 from .grouped_hopper import HopperTile
@@ -96,7 +96,7 @@ def _random_arrays(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]
     """Draw rows of inputs, rows of outputs, and a matrix for each expert."""
     rows = sum(_COUNTS)
     shapes = ((rows, inputs), (rows, outputs), (len(_COUNTS), outputs, inputs))
-    return trial.random_arrays([(shape, dtype) for shape in shapes])
+    return measure.random_arrays([(shape, dtype) for shape in shapes])
 
 
 def _ends() -> mx.array:
@@ -118,6 +118,6 @@ def _agrees(launch: Launch, expected: np.ndarray, bound: float) -> bool:
         (shape, dtype) = launch.outputs["out"]
         # The output gets the memory of this array, so that an element that the kernel does not write is NaN.
         mx.eval(mx.full(shape, np.nan, dtype))
-        return trial.relative_error(launch.run()[0], expected)
+        return measure.relative_error(launch.run()[0], expected)
 
-    return trial.passes(launch.name, error, bound, instead)
+    return measure.passes(launch.name, error, bound, instead)

@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from ...machine import backend, environment
-from .. import candidates
-from ..candidates import Candidate, Operator
+from ..trial import candidates
+from ..trial.candidates import Candidate, Operator
 from . import fused_op, machine_trial, native
 from .chunk import gated_delta_chunk
 from .machine_trial import Implementation, ShapeClass

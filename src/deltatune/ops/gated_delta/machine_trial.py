@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from .. import verdicts
 from ..kernels.cubin import built_side_by_side
-from ..trial import ROUNDING, relative_error
-from ..trial_times import Run
-from ..verdicts import Verdict
+from ..trial import verdicts
+from ..trial.measure import ROUNDING, relative_error
+from ..trial.timing import Run
+from ..trial.verdicts import Verdict
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, SLOW, fused_bound

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.optimizers
 
 from ...machine import backend
-from .. import trial
 from ..kernels.launch import Arrays, Outputs, numbers
+from ..trial import measure
 from .pass_launch import Execute, Pass, size_of
 
 # How many elements one lane holds.
@@ -22,7 +22,7 @@ _LANE = 8
 # The largest difference over the largest element that a trial allows from MLX's operations in fp32, which round each of
 # fifteen results where the kernel rounds fewer; and half of the last place of a 16-bit dtype, to which it rounds once.
 _BOUND_IN_FP32 = 1e-6
-_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in trial.ROUNDING.items()}
+_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in measure.ROUNDING.items()}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _passes_trial(dtype: mx.Dtype, gradient_dtype: mx.Dtype, execute: Execute = 
     def difference() -> float:
         shape = (3, 131)
         kinds = [(shape, dtype), (shape, gradient_dtype), (shape, dtype), (shape, dtype)]
-        parameter, gradient, m, v = trial.random_arrays(kinds)
+        parameter, gradient, m, v = measure.random_arrays(kinds)
         v = v.square()
         found, expected = [], []
         for corrected in (True, False):
@@ -97,7 +97,7 @@ def _passes_trial(dtype: mx.Dtype, gradient_dtype: mx.Dtype, execute: Execute = 
                 new = dict(zip(("m", "v"), moments, strict=True))
                 moved = optimizer.apply_single(d * scale, wide, new)
                 expected += [moved, new["m"], new["v"]] if healthy else [wide, *moments]
-        return trial.largest_error(found, expected)
+        return measure.largest_error(found, expected)
 
     given = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
-    return trial.passes(f"Adam's step in {dtype}{given}", difference, _BOUNDS[dtype])
+    return measure.passes(f"Adam's step in {dtype}{given}", difference, _BOUNDS[dtype])

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from ..kernels.launch import ABSENT, Outputs
-from ..trial import Kind
+from ..trial.measure import Kind
 from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes
 

@@ -11,7 +11,7 @@ from functools import cache
 import mlx.core as mx
 
 from ...machine import backend
-from .. import trial
+from ..trial import measure
 from .pass_launch import Execute, Pass, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
@@ -48,4 +48,4 @@ def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
         found = end_to_end(arrays, execute=execute)
         return float(mx.abs(found - mx.concatenate(arrays).astype(mx.float32)).max())
 
-    return trial.passes(f"{dtype} end to end", difference, 0.0)
+    return measure.passes(f"{dtype} end to end", difference, 0.0)

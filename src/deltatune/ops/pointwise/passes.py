@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from .. import trial
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
 from ..recomputation import is_small_case, note
+from ..trial import measure
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -52,7 +52,7 @@ class Passes:
             return list(self.plain(*arrays))
         return list(_function(self, execute)(*arrays))
 
-    def passes_trial(self, *kinds: trial.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
+    def passes_trial(self, *kinds: measure.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
         """Whether both kernels run here and agree with `plain`, which is tried once in a process for each kind.
 
         Args:
@@ -90,9 +90,9 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
     return cast(Callable[..., Arrays], forward)
 
 
-def _passes_trial(passes: Passes, kinds: Sequence[trial.Kind], others: Arrays, execute: Execute) -> bool:
-    arrays = trial.random_arrays(kinds)
-    return trial.passes(passes.name, lambda: _error(passes, arrays, others, execute), BOUNDS[kinds[0][1]])
+def _passes_trial(passes: Passes, kinds: Sequence[measure.Kind], others: Arrays, execute: Execute) -> bool:
+    arrays = measure.random_arrays(kinds)
+    return measure.passes(passes.name, lambda: _error(passes, arrays, others, execute), BOUNDS[kinds[0][1]])
 
 
 def _error(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
@@ -102,4 +102,4 @@ def _error(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Exec
     _, gradients = mx.vjp(lambda *given: passes(*given, *others, execute=execute), arrays, cotangents)
     arrays, cotangents = ([array.astype(mx.float32) for array in group] for group in (arrays, cotangents))
     expected = mx.vjp(lambda *given: list(passes.plain(*given, *others)), arrays, cotangents)
-    return trial.largest_error([*outputs, *gradients], [*expected[0], *expected[1]])
+    return measure.largest_error([*outputs, *gradients], [*expected[0], *expected[1]])

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from .. import trial
 from ..kernels.launch import Arrays, Outputs
 from ..recomputation import is_small_case, note
+from ..trial import measure
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 
@@ -128,13 +128,13 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
 @cache
 def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
-        (x, weights) = trial.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
+        (x, weights) = measure.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
         order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
         index = order.reshape(30, 3)
         found = [take_rows(x, order.astype(mx.int32) - 90 * (order % 2).astype(mx.int32), execute=execute)]
         found += [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
         wide = x.astype(mx.float32)
         expected = [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
-        return trial.largest_error(found, expected)
+        return measure.largest_error(found, expected)
 
-    return trial.passes(f"rows of {dtype}", difference, BOUNDS[dtype])
+    return measure.passes(f"rows of {dtype}", difference, BOUNDS[dtype])

@@ -11,8 +11,8 @@ from functools import cache
 import mlx.core as mx
 
 from ...machine import backend
-from .. import trial
 from ..kernels.launch import Arrays, Outputs
+from ..trial import measure
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 
@@ -75,11 +75,11 @@ def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
         # Rows of fewer and of more pieces than lanes share one.
         worst = 0.0
         for width in (40, 520):
-            gate, x, d, score = trial.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
+            gate, x, d, score = measure.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
             found = gradients(gate, x, d, score, execute=execute)
             *wide, d = (array.astype(mx.float32) for array in (gate, x, d))
             hidden, inner, dscore = with_mlx(lambda gate, x: gate * mx.sigmoid(gate) * x, wide, d, score[:, None])
-            worst = max(worst, trial.largest_error(found, [hidden, *inner, dscore]))
+            worst = max(worst, measure.largest_error(found, [hidden, *inner, dscore]))
         return worst
 
-    return trial.passes(f"experts' gradients of {dtype}", difference, BOUNDS[dtype])
+    return measure.passes(f"experts' gradients of {dtype}", difference, BOUNDS[dtype])

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from .. import trial
 from ..kernels.launch import Arrays
+from ..trial import measure
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS
 
@@ -59,8 +59,8 @@ def _with_mlx(arrays: Sequence[mx.array]) -> mx.array:
 def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
     def difference() -> float:
         # Some lanes take two pieces and others one, and the last elements are no piece.
-        arrays = trial.random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
+        arrays = measure.random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
         exact = sum(np.square(np.array(array.astype(mx.float32), np.float64)).sum() for array in arrays)
-        return trial.relative_error(sum_of_squares(arrays, execute=execute), np.array(exact))
+        return measure.relative_error(sum_of_squares(arrays, execute=execute), np.array(exact))
 
-    return dtype in BOUNDS and trial.passes(f"the sum of squares of {dtype}", difference, BOUNDS[mx.float32])
+    return dtype in BOUNDS and measure.passes(f"the sum of squares of {dtype}", difference, BOUNDS[mx.float32])

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from .. import trial
 from ..functional import not_differentiated_again
 from ..kernels.launch import Arrays, Outputs
+from ..trial import measure
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS, LEAST
 
@@ -99,11 +99,11 @@ def _passes_trial(
 
     def difference() -> float:
         rows, groups = 7, 384 // group_size
-        stored = trial.random_arrays([((rows, groups), stored_dtype)] * 2)
+        stored = measure.random_arrays([((rows, groups), stored_dtype)] * 2)
         words = np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32)
         matrix = [mx.array(words), *stored]
         scales, biases = (array.astype(mx.float32) for array in stored)
         expected = mx.dequantize(matrix[0], scales, biases, group_size, bits)
-        return trial.largest_error([unpack(matrix, group_size, bits, dtype, execute=execute)], [expected])
+        return measure.largest_error([unpack(matrix, group_size, bits, dtype, execute=execute)], [expected])
 
-    return trial.passes(f"unpacking {bits} bits in groups of {group_size} to {dtype}", difference, BOUNDS[dtype])
+    return measure.passes(f"unpacking {bits} bits in groups of {group_size} to {dtype}", difference, BOUNDS[dtype])

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from .. import trial
 from ..kernels.launch import Arrays, Execute, Launch, Outputs, Values
+from ..trial import measure
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.
@@ -78,16 +78,18 @@ def _passes_trial(dtype: mx.Dtype, execute: Execute = Launch.run) -> bool:
     def difference() -> float:
         return max(_error(vocabulary, dtype, execute) for vocabulary in (33_000, 33_001))
 
-    return trial.passes(f"the cross-entropy of {dtype}", difference, BOUNDS[dtype])
+    return measure.passes(f"the cross-entropy of {dtype}", difference, BOUNDS[dtype])
 
 
 def _error(vocabulary: int, dtype: mx.Dtype, execute: Execute) -> float:
     """The largest error of losses and gradients against float64, since MLX's sums of so many terms are less exact."""
-    (logits, cotangents) = trial.random_arrays([((9, vocabulary), dtype), ((9,), mx.float32)])
+    (logits, cotangents) = measure.random_arrays([((9, vocabulary), dtype), ((9,), mx.float32)])
     targets = mx.arange(9) * (vocabulary // 9)
     losses, gradients = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
     exact = exact_losses(logits, targets, cotangents)
-    return trial.largest_error([*losses, *split_at_targets(np.array(gradients[0].astype(mx.float32)), targets)], exact)
+    return measure.largest_error(
+        [*losses, *split_at_targets(np.array(gradients[0].astype(mx.float32)), targets)], exact
+    )
 
 
 def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> list[np.ndarray]:

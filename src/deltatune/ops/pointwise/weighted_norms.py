@@ -12,10 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from .. import trial
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
 from ..recomputation import is_small_case, note
+from ..trial import measure
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
@@ -188,7 +188,7 @@ def _passes_trial(
 
     def difference() -> float:
         shape = (3, 7, width)
-        *given, weight = trial.random_arrays([(shape, dtype)] * 4 + [((width,), weight_dtype)])
+        *given, weight = measure.random_arrays([(shape, dtype)] * 4 + [((width,), weight_dtype)])
         x, other, d_sum, dy = given
 
         def ours(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
@@ -205,6 +205,6 @@ def _passes_trial(
         found = mx.vjp(ours, [x, other, weight], [dy, d_sum, d_sum, dy])
         wide = [array.astype(mx.float32) for array in (x, other, weight, dy, d_sum)]
         expected = mx.vjp(plain, wide[:3], [wide[3], wide[4], wide[4], wide[3]])
-        return trial.largest_error([*found[0], *found[1]], [*expected[0], *expected[1]])
+        return measure.largest_error([*found[0], *found[1]], [*expected[0], *expected[1]])
 
-    return trial.passes(f"the norm of {width} {dtype}", difference, BOUNDS[dtype])
+    return measure.passes(f"the norm of {width} {dtype}", difference, BOUNDS[dtype])

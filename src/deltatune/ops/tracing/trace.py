@@ -65,7 +65,7 @@ class Trace:
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
             small cases of patches.
         trials: Whether an implementation may serve that has to be tried on this machine before.
-        rankings: Which implementation of an operator serves which class of calls in a run (ops/rankings.py); None
+        rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
         known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.

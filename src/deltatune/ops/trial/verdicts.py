@@ -19,8 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine import atomic_files, backend, environment
-from .trial_times import TrialTime
+from ...machine import atomic_files, backend, environment
+from .timing import TrialTime
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _machine(device: str) -> dict[str, str]:
             continue
     parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
     about = mx.device_info()
-    parts |= {"text": digest_of_text(Path(__file__).parent), "device": str(about.get("device_name", about))}
+    parts |= {"text": digest_of_text(Path(__file__).parents[1]), "device": str(about.get("device_name", about))}
     parts |= {"system": platform.platform(), "driver": _driver()}
     return parts
 
@@ -160,7 +160,7 @@ def _machine(device: str) -> dict[str, str]:
 def digest_of_text(operators: Path) -> str:
     """Return a digest of the code and the kernels' texts that verdicts are about, in the folder of operators."""
     digest = hashlib.sha256()
-    for folder in ("gated_delta", "attention", "kernels"):
+    for folder in ("gated_delta", "attention", "kernels", "trial"):
         for file in sorted((operators / folder).rglob("*")):
             if file.suffix in (".py", ".h"):
                 digest.update(file.relative_to(operators).as_posix().encode() + file.read_bytes())

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops import trial
+from deltatune.ops.trial import measure
 
 INFINITE = float("inf")
 
@@ -26,27 +26,27 @@ INFINITE = float("inf")
     ],
 )
 def test_the_error_is_relative_to_the_largest_element(found, expected, error):
-    assert trial.relative_error(found, expected) == error
+    assert measure.relative_error(found, expected) == error
 
 
 def test_float64_is_not_rounded():
-    assert trial.relative_error(np.array([1.0 + 1e-12]), np.array([1.0])) == pytest.approx(1e-12, rel=1e-3)
+    assert measure.relative_error(np.array([1.0 + 1e-12]), np.array([1.0])) == pytest.approx(1e-12, rel=1e-3)
 
 
 def test_the_largest_error_of_several_arrays_counts():
-    assert trial.largest_error([mx.ones(2), mx.array([3.0])], [mx.ones(2), mx.array([2.0])]) == 0.5
+    assert measure.largest_error([mx.ones(2), mx.array([3.0])], [mx.ones(2), mx.array([2.0])]) == 0.5
     with pytest.raises(ValueError, match="zip"):
-        trial.largest_error([mx.ones(2)], [])
+        measure.largest_error([mx.ones(2)], [])
 
 
 def test_a_kernel_passes_within_its_bound(caplog):
-    assert trial.passes("a kernel", lambda: 1e-3, 1e-3)
+    assert measure.passes("a kernel", lambda: 1e-3, 1e-3)
     assert not caplog.text
 
 
 @pytest.mark.parametrize("error", [2e-3, INFINITE, float("nan")])
 def test_a_kernel_with_too_large_an_error_is_reported(error, caplog):
-    assert not trial.passes("a kernel", lambda: error, 1e-3, "plain products")
+    assert not measure.passes("a kernel", lambda: error, 1e-3, "plain products")
     assert "a kernel is off by" in caplog.text
     assert "so plain products serve instead" in caplog.text
 
@@ -55,13 +55,13 @@ def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
     def error() -> float:
         raise RuntimeError("first line\nsecond line")
 
-    assert not trial.passes("a kernel", error, 1.0)
+    assert not measure.passes("a kernel", error, 1.0)
     assert "a kernel does not run on this machine" in caplog.text
     assert "second line" not in caplog.text
 
 
 def test_random_arrays_do_not_use_mlxs_random_state():
     before = mx.random.state[0].tolist()
-    one, other = trial.random_arrays([((3, 2), mx.float32), ((4,), mx.bfloat16)])
+    one, other = measure.random_arrays([((3, 2), mx.float32), ((4,), mx.bfloat16)])
     assert (one.shape, one.dtype, other.shape, other.dtype) == ((3, 2), mx.float32, (4,), mx.bfloat16)
     assert mx.random.state[0].tolist() == before

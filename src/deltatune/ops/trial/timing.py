@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..errors import first_line
+from ...errors import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-from .tracing import trace
+from ..tracing import trace
 
 
 @dataclass

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UserError
-from ..machine import backend
-from . import rankings, trial_times, verdicts
-from .tracing import trace
-from .trial_times import Run
+from ...errors import UserError
+from ...machine import backend
+from ..tracing import trace
+from . import rankings, timing, verdicts
+from .timing import Run
 from .verdicts import Verdict, machine
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]
     trials = {name: (candidate.checked, candidate.shape) for name, candidate in right.items() if candidate.checked}
     found = {name: _verdict(operator, name, right[name].trusted, *trial) for name, trial in trials.items()}
     if any(verdict.seconds is None for verdict in found.values()):
-        measured = trial_times.side_by_side(operator.runs_of(trials))
+        measured = timing.side_by_side(operator.runs_of(trials))
         for name, seconds in measured.items():
             found[name] = verdicts.timed(_stored(operator, name), right[name].shape, found[name], seconds)
     return found
@@ -186,7 +186,7 @@ def said(found: dict[str, Verdict]) -> str:
     def words(name: str, verdict: Verdict) -> str:
         if verdict.seconds is None:
             return f"{name} not timed"
-        return trial_times.words(name, verdict.seconds, verdict.same_bits)
+        return timing.words(name, verdict.seconds, verdict.same_bits)
 
     return ", ".join(words(name, verdict) for name, verdict in found.items())
 
@@ -199,7 +199,7 @@ def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str]
     found = times(operator, right)
     seconds = {name: verdict.seconds for name, verdict in found.items() if verdict.seconds is not None}
     steady = {name: time for name, time in seconds.items() if found[name].same_bits}
-    ranked = trial_times.fastest_first(steady or seconds, list(right))
+    ranked = timing.fastest_first(steady or seconds, list(right))
     words = [said(found)] if seconds else []
     changing = [name for name in seconds if name not in steady]
     if changing and len(right) > 1:

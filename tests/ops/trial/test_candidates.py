@@ -10,9 +10,9 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops import candidates, rankings, trial_times, verdicts
 from deltatune.ops.attention import attention_blocked, choice, kernel_trial
-from deltatune.ops.candidates import Candidate
+from deltatune.ops.trial import candidates, rankings, timing, verdicts
+from deltatune.ops.trial.candidates import Candidate
 
 VARIABLE = "DELTATUNE_ATTENTION"
 SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
@@ -61,7 +61,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "device", lambda: "metal")
-    monkeypatch.setattr(trial_times, "clock", made.clock)
+    monkeypatch.setattr(timing, "clock", made.clock)
     monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
     by_name = {name: lambda call, name=name: made.candidate(name, call) for name in made.milliseconds}
     monkeypatch.setattr(choice, "CANDIDATES", by_name)
@@ -206,7 +206,7 @@ def test_forced_and_wrong_is_an_error(gpu, monkeypatch):
 
 
 def test_times_are_ranked():
-    order, ranked = ["fused", "native", "chunk"], trial_times.fastest_first
+    order, ranked = ["fused", "native", "chunk"], timing.fastest_first
     assert ranked({"fused": 1.0, "native": 0.95, "chunk": 0.99}, order) == order
     assert ranked({"fused": 1.0, "native": 0.95, "chunk": 0.5}, order) == [
         "chunk",

@@ -1,0 +1,118 @@
+"""The measure of error that all trials share, and memory full of NaN, so that what a kernel leaves out is seen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import first_line
+
+logger = logging.getLogger(__name__)
+
+Kind = tuple[tuple[int, ...], mx.Dtype]
+
+# By dtype, how far one rounding moves a number, over the number: half a unit in the last place. For fp32, in which
+# kernels compute, it is nothing.
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+# MLX reuses freed buffers by size; these are the sizes filled with NaN, as powers of two of fp32 numbers.
+_POWERS = range(4, 23)
+
+
+def largest_element(array: np.ndarray) -> float:
+    """Return the size of the largest element, 0 for an array without any."""
+    return float(np.abs(array).max(initial=0.0))
+
+
+def euclidean_norm(array: np.ndarray) -> float:
+    """Return the root of the sum of the squares."""
+    return float(np.linalg.norm(array))
+
+
+def relative_error(
+    result: mx.array | np.ndarray, truth: mx.array | np.ndarray, size: Callable[[np.ndarray], float] = largest_element
+) -> float:
+    """Return the size of the difference over the size of `truth`, in float64.
+
+    It is infinite for arrays of different shapes, for results with NaN or infinity in them, and where the truth alone
+    is zero.
+
+    Args:
+        result: What was computed.
+        truth: What it should be.
+        size: The size of an array: that of its largest element, or its norm.
+
+    Example:
+        >>> relative_error(mx.array([1.0, 2.5]), mx.array([1.0, 2.0]))
+        0.25
+    """
+    one, other = as_float64(result), as_float64(truth)
+    if one.shape != other.shape or not np.isfinite(one).all():
+        return float("inf")
+    error, whole = size(one - other), size(other)
+    return error / whole if whole > 0 else float("inf" if error > 0 else 0.0)
+
+
+def relative_norm(result: mx.array | np.ndarray, truth: mx.array | np.ndarray) -> float:
+    """Return the norm of the difference over the norm of `truth`, as relative_error does for the largest element."""
+    return relative_error(result, truth, euclidean_norm)
+
+
+def largest_error(results: Sequence[mx.array | np.ndarray], truths: Sequence[mx.array | np.ndarray]) -> float:
+    """Return the largest relative_error of several arrays, each compared with its own truth."""
+    return max(relative_error(one, other) for one, other in zip(results, truths, strict=True))
+
+
+def as_float64(array: mx.array | np.ndarray) -> np.ndarray:
+    """Return the numbers of an array as a float64 NumPy array."""
+    if isinstance(array, mx.array):
+        array = np.array(array.astype(mx.float32))
+    return array.astype(np.float64)
+
+
+def poison(like: Iterable[mx.array] = (), *, thoroughly: bool = True) -> None:
+    """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
+
+    Args:
+        like: Arrays of the sizes that the next results will have.
+        thoroughly: Whether buffers of other sizes are filled, too, after those that MLX keeps have been given back.
+    """
+    shapes = [(array.shape, array.dtype) for array in like if mx.issubdtype(array.dtype, mx.floating)]
+    if thoroughly:
+        mx.clear_cache()
+    mx.eval([mx.full(shape, mx.nan, dtype) for shape, dtype in shapes for _ in range(2)])
+    if thoroughly:
+        mx.eval([mx.full((2**power,), mx.nan) for power in _POWERS for _ in range(2)])
+
+
+def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
+    """Draw normal numbers of these shapes and dtypes, with NumPy, since MLX's random state belongs to the training."""
+    draw = np.random.default_rng(7)
+    return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape, dtype in kinds]
+
+
+def passes(name: str, error: Callable[[], float], bound: float, instead: str = "MLX's operations") -> bool:
+    """Whether a kernel runs on this machine with an error of at most `bound`; if not, a warning says why.
+
+    Args:
+        name: the kernel's name for the warning.
+        error: runs the kernel, and returns its largest relative error.
+        bound: the largest error that is allowed.
+        instead: what is used in place of a kernel that fails, for the warning.
+    """
+    try:
+        largest = error()
+    except (RuntimeError, ValueError) as problem:
+        reason = first_line(problem)[:300]
+        logger.warning("%s does not run on this machine, so %s serve instead: %s", name, instead, reason)
+        return False
+    # The comparison is this way round so that NaN fails.
+    if largest <= bound:
+        return True
+    message = "%s is off by %.1e of the largest element on this machine (%.1e allowed), so %s serve instead."
+    logger.warning(message, name, largest, bound, instead)
+    return False
