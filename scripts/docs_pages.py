@@ -1,4 +1,4 @@
-"""Makes the tables of options and flags in the documentation from the code when the site is built.
+"""Makes tables of the documentation, such as that of the options, from the code when the site is built.
 
 MkDocs calls `on_page_markdown` for every page (`hooks` in mkdocs.yml). A line `<!-- made here: NAME -->` in a page is
 replaced by what `PARTS[NAME]` returns.
@@ -15,6 +15,7 @@ from typing import Any
 from deltatune.cli import parser
 from deltatune.commands.flags import flag_name, option_fields
 from deltatune.config import LoraConfig
+from deltatune.recipes.dictionary import page_table
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
 
@@ -46,7 +47,7 @@ def flags() -> str:
     return "\n\n".join(parts)
 
 
-PARTS: dict[str, Callable[[], str]] = {"options": options, "flags": flags}
+PARTS: dict[str, Callable[[], str]] = {"options": options, "flags": flags, "translation": page_table}
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

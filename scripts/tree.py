@@ -34,7 +34,7 @@ ORDER = [
 ]
 ORDER += ["machine", "ops", "layers", "lora", "patches"]
 ORDER += ["models", "data", "train", "export", "plan", "doctor"]
-ORDER += ["demo", "selftest", "commands", "cli", "__main__"]
+ORDER += ["demo", "selftest", "recipes", "commands", "cli", "__main__"]
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from .commands import chat, demo, doctor, eval, export, generate, import_, merge, plan, run, selftest, train, watch
+from .commands import (
+    chat,
+    demo,
+    doctor,
+    eval,
+    export,
+    generate,
+    import_,
+    merge,
+    plan,
+    recipes,
+    run,
+    selftest,
+    train,
+    watch,
+)
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import startup
 from .values import short
 from .wrapping import for_stream
 
-COMMANDS = (train, plan, watch, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
+COMMANDS = (train, plan, recipes, watch, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser() -> argparse.ArgumentParser:
