@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 import processes
-from deltatune.ops.experts import grouped, product_trial
+from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED, ON_TENSOR_CORES
 from deltatune.ops.trial.measure import relative_error
@@ -142,7 +142,7 @@ def main() -> None:
             right.append(line(product, [None, *tiles], 0 if options.tiny else options.calls))
             del product
     rows, weight = mx.zeros((5, 512), mx.bfloat16), mx.zeros((2, 512, 512), mx.bfloat16)
-    served = product_trial.product_tile(rows, weight, True, False)
+    served = trial_case.product_tile(rows, weight, True, False)
     print(f"\nAfter the trial, this tile serves: {served}")
     fine = all(right) and isinstance(served, HopperTile)
     sys.exit(0 if fine else "A product is wrong, or Hopper's kernel does not serve.")

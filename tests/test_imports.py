@@ -30,6 +30,7 @@ SHARED_NAMES = {
     "screen": "what a command prints for a person",
     "task": "what a demo teaches",
     "tolerances": "how much error the operators of a folder may show",
+    "trial_case": "what an operator's implementations or kernels are tried on before their first use",
 }
 
 

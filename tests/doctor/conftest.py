@@ -5,7 +5,7 @@ import pytest
 from deltatune.doctor import implementations
 from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
-from deltatune.ops.gated_delta.machine_trial import ShapeClass
+from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.trial import verdicts
 from deltatune.ops.trial.candidates import Candidate
 

@@ -8,9 +8,10 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
-from deltatune.ops.attention import attention_blocked, kernel_trial
+from deltatune.ops.attention import attention_blocked, trial_case
 from deltatune.ops.attention import choice as attention_choice
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from deltatune.ops.gated_delta import choice, gated_delta_chunk
+from deltatune.ops.gated_delta.trial_case import NAMES
 from deltatune.ops.trial import timing, verdicts
 from deltatune.ops.trial.candidates import Candidate
 
@@ -25,7 +26,7 @@ def test_chunk_is_right_here():
     (finding,) = implementations.findings()
     assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)
     assert finding.shape == "float32, 1/2 heads of 8 x 8"
-    assert set(machine_trial.NAMES) < set(finding.errors)
+    assert set(NAMES) < set(finding.errors)
     assert 0 < max(finding.errors.values()) <= finding.bound == 2e-6
 
 
@@ -85,7 +86,7 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     assert implementations.times() == []
     ticks = itertools.count()
     monkeypatch.setattr(timing, "clock", lambda: 0.002 * next(ticks))
-    monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
+    monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
     monkeypatch.setattr(implementations, "_HEADS", implementations._HEADS[-1:])
     on_a_gpu(gated_delta_chunk)
     monkeypatch.setattr(backend, "device", lambda: "metal")

@@ -13,8 +13,8 @@ from typing import Any
 
 from deltatune.demo import flow
 from deltatune.doctor import implementations
-from deltatune.ops.attention.kernel_trial import KernelShape
-from deltatune.ops.gated_delta.machine_trial import ShapeClass
+from deltatune.ops.attention.trial_case import KernelShape
+from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.selftest import attention, controls, gated_delta, replays, training
 
 _FEW_HEADS, _HEAD_SIZE = 2, 16

@@ -38,7 +38,7 @@ import numpy as np
 
 from beside import load
 from deltatune.machine import compiling
-from deltatune.ops.attention import kernel_trial
+from deltatune.ops.attention import trial_case
 from deltatune.ops.trial import timing
 
 _UNTIL_THE_END = ExitStack()
@@ -129,7 +129,7 @@ def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
     mx.fast.metal_kernel = metal.kernel
     # The host machine is slow, so the fastest would never be a kernel: where no time passes, the preferred one serves.
     timing.clock = lambda: 0.0
-    timing.ROUNDS, kernel_trial._TIMED_LENGTH, kernel_trial._TIMED_KEY_HEADS = 1, 64, 1
+    timing.ROUNDS, trial_case._TIMED_LENGTH, trial_case._TIMED_KEY_HEADS = 1, 64, 1
     return metal, devices
 
 

@@ -17,10 +17,11 @@ from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, native
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
-from deltatune.ops.gated_delta.trial_gates import SLOW_TOKENS, errors_by_gates
+from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, by_gates
 from deltatune.ops.kernels.launch import VOCABULARY, WEIGHTED_NORM, header
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.trial import verdicts
+from deltatune.ops.trial.case import Case
 from deltatune.ops.trial.measure import relative_norm
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
@@ -35,7 +36,7 @@ from deltatune.selftest import (
     times,
     training,
 )
-from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, compared_with_bounds
+from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
 SMALL = [
@@ -45,10 +46,7 @@ SMALL = [
 
 
 def judge(function, workload, fused=True):
-    truth = gated_delta.truth_of(workload)
-    return compared_with_bounds(
-        gated_delta.errors(function, workload, truth), gated_delta.bounds(workload, truth[2], fused)
-    )
+    return tried(gated_delta.case_of(workload, gated_delta.bounds(workload, fused)), function)
 
 
 @pytest.fixture
@@ -106,8 +104,7 @@ def test_an_attention_that_is_wrong_shows(workload):
     def one_key_lost(q, k, v, **options):
         return attention.attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
 
-    found = attention.errors(one_key_lost, workload, attention.truth_of(workload))
-    assert max(found.values()) > workload.bound
+    assert tried(attention.case_of(workload), one_key_lost).status == FAILED
 
 
 def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_number():
@@ -133,9 +130,10 @@ def test_slow_gates_that_are_rounded_show():
 
 
 def test_an_error_in_one_row_is_not_hidden_by_the_large_results_of_another():
-    found, truth = np.array([[1.0, 2.0], [1e6, 1e6]]), np.array([[1.0, 2.1], [1e6, 1e6]])
+    found, truth = np.array([[1.0, 2.0], [1e6, 1e6], [1.0, 1.0]]), np.array([[1.0, 2.1], [1e6, 1e6], [1.0, 1.0]])
     assert relative_norm(found, truth) < 1e-6
-    assert errors_by_gates("y", relative_norm, found, truth)["y"] > 0.01
+    case = Case("rows", ["y"], lambda y: [y], lambda: [truth], 0.0, error=relative_norm, parts=by_gates)
+    assert case.errors([mx.array(found)], [truth])["y"] > 0.01
 
 
 def test_norms():
@@ -310,12 +308,12 @@ def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
         return 1.1 * y, state
 
     candidate("fused", gated_delta_chunk)
-    assert gated_delta._check("fused", SMALL[0], []).status == PASSED
+    assert gated_delta._check("fused", SMALL[0]).status == PASSED
     candidate("fused", wrong)
-    outcome = gated_delta._check("fused", SMALL[0], [])
+    outcome = gated_delta._check("fused", SMALL[0])
     assert (outcome.status, "differs from chunk" in outcome.detail) == (FAILED, True)
     # One of MLX's own that fails its trial is not used, so nothing trains wrong.
     candidate("native", wrong)
-    assert gated_delta._check("native", SMALL[0], []).status == NOT_RUN
+    assert gated_delta._check("native", SMALL[0]).status == NOT_RUN
     candidate("native", "heads too odd")
-    assert gated_delta._check("native", SMALL[0], []).detail == "it does not cover this: heads too odd"
+    assert gated_delta._check("native", SMALL[0]).detail == "it does not cover this: heads too odd"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,16 +12,18 @@ import mlx.core as mx
 
 from ..machine import backend
 from ..ops import attention
-from ..ops.attention import attention_blocked, kernel_trial
+from ..ops.attention import attention_blocked, trial_case
 from ..ops.attention.choice import AttentionCall
-from ..ops.attention.kernel_trial import KernelShape
-from ..ops.gated_delta import choice, gated_delta_chunk, machine_trial
+from ..ops.attention.trial_case import KernelShape
+from ..ops.gated_delta import choice, gated_delta_chunk
+from ..ops.gated_delta import trial_case as delta_case
 from ..ops.gated_delta.choice import Call
-from ..ops.gated_delta.machine_trial import ShapeClass
 from ..ops.gated_delta.tolerances import TF32
+from ..ops.gated_delta.trial_case import ShapeClass
 from ..ops.kernels.cubin import built_side_by_side
 from ..ops.trial import candidates, timing
 from ..ops.trial.candidates import Candidate, Operator
+from ..ops.trial.case import judged
 from ..ops.trial.verdicts import Verdict
 
 # `chunk` is compared with the recurrence on small shapes, the others with `chunk` on shapes of released models; in fp32
@@ -78,24 +80,18 @@ def build(builders: ThreadPoolExecutor) -> None:
     if backend.device() != "cuda":
         return
     with built_side_by_side(builders):
-        for shape in _MODELS:
-            candidate = choice.CANDIDATES["fused"](_call(shape))
-            if not isinstance(candidate, str) and candidate.shape is not None and candidate.checked is not None:
-                machine_trial.build(candidate.checked, candidate.shape)
-        for heads in _HEADS:
-            attends = attention.choice.CANDIDATES["fused"](_attention_call(replace(heads, machine=backend.device())))
-            if not isinstance(attends, str):
-                kernel_trial.build(attends.function, attends.shape)
+        for operator, calls in ((_GATED_DELTA, _delta_calls()), (_ATTENTION, _attention_calls())):
+            for call in calls:
+                candidate = operator.candidates()["fused"](call)
+                if not isinstance(candidate, str) and candidate.checked is not None:
+                    operator.operator().case_of(candidate.shape).call(candidate.checked)
 
 
 def findings() -> list[Finding]:
     """Compare `chunk` with the recurrence, and each faster implementation with `chunk`."""
     names, _ = backend.gated_delta_candidates()
-    found = of_chunk()
-    for name in ("fused", "native"):
-        if name in names or backend.device() != "cpu":
-            found += [_fast(name, shape, forced=names == (name,)) for shape in _MODELS]
-    return found
+    fast = [name for name in ("fused", "native") if name in names or backend.device() != "cpu"]
+    return of_chunk() + [_fast(_GATED_DELTA, name, call, names) for name in fast for call in _delta_calls()]
 
 
 def of_chunk() -> list[Finding]:
@@ -106,23 +102,12 @@ def of_chunk() -> list[Finding]:
 def of_attention() -> list[Finding]:
     """Compare `blocked`, the fused kernels and, where it may serve, MLX's own attention with the definition."""
     names, _ = backend.attention_candidates()
-    found = []
-    shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
-    for shape in shapes:
-        verdict = kernel_trial.measure("blocked", attention_blocked, shape)
-        found.append(_finding(verdict, "right" if verdict.passed else "wrong"))
-    for name in ("fused", "native"):
-        if backend.device() != "cpu" and (name == "fused" or name in names):
-            found += [_fast_attention(name, shape, forced=names == (name,)) for shape in shapes]
-    return found
-
-
-def _fast_attention(name: str, shape: KernelShape, forced: bool) -> Finding:
-    candidate = attention.choice.CANDIDATES[name](_attention_call(shape))
-    if isinstance(candidate, str):
-        return Finding(name, str(shape), "not covered", candidate)
-    found = kernel_trial.again(name, candidate.function, candidate.shape)
-    return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
+    blocked = [judged(trial_case.trial_case(shape), attention_blocked, "blocked") for shape in _heads()]
+    found = [_finding(verdict, "right" if verdict.passed else "wrong") for verdict in blocked]
+    if backend.device() == "cpu":
+        return found
+    fast = [name for name in ("fused", "native") if name == "fused" or name in names]
+    return found + [_fast(_ATTENTION, name, call, names) for name in fast for call in _attention_calls()]
 
 
 @dataclass
@@ -148,32 +133,34 @@ def times() -> list[Times]:
     """Time what findings() and of_attention() have found right, on a GPU."""
     if backend.device() == "cpu":
         return []
-    of_attention = attention.choice
-    shapes = [replace(shape, machine=backend.device()) for shape in _HEADS]
-    found = [_times(choice.OPERATOR, choice.CANDIDATES, _call(shape), str(shape)) for shape in _MODELS]
-    for shape in shapes:
-        call = _attention_call(shape)
-        found.append(_times(of_attention.OPERATOR, of_attention.CANDIDATES, call, call.words))
-    return found
+    of_delta = [_times(_GATED_DELTA, call, str(shape)) for call, shape in zip(_delta_calls(), _MODELS, strict=True)]
+    return of_delta + [_times(_ATTENTION, call, call.words) for call in _attention_calls()]
 
 
-def _times(operator: Operator, by_name: Mapping[str, Callable[[Any], Candidate | str]], call: Any, words: str) -> Times:
-    right = {}
-    for name, candidate_of in by_name.items():
+def _times(examined: _Examined, call: Any, words: str) -> Times:
+    operator, right = examined.operator(), {}
+    for name, candidate_of in examined.candidates().items():
         candidate = candidate_of(call)
         if isinstance(candidate, str) or candidate.checked is None:
             continue
-        if candidate.trusted or operator.verdict_of(name, candidate.checked, candidate.shape).passed:
+        if candidate.trusted or candidates.verdict_on(operator, name, candidate).passed:
             right[name] = candidate
-    timed = {name: each for name, each in candidates.times(operator, right).items() if each.seconds is not None}
-    milliseconds = {name: 1e3 * (each.seconds or 0.0) for name, each in timed.items()}
-    return Times(
-        f"{operator.name}, {words}", milliseconds, [name for name, each in timed.items() if not each.same_bits]
-    )
+    timed = {name: verdict for name, verdict in candidates.times(operator, right).items() if verdict.seconds}
+    milliseconds = {name: 1e3 * (verdict.seconds or 0.0) for name, verdict in timed.items()}
+    changing = [name for name, verdict in timed.items() if not verdict.same_bits]
+    return Times(f"{operator.name}, {words}", milliseconds, changing)
+
+
+def _heads() -> list[KernelShape]:
+    return [replace(shape, machine=backend.device()) for shape in _HEADS]
+
+
+def _attention_calls() -> list[AttentionCall]:
+    """Return a call of each class, long enough for every implementation."""
+    return [_attention_call(shape) for shape in _HEADS]
 
 
 def _attention_call(shape: KernelShape) -> AttentionCall:
-    """A call whose arguments are of this class, long enough for every implementation."""
     dtype, length = getattr(mx, shape.dtype), 1024
     q = mx.zeros((1, 2, length, shape.size), dtype)
     k = mx.zeros((1, 1 if shape.grouped else 2, length, shape.size), dtype)
@@ -183,40 +170,55 @@ def _attention_call(shape: KernelShape) -> AttentionCall:
     return AttentionCall(q, k, v, shape.causal, segments, window, sinks, None, shape.size**-0.5)
 
 
-def _chunk(shape: ShapeClass) -> Finding:
-    found = machine_trial.measure("chunk", gated_delta_chunk, shape, by_recurrence=True)
-    finding = _finding(found, "right" if found.passed else "wrong")
-    if not found.passed and backend.device() != "cpu" and max(found.errors.values(), default=math.inf) <= TF32:
-        finding.status = "TF32"
-        finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
-    return finding
+def _delta_calls() -> list[Call]:
+    """Return a call of each class, with one token."""
+    return [_delta_call(shape) for shape in _MODELS]
 
 
-def _fast(name: str, shape: ShapeClass, forced: bool) -> Finding:
-    candidate = choice.CANDIDATES[name](_call(shape))
-    if isinstance(candidate, str):
-        return Finding(name, str(shape), "not covered", candidate)
-    return _checked(name, candidate, forced)
-
-
-def _checked(name: str, candidate: Candidate, forced: bool) -> Finding:
-    """Try the candidate. One that fails is not used, unless it is forced, and then training does not start."""
-    if candidate.shape is None or candidate.checked is None:
-        raise AssertionError(f"{name}: the candidate has neither a function nor a shape to check")
-    found = machine_trial.again(name, candidate.checked, candidate.shape)
-    return _finding(found, "right" if found.passed else "wrong" if forced else "refused")
-
-
-def _finding(found: Verdict, status: str) -> Finding:
-    worst = found.worst if found.errors else None
-    bound = found.bound if worst is None else found.bound_of(worst)
-    return Finding(found.implementation, found.shape, status, str(found), found.errors, worst, bound)
-
-
-def _call(shape: ShapeClass) -> Call:
-    """A call with one token, whose arguments are of this class."""
+def _delta_call(shape: ShapeClass) -> Call:
     dtype = getattr(mx, shape.dtype)
     q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
     v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
     gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
     return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented)
+
+
+def _chunk(shape: ShapeClass) -> Finding:
+    verdict = judged(delta_case.trial_case(shape, by_recurrence=True), gated_delta_chunk, "chunk")
+    finding = _finding(verdict, "right" if verdict.passed else "wrong")
+    if not verdict.passed and backend.device() != "cpu" and max(verdict.errors.values(), default=math.inf) <= TF32:
+        finding.status = "TF32"
+        finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
+    return finding
+
+
+def _fast(examined: _Examined, name: str, call: Any, names: Sequence[str]) -> Finding:
+    """Try an implementation. One that fails is not used, unless it is forced, and then training does not start."""
+    candidate = examined.candidates()[name](call)
+    if isinstance(candidate, str):
+        return Finding(name, str(examined.shape_of(call)), "not covered", candidate)
+    verdict = candidates.verdict_anew(examined.operator(), name, candidate)
+    return _finding(verdict, "right" if verdict.passed else "wrong" if tuple(names) == (name,) else "refused")
+
+
+def _finding(verdict: Verdict, status: str) -> Finding:
+    worst = verdict.worst if verdict.errors else None
+    bound = verdict.bound if worst is None else verdict.bound_of(worst)
+    return Finding(verdict.implementation, verdict.shape, status, str(verdict), verdict.errors, worst, bound)
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """An operator with its implementations, and the class of a call of it."""
+
+    operator: Callable[[], Operator]
+    candidates: Callable[[], Mapping[str, Callable[[Any], Candidate | str]]]
+    shape_of: Callable[[Any], ShapeClass | KernelShape]
+
+
+_GATED_DELTA = _Examined(lambda: choice.OPERATOR, lambda: choice.CANDIDATES, Call.shape_class)
+_ATTENTION = _Examined(
+    lambda: attention.choice.OPERATOR,
+    lambda: attention.choice.CANDIDATES,
+    lambda call: call.shape_class(backend.device()),
+)

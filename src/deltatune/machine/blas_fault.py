@@ -27,7 +27,7 @@ Multiply = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Case:
+class BlasCase:
     """One call of sgemm, C = A B.
 
     Attributes:
@@ -43,13 +43,13 @@ class Case:
     initial: float
 
 
-FAULT = Case("one row", 1, _OFFSET, np.nan)
-TWO_ROWS = Case("two rows", 2, _OFFSET, np.nan)
+FAULT = BlasCase("one row", 1, _OFFSET, np.nan)
+TWO_ROWS = BlasCase("two rows", 2, _OFFSET, np.nan)
 CASES = (
     FAULT,
-    Case("one row, C zero", 1, _OFFSET, 0.0),
-    Case("one row, C finite", 1, _OFFSET, 3.0),
-    Case("one row, B aligned", 1, 0, np.nan),
+    BlasCase("one row, C zero", 1, _OFFSET, 0.0),
+    BlasCase("one row, C finite", 1, _OFFSET, 3.0),
+    BlasCase("one row, B aligned", 1, 0, np.nan),
     TWO_ROWS,
 )
 
@@ -97,7 +97,7 @@ def examine(multiply: Multiply, library: str) -> ProbeResult:
     return ProbeResult(library, tuple(wrong))
 
 
-def _is_right(multiply: Multiply, case: Case, transposed: bool) -> bool:
+def _is_right(multiply: Multiply, case: BlasCase, transposed: bool) -> bool:
     random = np.random.default_rng(0)
     a = _matrix_at((case.rows, INNER), _OFFSET)
     a[:] = random.standard_normal(a.shape)

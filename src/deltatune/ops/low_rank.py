@@ -7,7 +7,6 @@ launch each (kernels/products/low_rank.h). Elsewhere, and for other dtypes and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +25,9 @@ from .low_rank_kernels import (
     scaled_product,
 )
 from .pointwise.passes import LEAST
-from .trial import measure
+from .trial import first_use
+from .trial.case import Case
+from .trial.measure import as_float64, random_arrays
 
 # The largest rank, of which every lane has a share of the sums in its registers.
 MOST = 64
@@ -202,7 +203,7 @@ def _by_kernel(
     kernel: LowRankKernel, arrays: Sequence[mx.array], scale: float, execute: Execute | None
 ) -> list[mx.array] | None:
     """Return the kernel's results, or None where it has failed its trial; with `execute` it needs none."""
-    if execute is None and not _passes_trial(kernel.on_trial()):
+    if execute is None and not first_use.is_right(trial_case, kernel.on_trial(), run=Launch.run):
         return None
     return kernel(arrays, scale, execute or Launch.run)
 
@@ -219,19 +220,18 @@ def covered(rank: int, wide: mx.array, *others: mx.array) -> bool:
     return wide.dtype in BOUNDS and all(other.dtype == wide.dtype for other in others)
 
 
-@cache
-def _passes_trial(kernel: LowRankKernel, execute: Execute = Launch.run) -> bool:
-    """Compare a kernel with float64 on sizes that leave a rest in every loop."""
-
-    def error() -> float:
-        arrays = measure.random_arrays([(shape, kernel.dtype) for shape in _trial_shapes(kernel)])
-        expected = _in_float64(kernel, *(np.array(array.astype(mx.float32), np.float64) for array in arrays))
-        # The outputs get the memory of these arrays, so that an element that the kernel does not write is NaN.
-        mx.eval([mx.full(one.shape, np.nan, kernel.dtype) for one in expected])
-        return measure.largest_error(kernel(arrays, _SCALE, execute), expected)
-
-    name = f"LoRA's product of {kernel.name}, rank {kernel.rank}, {kernel.dtype}"
-    return measure.passes(name, error, BOUNDS[kernel.dtype])
+def trial_case(kernel: LowRankKernel) -> Case[Execute]:
+    """Return the case of a kernel, on sizes that leave something over in every loop; its truth is in float64."""
+    arrays = random_arrays([(shape, kernel.dtype) for shape in _trial_shapes(kernel)])
+    exact = _in_float64(kernel, *(as_float64(array) for array in arrays))
+    return Case(
+        name=f"LoRA's product of {kernel.name}, rank {kernel.rank}, {kernel.dtype}",
+        results=[f"product {i}" for i in range(len(exact))],
+        call=lambda execute: kernel(arrays, _SCALE, execute),
+        truth=lambda: exact,
+        bound=BOUNDS[kernel.dtype],
+        like=[mx.zeros(product.shape, kernel.dtype) for product in exact],
+    )
 
 
 def _trial_shapes(kernel: LowRankKernel) -> list[tuple[int, int]]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..machine import backend
-from ..ops.attention import attention_blocked, choice, kernel_trial
+from ..ops.attention import attention_blocked, choice
 from ..ops.attention.tolerances import NORMAL, half_norm
-from ..ops.trial.measure import as_float64, poison, relative_norm
+from ..ops.attention.trial_case import Implementation, differentiated
+from ..ops.trial import candidates
+from ..ops.trial.case import Case
+from ..ops.trial.measure import as_float64, relative_norm
 from .float64_attention import NAMES, attention64
-from .outcome import FAILED, Check, Outcome, compared_with_bounds, not_run
-
-Results = dict[str, np.ndarray]
+from .outcome import FAILED, Check, Outcome, not_run, tried
 
 
 @dataclass(frozen=True)
@@ -77,35 +78,28 @@ class AttentionWorkload:
         return NORMAL if self.dtype == "float32" else half_norm(self.dtype)
 
 
-def truth_of(workload: AttentionWorkload) -> Results:
-    """The exact results."""
+@lru_cache(maxsize=1)
+def truth_of(workload: AttentionWorkload) -> list[np.ndarray]:
+    """The exact results, which the workload's implementations share."""
     arrays = {name: as_float64(x) for name, x in workload.arrays().items()}
-    given = (arrays[name] for name in ("q", "k", "v", "dy"))
-    return attention64(*given, sinks=arrays.get("sinks"), **workload.options())
+    q, k, v, dy = (arrays[name] for name in ("q", "k", "v", "dy"))
+    return list(attention64(q, k, v, dy, sinks=arrays.get("sinks"), **workload.options()).values())
 
 
-def results_of(function: Callable[..., mx.array], workload: AttentionWorkload) -> list[mx.array]:
-    """The output and the gradients that `function` computes, evaluated."""
+def case_of(workload: AttentionWorkload) -> Case[Implementation]:
+    """The case of a workload."""
     arrays, options = workload.arrays(), workload.options()
     if "segments" in options:
         options["segments"] = mx.array(options["segments"])
     dy = arrays.pop("dy")
-
-    def call(*given: mx.array) -> list[mx.array]:
-        return [function(*given[:3], sinks=given[3] if workload.with_sinks else None, **options)]
-
-    outputs, gradients = mx.vjp(call, list(arrays.values()), [dy])
-    results = [*outputs, *gradients]
-    mx.eval(results)
-    return results
-
-
-def errors(function: Callable[..., mx.array], workload: AttentionWorkload, truth: Results) -> dict[str, float]:
-    """The errors of `function`; NaN fills its output memory beforehand."""
-    # The first call gives the sizes of the outputs, and makes whatever is made only once.
-    poison(results_of(function, workload))
-    results = results_of(function, workload)
-    return {name: relative_norm(as_float64(x), truth[name]) for name, x in zip(NAMES, results, strict=False)}
+    return Case(
+        name=workload.name,
+        results=NAMES[: 1 + len(arrays)],
+        call=lambda function: differentiated(function, list(arrays.values()), dy, options),
+        truth=lambda: truth_of(workload),
+        bound=workload.bound,
+        error=relative_norm,
+    )
 
 
 def workloads(quick: bool) -> list[AttentionWorkload]:
@@ -124,13 +118,12 @@ def workloads(quick: bool) -> list[AttentionWorkload]:
 def checks(quick: bool) -> Iterator[Check]:
     """One check for each implementation and workload; the exact results of a workload are computed once."""
     for workload in workloads(quick):
-        cached: list[Results] = []
         for name in ("blocked", "fused", "native"):
-            yield Check(f"attention, {name}: {workload.name}", partial(_check, name, workload, cached))
+            yield Check(f"attention, {name}: {workload.name}", partial(_check, name, workload))
 
 
-def _check(name: str, workload: AttentionWorkload, cached: list[Results]) -> Outcome:
-    function: Callable[..., mx.array] = attention_blocked
+def _check(name: str, workload: AttentionWorkload) -> Outcome:
+    function: Implementation = attention_blocked
     if name != "blocked":
         if backend.device() == "cpu":
             return not_run("it is for GPUs, and MLX computes on the CPU here")
@@ -140,14 +133,11 @@ def _check(name: str, workload: AttentionWorkload, cached: list[Results]) -> Out
         if isinstance(candidate, str):
             return not_run(f"it does not cover this: {candidate}")
         function = candidate.function
-        trial = kernel_trial.again(name, function, candidate.shape)
-        if not trial.passed:
+        verdict = candidates.verdict_anew(choice.OPERATOR, name, candidate)
+        if not verdict.passed:
             # deltatune cannot repair MLX's own attention, and does not use it where it fails its trial.
-            return not_run(str(trial)) if name == "native" else Outcome(FAILED, str(trial))
-    if not cached:
-        cached.append(truth_of(workload))
-    found = errors(function, workload, cached[0])
-    return compared_with_bounds(found, dict.fromkeys(found, workload.bound))
+            return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
+    return tried(case_of(workload), function)
 
 
 def call_of(workload: AttentionWorkload) -> choice.AttentionCall:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..machine import backend
-from ..ops.experts import Projection, expert_block, grouped, product_trial
+from ..ops.experts import Projection, expert_block, grouped, trial_case
 from ..ops.experts.tolerances import EXACT, NARROW_NORM
-from ..ops.trial.measure import ROUNDING, as_float64, poison, relative_norm
-from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run
+from ..ops.trial.case import Case
+from ..ops.trial.measure import ROUNDING, relative_norm
+from .outcome import FAILED, PASSED, Check, Outcome, not_run, tried
 
 PROJECTIONS, FACTORS = ("up", "down", "gate"), ("lora_a", "lora_b")
 _SCALE, _GROUP, _BITS = 1.5, 64, 4
@@ -34,7 +35,7 @@ class Mixture:
         inner: The width between the experts' projections.
         rank: The rank of LoRA.
         dtype: The dtype of tokens and matrices.
-        packed: Whether the matrices are quantised to 4 bits.
+        quantised: Whether the matrices are quantised to 4 bits.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Mixture:
     inner: int
     rank: int = 8
     dtype: str = "float32"
-    packed: bool = False
+    quantised: bool = False
 
     def drawn(self) -> tuple[_Arrays, mx.array, mx.array]:
         """Draw x, scores and parameters by name, the experts of each token, and the cotangent of y."""
@@ -66,41 +67,46 @@ class Mixture:
         return arrays, mx.array(chosen.astype(np.int32)), normal(self.tokens, self.outer).astype(kind)
 
 
-def compare(mixture: Mixture) -> Outcome:
-    """Compare y and every gradient of the block with float64; its output memory is filled with NaN beforehand."""
+def case_of(mixture: Mixture) -> Case[Callable[..., mx.array]]:
+    """The case of a block with these sizes: y and every gradient; what is tried is expert_block."""
     arrays, indices, dy = mixture.drawn()
-    stored = {name: _stored(arrays[f"{name}.weight"], mixture.packed) for name in PROJECTIONS}
+    stored = {name: _stored(arrays[f"{name}.weight"], mixture.quantised) for name in PROJECTIONS}
     trained = {name: array for name, array in arrays.items() if not name.endswith("weight")}
     names = list(trained)
 
-    def block(*given: mx.array) -> mx.array:
-        named = dict(zip(names, given, strict=True))
-        up, down, gate = (
-            Projection(
-                **stored[name][0],
-                lora_a=named[f"{name}.lora_a"],
-                lora_b=named[f"{name}.lora_b"],
-                scale=_SCALE,
-                trains=FACTORS,
+    def call(block: Callable[..., mx.array]) -> list[mx.array]:
+        def of_trained(*trained: mx.array) -> mx.array:
+            named = dict(zip(names, trained, strict=True))
+            up, down, gate = (
+                Projection(
+                    **stored[name][0],
+                    lora_a=named[f"{name}.lora_a"],
+                    lora_b=named[f"{name}.lora_b"],
+                    scale=_SCALE,
+                    trains=FACTORS,
+                )
+                for name in PROJECTIONS
             )
-            for name in PROJECTIONS
-        )
-        return expert_block(named["x"], indices, named["scores"], up, down, gate)
+            return block(named["x"], indices, named["scores"], up, down, gate)
 
-    def differentiated() -> list[mx.array]:
-        outputs, gradients = mx.vjp(block, list(trained.values()), [dy])
-        results = [*outputs, *gradients]
-        mx.eval(results)
-        return results
+        outputs, gradients = mx.vjp(of_trained, list(trained.values()), [dy])
+        return [*outputs, *gradients]
 
-    poison(differentiated())
-    held = mx.get_active_memory()
+    def truth() -> list[np.ndarray]:
+        exact = _truth(trained | {f"{name}.weight": stored[name][1] for name in PROJECTIONS}, indices, dy, names)
+        return list(exact.values())
+
+    return Case(mixture.name, ("y", *names), call, truth, _bound(mixture), error=relative_norm)
+
+
+def compare(mixture: Mixture) -> Outcome:
+    """Compare y and every gradient of the block with float64, and measure its peak memory."""
+    case = case_of(mixture)
+    outcome = tried(case, expert_block)
+    held_bytes = mx.get_active_memory()
     mx.reset_peak_memory()
-    results = differentiated()
-    peak = mx.get_peak_memory() - held
-    exact = _truth(trained | {f"{name}.weight": stored[name][1] for name in PROJECTIONS}, indices, dy, names)
-    errors = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(("y", *names), results, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(errors, _bound(mixture)), peak_bytes=peak)
+    case.computed(expert_block)
+    return replace(outcome, facts={"peak_bytes": mx.get_peak_memory() - held_bytes})
 
 
 def _bound(mixture: Mixture) -> float:
@@ -114,9 +120,9 @@ def _bound(mixture: Mixture) -> float:
     return EXACT + sums + ROUNDING[mixture.dtype]
 
 
-def _stored(weight: mx.array, packed: bool) -> tuple[dict[str, Any], mx.array]:
+def _stored(weight: mx.array, quantised: bool) -> tuple[dict[str, Any], mx.array]:
     """The arguments with which a projection gets its matrices, and the values that these stand for."""
-    if not packed:
+    if not quantised:
         return {"weight": weight}, weight
     small, scales, biases = mx.quantize(weight, _GROUP, _BITS)
     with mx.stream(mx.cpu):
@@ -163,11 +169,11 @@ def grouped_kernels() -> Outcome:
     refused = []
     for inputs, outputs in ((2048, 512), (2048, 8), (8, 512)):
         rows, weight = mx.zeros((64, inputs), mx.bfloat16), mx.zeros((4, outputs, inputs), mx.bfloat16)
-        if None in [product_trial.product_tile(rows, weight, True, added) for added in (False, True)]:
+        if None in [trial_case.product_tile(rows, weight, True, added) for added in (False, True)]:
             refused.append(f"product of {inputs} by {outputs}")
     for left, right in ((8, 2048), (512, 8)):
         one, other = mx.zeros((64, left), mx.bfloat16), mx.zeros((64, right), mx.bfloat16)
-        if not all(product_trial.gradient_serves(one, other, added) for added in (False, True)):
+        if not all(trial_case.gradient_serves(one, other, added) for added in (False, True)):
             refused.append(f"gradient of {left} by {right}")
     if refused:
         return Outcome(FAILED, f"their trial against float64 refuses: {', '.join(refused)}")
@@ -177,6 +183,6 @@ def grouped_kernels() -> Outcome:
 def checks(quick: bool) -> Iterator[Check]:
     """The block in fp32, in bf16 and with quantised matrices, then the kernels that some GPUs use."""
     sizes = (40, 2, 4, 128, 64) if quick else (512, 2, 8, 2048, 512)
-    for name, dtype, packed in (("fp32", "float32", False), ("bf16", "bfloat16", False), ("4 bits", "float32", True)):
-        yield Check(f"experts: {name}", partial(compare, Mixture(name, *sizes, dtype=dtype, packed=packed)))
+    for name, dtype, small in (("fp32", "float32", False), ("bf16", "bfloat16", False), ("4 bits", "float32", True)):
+        yield Check(f"experts: {name}", partial(compare, Mixture(name, *sizes, dtype=dtype, quantised=small)))
     yield Check("experts: kernels for sorted rows", grouped_kernels)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..machine import backend
-from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive, machine_trial
-from ..ops.gated_delta.machine_trial import Implementation
+from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive
 from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
-from ..ops.gated_delta.trial_gates import SLOW_TOKENS, draw_log_gates, draw_segments, errors_by_gates, slow_name
-from ..ops.trial.measure import as_float64, poison, relative_norm
+from ..ops.gated_delta.trial_case import (
+    SLOW_TOKENS,
+    Implementation,
+    by_gates,
+    differentiated,
+    draw_log_gates,
+    draw_segments,
+    slow_name,
+)
+from ..ops.trial import candidates
+from ..ops.trial.case import Case
+from ..ops.trial.measure import relative_norm
 from .float64_recurrence import INPUTS, recurrence
-from .outcome import FAILED, NOT_RUN, Check, Outcome, compared_with_bounds, not_run
+from .outcome import FAILED, NOT_RUN, Check, Outcome, not_run, tried
 
 NAMES = ("y", "state", *INPUTS)
 # q and k have key heads and all other arrays value heads; a state has its heads on the second axis.
@@ -83,22 +92,14 @@ class Workload:
         """The dtype of the argument `name`; models have gates and states in fp32."""
         return getattr(mx, self.dtype) if name in ("q", "k", "v", "dy") else mx.float32
 
-    def differentiated(self, function: Implementation, arrays: dict[str, Any]) -> list[mx.array]:
-        """y, the final state and the gradients that `function` computes from `arrays`, evaluated."""
+    def arguments(self, arrays: dict[str, Any]) -> tuple[list[mx.array], dict[str, Any], list[mx.array]]:
+        """The arguments of trial_case.differentiated after the function, in the workload's dtypes."""
         constants = {name: None if arrays[name] is None else mx.array(arrays[name]) for name in ("mask", "segments")}
-        given = {name: mx.array(arrays[name]).astype(self.kind_of(name)) for name in (*INPUTS, "dy", "dstate")}
-        primals, cotangents = [given[name] for name in INPUTS], [given["dy"], given["dstate"]]
-
-        def call(*given: mx.array) -> tuple[mx.array, mx.array]:
-            return function(*given[:-1], initial_state=given[-1], **constants)
-
-        outputs, gradients = mx.vjp(call, primals, cotangents)
-        results = [*outputs, *gradients]
-        mx.eval(results)
-        return results
+        floats = {name: mx.array(arrays[name]).astype(self.kind_of(name)) for name in (*INPUTS, "dy", "dstate")}
+        return [floats[name] for name in INPUTS], constants, [floats["dy"], floats["dstate"]]
 
     def corner(self, name: str, x: Any) -> Any:
-        """The part of `x` that belongs to the first and the last key head and to their value heads.
+        """The part of an array that belongs to the first and the last key head and to their value heads.
 
         Heads are independent of one another, so a comparison of these heads needs no others.
         """
@@ -108,59 +109,77 @@ class Workload:
         if name not in _OF_KEYS:
             repeats = self.value_heads // self.key_heads
             heads = (heads[:, None] * repeats + np.arange(repeats)).reshape(-1)
-        return np.take(x, heads, axis=1 if name in (*_STATES, "dstate") else 2)
+        axis = 1 if name in (*_STATES, "dstate") else 2
+        return mx.take(x, mx.array(heads), axis) if isinstance(x, mx.array) else np.take(x, heads, axis)
 
 
-# Arguments, exact results of the corner, and the errors of deltatune's own reference there.
-Truth = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, float]]
+@dataclass(frozen=True)
+class Truth:
+    """The arguments of a workload, the exact results of the corner, and the errors there of a peer on the CPU."""
+
+    arrays: dict[str, Any]
+    exact: dict[str, np.ndarray]
+    peers: dict[str, float]
 
 
+@lru_cache(maxsize=1)
 def truth_of(workload: Workload) -> Truth:
-    """The arguments, the exact results for their corner, and the errors there of `chunk` (bf16: `naive`) on the CPU."""
+    """The truth of a workload, which its implementations share; the peer is `chunk`, and `naive` in bf16."""
     arrays = workload.arrays()
     few = {name: workload.corner(name, x) for name, x in arrays.items()}
     exact = recurrence(few, few["dy"], few["dstate"])
+    peer = gated_delta_chunk if workload.dtype == "float32" else gated_delta_naive
+    primals, constants, cotangents = workload.arguments(few)
+    case = _case(workload, lambda function: differentiated(function, primals, constants, cotangents), exact, {})
     with mx.stream(mx.cpu):
-        peer = gated_delta_chunk if workload.dtype == "float32" else gated_delta_naive
-        results = workload.differentiated(peer, few)
-    peers: dict[str, float] = {}
-    for name, x in zip(NAMES, results, strict=True):
-        peers |= errors_by_gates(name, relative_norm, as_float64(x), exact[name])
-    return arrays, exact, peers
+        peers = case.errors(case.computed(peer), case.truth())
+    return Truth(arrays, exact, peers)
 
 
-def bounds(workload: Workload, peers: dict[str, float], fused: bool) -> dict[str, float]:
+def case_of(workload: Workload, allowed: dict[str, float]) -> Case[Implementation]:
+    """The case of a workload, of which the corner is compared; `allowed` has the largest error of each result."""
+    truth = truth_of(workload)
+    primals, constants, cotangents = workload.arguments(truth.arrays)
+
+    def call(function: Implementation) -> list[mx.array]:
+        results = zip(NAMES, differentiated(function, primals, constants, cotangents), strict=True)
+        return [_or_nan(workload.corner(name, x), mx.isfinite(x).all()) for name, x in results]
+
+    return _case(workload, call, truth.exact, allowed, [*primals, *cotangents])
+
+
+def _case(
+    workload: Workload,
+    call: Callable[[Implementation], list[mx.array]],
+    exact: dict[str, np.ndarray],
+    allowed: dict[str, float],
+    like: Sequence[mx.array] = (),
+) -> Case[Implementation]:
+    truth = [exact[name] for name in NAMES]
+    return Case(workload.name, NAMES, call, lambda: truth, 0.0, allowed, relative_norm, like=like, parts=by_gates)
+
+
+def _or_nan(x: mx.array, finite: mx.array) -> mx.array:
+    return mx.where(finite, x, mx.array(float("nan"), x.dtype))
+
+
+def bounds(workload: Workload, fused: bool) -> dict[str, float]:
     """The largest error allowed for each result, from ops/gated_delta/tolerances.py.
 
     fused: use the bounds of the fused kernels in fp32.
     """
+    peers = truth_of(workload).peers
     if workload.dtype != "float32":
         return {name: fused_bf16_norm(peer) for name, peer in peers.items()}
     allowed = {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in NAMES}
     return allowed | {slow_name(name): SLOW for name in NAMES}
 
 
-def errors(function: Implementation, workload: Workload, truth: Truth) -> dict[str, float]:
-    """The errors in the corner of `function` on the whole workload; NaN fills its output memory beforehand."""
-    arrays, exact, _ = truth
-    # The first call gives the sizes of the outputs, and makes whatever is made only once.
-    poison(workload.differentiated(function, arrays))
-    results = workload.differentiated(function, arrays)
-    found: dict[str, float] = {}
-    for name, x in zip(NAMES, results, strict=True):
-        whole = as_float64(x)
-        found |= errors_by_gates(name, relative_norm, workload.corner(name, whole), exact[name])
-        if not np.isfinite(whole).all():
-            found[name] = np.inf
-    return found
-
-
 def checks(quick: bool) -> Iterator[Check]:
     """One check for each implementation and workload; the exact results of a workload are computed once."""
     for workload in workloads(quick):
-        cached: list[Truth] = []
         for name in ("chunk", "fused", "native"):
-            yield Check(f"gated delta, {name}: {workload.name}", partial(_check, name, workload, cached))
+            yield Check(f"gated delta, {name}: {workload.name}", partial(_check, name, workload))
 
 
 def workloads(quick: bool) -> list[Workload]:
@@ -175,7 +194,7 @@ def workloads(quick: bool) -> list[Workload]:
     ]
 
 
-def _check(name: str, workload: Workload, cached: list[Truth]) -> Outcome:
+def _check(name: str, workload: Workload) -> Outcome:
     function: Callable[..., Any] = gated_delta_chunk
     if name != "chunk":
         if backend.device() == "cpu":
@@ -185,17 +204,12 @@ def _check(name: str, workload: Workload, cached: list[Truth]) -> Outcome:
         candidate = choice.CANDIDATES[name](choice.Call(q, k, v, log_g, workload.documents, workload.documents))
         if isinstance(candidate, str):
             return not_run(f"it does not cover this: {candidate}")
-        assert candidate.shape is not None
-        assert candidate.checked is not None
-        trial = machine_trial.again(name, candidate.checked, candidate.shape)
-        if not trial.passed:
+        verdict = candidates.verdict_anew(choice.OPERATOR, name, candidate)
+        if not verdict.passed:
             # deltatune cannot repair MLX's own operator, and does not use it where it fails its trial.
-            return not_run(str(trial)) if name == "native" else Outcome(FAILED, str(trial))
+            return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
         function = candidate.function
-    if not cached:
-        cached.append(truth_of(workload))
-    allowed = bounds(workload, cached[0][2], name == "fused")
-    outcome = compared_with_bounds(errors(function, workload, cached[0]), allowed)
+    outcome = tried(case_of(workload, bounds(workload, name == "fused")), function)
     if outcome.status == FAILED and name == "native" and name not in backend.gated_delta_candidates()[0]:
         words = f"MLX's own operator is off ({outcome.detail}), and serves nothing here"
         return Outcome(NOT_RUN, words, outcome.errors, outcome.bounds)

@@ -10,45 +10,40 @@ import numpy as np
 
 from ..ops.kernels.launch import Execute, Launch
 from ..ops.low_rank import add_product, both_products, columns_product, rows_product
-from ..ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
-from ..ops.trial.measure import as_float64, poison, relative_norm
-from .outcome import Check, Outcome, compared_with_bounds
+from ..ops.pointwise.vocabulary_loss import RESULTS, differentiated, exact_losses
+from ..ops.trial.case import Case
+from ..ops.trial.measure import as_float64, relative_norm
+from .outcome import Check, Outcome, tried
 from .pointwise import BOUNDS, on_cuda
 
 
 def vocabulary(dtype: mx.Dtype, quick: bool, execute: Execute = Launch.run) -> Outcome:
-    """Compare the losses of some tokens, and the gradients of their logits; NaN fills the output memory beforehand."""
+    """Compare the losses of some tokens, and the gradients of their logits."""
     tokens, size = (9, 1001) if quick else (64, 248_320)
     keys = mx.random.split(mx.random.key(4), 3)
     logits = (3 * mx.random.normal((tokens, size), key=keys[0])).astype(dtype)
     targets = mx.random.randint(0, size, (tokens,), key=keys[1])
     cotangents = mx.random.normal((tokens,), key=keys[2])
-
-    def run() -> list[mx.array]:
-        losses, gradients = mx.vjp(
-            lambda logits: [vocabulary_losses(logits, targets, execute=execute)], [logits], [cotangents]
-        )
-        results = [*losses, *gradients]
-        mx.eval(results)
-        return results
-
-    poison(run())
-    losses, gradients = run()
-    found = [as_float64(losses), *split_at_targets(as_float64(gradients), targets)]
-    return _compared(
-        ("losses", "targets' gradients", "other gradients"), found, exact_losses(logits, targets, cotangents), dtype
+    case: Case[Execute] = Case(
+        name="vocabulary loss",
+        results=RESULTS,
+        call=lambda execute: differentiated(logits, targets, cotangents, execute),
+        truth=lambda: exact_losses(logits, targets, cotangents),
+        bound=BOUNDS[dtype],
+        error=relative_norm,
     )
+    return tried(case, execute)
 
 
 def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
-    """Compare LoRA's products in bf16; NaN fills the output memory beforehand."""
+    """Compare LoRA's products in bf16."""
     rows, width, rank = (70, 136, 5) if quick else (4096, 3584, 8)
     keys = mx.random.split(mx.random.key(6), 4)
     shapes = ((rows, width), (width, rank), (rank, width), (rows, rank))
     x, a, b, d = (mx.random.normal(shape, key=key).astype(mx.bfloat16) for shape, key in zip(shapes, keys, strict=True))
 
-    def run() -> list[mx.array]:
-        results = [
+    def call(execute: Execute | None) -> list[mx.array]:
+        return [
             rows_product(x, a, 0.5, execute=execute),
             rows_product(x, b, 0.5, transpose=True, execute=execute),
             columns_product(x, d, 0.5, execute=execute),
@@ -56,20 +51,14 @@ def low_rank(quick: bool, execute: Execute | None = None) -> Outcome:
             add_product(x, d, b, 0.5, execute=execute),
             add_product(x, d, a, 0.5, transpose=True, execute=execute),
         ]
-        mx.eval(results)
-        return results
 
-    poison(run())
-    found = [as_float64(each) for each in run()]
-    x64, a64, b64, d64 = (as_float64(each) for each in (x, a, b, d))
-    narrow = [0.5 * product for product in (x64 @ a64, x64 @ b64.T, x64.T @ d64, x64 @ b64.T, d64.T @ x64)]
+    def truth() -> list[np.ndarray]:
+        x64, a64, b64, d64 = (as_float64(array) for array in (x, a, b, d))
+        narrow = [0.5 * product for product in (x64 @ a64, x64 @ b64.T, x64.T @ d64, x64 @ b64.T, d64.T @ x64)]
+        return [*narrow, x64 + 0.5 * d64 @ b64, x64 + 0.5 * d64 @ a64.T]
+
     names = ("x A", "x B^T", "gradient of A", "gradient of x A", "gradient of B", "y + x A B", "gradient of x")
-    return _compared(names, found, [*narrow, x64 + 0.5 * d64 @ b64, x64 + 0.5 * d64 @ a64.T], mx.bfloat16)
-
-
-def _compared(names: tuple[str, ...], found: list[np.ndarray], exact: list[np.ndarray], dtype: mx.Dtype) -> Outcome:
-    errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[dtype]))
+    return tried(Case("LoRA's products", names, call, truth, BOUNDS[mx.bfloat16], error=relative_norm), execute)
 
 
 def checks(quick: bool) -> Iterator[Check]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import first_line
+from ..ops.trial.case import Case, Tried, measured
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -57,6 +58,12 @@ def attempt(check: Check) -> Outcome:
 def not_run(reason: str) -> Outcome:
     """The outcome of a check that does not apply to this machine or installation."""
     return Outcome(NOT_RUN, reason)
+
+
+def tried(case: Case[Tried], function: Tried) -> Outcome:
+    """The outcome of a case: what `function` computes is compared with the truth, and memory holds NaN beforehand."""
+    errors = measured(case, function)
+    return compared_with_bounds(errors, {part: case.bound_of(part) for part in errors})
 
 
 def compared_with_bounds(errors: dict[str, float], bounds: dict[str, float], **facts: Any) -> Outcome:

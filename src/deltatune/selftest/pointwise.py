@@ -31,8 +31,9 @@ from ..ops.pointwise.pass_launch import Execute, Pass
 from ..ops.pointwise.rows import sum_rows, take_rows
 from ..ops.pointwise.unpacking import unpack
 from ..ops.pointwise.weighted_norms import sum_norm
-from ..ops.trial.measure import as_float64, poison, relative_norm
-from .outcome import Check, Outcome, compared_with_bounds, not_run
+from ..ops.trial.case import Case
+from ..ops.trial.measure import as_float64, relative_norm
+from .outcome import Check, Outcome, not_run, tried
 
 # Bounds on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine such roundings in
 # MLX's operations, and independent roundings add up to the square root of their number.
@@ -111,6 +112,32 @@ class PointwiseCase:
     shapes: Shapes
     execute: Callable[[Any], list[mx.array]] = Pass.run
 
+    def trial_case(self, dtype: mx.Dtype) -> Case[Callable[[Any], list[mx.array]]]:
+        """The case of arguments of this dtype: outputs and gradients, whose truth is in float64 on the CPU."""
+        keys = mx.random.split(mx.random.key(3), len(self.shapes))
+        arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(self.shapes, keys, strict=True)]
+        outputs = _listed(partial(self.ours, execute=_not_run))(*arrays)
+        normal = (mx.random.normal(y.shape, key=mx.random.key(5 + i)) for i, y in enumerate(outputs))
+        cotangents = [x.astype(y.dtype) for x, y in zip(normal, outputs, strict=True)]
+
+        def call(execute: Callable[[Any], list[mx.array]]) -> list[mx.array]:
+            results, gradients = mx.vjp(_listed(partial(self.ours, execute=execute)), arrays, cotangents)
+            return [*results, *gradients]
+
+        def truth() -> list[np.ndarray]:
+            with mx.stream(mx.cpu):
+                primals, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
+                results, gradients = mx.vjp(_listed(self.exact), primals, d)
+                return [np.array(array) for array in (*results, *gradients)]
+
+        names = [f"output {i}" for i in range(len(outputs))] + [f"gradient {i}" for i in range(len(arrays))]
+        return Case(self.name, names, call, truth, BOUNDS[dtype], error=relative_norm)
+
+
+def _not_run(launch: Pass | Launch) -> list[mx.array]:
+    """Arrays of the shapes and dtypes of a launch's outputs."""
+    return [mx.zeros(shape, dtype) for shape, dtype in launch.outputs.values()]
+
 
 def cases(quick: bool) -> list[PointwiseCase]:
     """Every pass that has a gradient; `quick` makes the arrays small."""
@@ -181,29 +208,9 @@ def _around_attention(quick: bool, width: int) -> list[PointwiseCase]:
     return [*turned, PointwiseCase("times gate", times_gate, lambda y, gate: y.swapaxes(1, 2) * gate, shapes)]
 
 
-def compare(case: PointwiseCase, dtype: mx.Dtype, execute: Callable[[Any], list[mx.array]] | None = None) -> Outcome:
-    """Compare outputs and gradients of one pass with float64 on the CPU; NaN fills its output memory beforehand."""
-    keys = mx.random.split(mx.random.key(3), len(case.shapes))
-    arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(case.shapes, keys, strict=True)]
-    ours = _listed(partial(case.ours, execute=execute or case.execute))
-    first = ours(*arrays)
-    cotangents = [mx.random.normal(y.shape, key=mx.random.key(5 + i)).astype(y.dtype) for i, y in enumerate(first)]
-
-    def differentiated() -> list[mx.array]:
-        outputs, gradients = mx.vjp(ours, arrays, cotangents)
-        results = [*outputs, *gradients]
-        mx.eval(results)
-        return results
-
-    poison(differentiated())
-    results = differentiated()
-    with mx.stream(mx.cpu):
-        given, d = ([array.astype(mx.float64) for array in each] for each in (arrays, cotangents))
-        outputs, gradients = mx.vjp(_listed(case.exact), given, d)
-        exact = [np.array(array) for array in (*outputs, *gradients)]
-    names = [f"output {i}" for i in range(len(first))] + [f"gradient {i}" for i in range(len(arrays))]
-    errors = {name: relative_norm(as_float64(x), truth) for name, x, truth in zip(names, results, exact, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[dtype]))
+def compare(pass_: PointwiseCase, dtype: mx.Dtype, execute: Callable[[Any], list[mx.array]] | None = None) -> Outcome:
+    """Compare outputs and gradients of one pass with float64 on the CPU."""
+    return tried(pass_.trial_case(dtype), execute or pass_.execute)
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
@@ -221,27 +228,26 @@ def rows_and_joins(quick: bool, execute: Execute = Pass.run) -> Outcome:
     x = mx.random.normal((tokens * top_k, width), key=keys[0])
     weights = mx.random.normal((tokens, top_k), key=keys[1])
     place = mx.argsort(mx.random.normal((tokens * top_k,), key=keys[2])).reshape(tokens, top_k)
-    packed = mx.quantize(x, _GROUP, 4)
+    matrix = mx.quantize(x, _GROUP, 4)
 
-    def run() -> list[mx.array]:
-        index = place.reshape(-1)
-        results = [take_rows(x, index, execute=execute), sum_rows(x, place, weights, execute=execute)]
-        results.append(end_to_end([x[:7], weights, x[9]], execute=execute))
-        results.append(unpack(packed, _GROUP, 4, mx.float32, execute=execute))
-        mx.eval(results)
-        return results
+    def call(execute: Execute) -> list[mx.array]:
+        return [
+            take_rows(x, place.reshape(-1), execute=execute),
+            sum_rows(x, place, weights, execute=execute),
+            end_to_end([x[:7], weights, x[9]], execute=execute),
+            unpack(matrix, _GROUP, 4, mx.float32, execute=execute),
+        ]
 
-    poison(run())
-    found = [as_float64(each) for each in run()]
-    rows = as_float64(x)[np.array(place)]
-    joined = np.concatenate([as_float64(x)[:7].ravel(), as_float64(weights).ravel(), as_float64(x)[9]])
-    numbers = (np.array(packed[0])[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(*x.shape)
-    scales, biases = (as_float64(array).repeat(_GROUP, axis=1) for array in packed[1:])
-    sums = (rows * as_float64(weights)[..., None]).sum(axis=1)
-    exact = [rows.reshape(-1, width), sums, joined, scales * numbers + biases]
+    def truth() -> list[np.ndarray]:
+        rows = as_float64(x)[np.array(place)]
+        joined = np.concatenate([as_float64(x)[:7].ravel(), as_float64(weights).ravel(), as_float64(x)[9]])
+        numbers = (np.array(matrix[0])[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(*x.shape)
+        scales, biases = (as_float64(array).repeat(_GROUP, axis=1) for array in matrix[1:])
+        sums = (rows * as_float64(weights)[..., None]).sum(axis=1)
+        return [rows.reshape(-1, width), sums, joined, scales * numbers + biases]
+
     names = ("rows taken", "rows combined", "end to end", "unpacked")
-    errors = {name: relative_norm(one, truth) for name, one, truth in zip(names, found, exact, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(names, BOUNDS[mx.float32]))
+    return tried(Case("rows and joins", names, call, truth, BOUNDS[mx.float32], error=relative_norm), execute)
 
 
 def adam(quick: bool, dtype: mx.Dtype) -> Outcome:
@@ -255,17 +261,19 @@ def adam(quick: bool, dtype: mx.Dtype) -> Outcome:
     step = AdamStep.of(optimizer, mx.array(0.5), mx.array(True))
     if step is None or not step.serves(parameter, gradient):
         return not_run("its pass is for CUDA, and refused its trial" if backend.device() == "cuda" else _ON_CUDA)
-    poison(step(parameter, gradient, m, v))
-    found = step(parameter, gradient, m, v)
-    p, g, m64, v64 = (as_float64(each) for each in (parameter, gradient, m, v))
-    g, (b1, b2), rate = 0.5 * g, optimizer.betas, 0.1
-    m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
-    # The optimizer computes both corrections in fp32, where 1 - 0.999^3 keeps four digits. They are given to the pass.
-    first, second = (float(1 - b**optimizer.step) for b in (b1, b2))
-    moved = rate / first * m64 / (np.sqrt(v64 / second) + optimizer.eps)
-    exact = {"parameter": p * (1 - rate * optimizer.weight_decay) - moved, "m": m64, "v": v64}
-    errors = {name: relative_norm(as_float64(x), exact[name]) for name, x in zip(exact, found, strict=True)}
-    return compared_with_bounds(errors, dict.fromkeys(exact, BOUNDS[dtype]))
+
+    def truth() -> list[np.ndarray]:
+        p, g, m64, v64 = (as_float64(array) for array in (parameter, gradient, m, v))
+        g, (b1, b2), rate = 0.5 * g, optimizer.betas, 0.1
+        m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
+        # The optimizer computes both corrections in fp32, where 1 - 0.999^3 keeps four digits. The pass is given them.
+        first, second = (float(1 - b**optimizer.step) for b in (b1, b2))
+        moved = rate / first * m64 / (np.sqrt(v64 / second) + optimizer.eps)
+        return [p * (1 - rate * optimizer.weight_decay) - moved, m64, v64]
+
+    names, arrays = ("parameter", "m", "v"), (parameter, gradient, m, v)
+    case: Case[AdamStep] = Case("AdamW", names, lambda step: step(*arrays), truth, BOUNDS[dtype], error=relative_norm)
+    return tried(case, step)
 
 
 _ON_CUDA = "these kernels are for CUDA; MLX's operations serve here"

@@ -13,11 +13,11 @@ import mlx.core as mx
 from ..errors import first_line
 from ..machine import backend
 from ..ops.gated_delta import gated_delta, native
-from ..ops.gated_delta.trial_gates import SLOW_TOKENS
+from ..ops.gated_delta.trial_case import SLOW_TOKENS
 from ..patches.unpatched import gated_delta_loop
 from ..plan.device_limits import device_limits
-from .gated_delta import Workload, bounds, errors, truth_of
-from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, compared_with_bounds, not_run
+from .gated_delta import Workload, bounds, case_of, truth_of
+from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, not_run, tried
 
 OURS, LOOP, NATIVE = "deltatune", "mlx-lm's loop", "MLX's own operator"
 # Tokens of the comparison with float64 that precedes each measurement.
@@ -138,9 +138,8 @@ def _checked(name: str, function: Callable, quick: bool, timings: list[Timing]) 
     if name == LOOP:
         # With all heads its graph would need 10 GB.
         short = replace(short, key_heads=2, value_heads=2 * first.value_heads // first.key_heads)
-    truth = truth_of(short)
-    allowed = bounds(short, truth[2], False) if name == OURS else dict.fromkeys(truth[2], _AGREES[short.dtype])
-    outcome = compared_with_bounds(errors(function, short, truth), allowed)
+    allowed = bounds(short, False) if name == OURS else dict.fromkeys(truth_of(short).peers, _AGREES[short.dtype])
+    outcome = tried(case_of(short, allowed), function)
     if outcome.status != PASSED:
         timings += [Timing(name, size.name, size.length, skipped="wrong, so not timed") for size in sizes(quick)]
         # Training does not use the other implementations, so that their errors are no failure.

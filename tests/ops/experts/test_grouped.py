@@ -11,10 +11,11 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts import grouped, product_trial
+from deltatune.ops.experts import grouped
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
+from deltatune.ops.trial import first_use
 from dense_experts import LEAVES, Case, block, errors, expected, value_and_gradients
 from layouts import has_gaps
 
@@ -61,8 +62,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(block_module, "ROWS_PER_EXPERT", {"cuda": 4})
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped, "gradient", gradient)
-    monkeypatch.setattr(product_trial, "_product_passes", lambda *_: True)
-    monkeypatch.setattr(product_trial, "_gradient_passes", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     return calls
 
 

@@ -14,11 +14,13 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend, nvidia
-from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, machine_trial
+from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, trial_case
 from deltatune.ops.gated_delta.choice import Call, choose
 from deltatune.ops.gated_delta.native import gated_delta_native
+from deltatune.ops.gated_delta.trial_case import Arguments, ShapeClass
 from deltatune.ops.trial import candidates, verdicts
 from deltatune.ops.trial.candidates import Candidate, ImplementationWarning
+from deltatune.ops.trial.case import judged
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ class Wrong:
     def __call__(self, *arrays, initial_state, mask=None, segments=None):
         self.calls += 1
         identities = [mx.custom_function(lambda x: mx.contiguous(x)) for _ in range(6)]
-        for name, function in zip(machine_trial.NAMES[2:], identities, strict=True):
+        for name, function in zip(trial_case.NAMES[2:], identities, strict=True):
             factor = self.factor if name == self.name else 1.0
             function.vjp(lambda primals, cotangent, output, factor=factor: cotangent * factor)
         *arrays, initial_state = (f(x) for f, x in zip(identities, (*arrays, initial_state), strict=True))
@@ -70,7 +72,7 @@ def test_a_right_implementation_is_used(monkeypatch):
         assert choose(call()) == ("fused", right)
 
 
-@pytest.mark.parametrize("name", machine_trial.NAMES)
+@pytest.mark.parametrize("name", trial_case.NAMES)
 def test_one_wrong_result_is_enough_for_a_refusal(name, monkeypatch):
     use_as_fused(Wrong(name, 1.00002), monkeypatch)
     with pytest.warns(
@@ -86,7 +88,7 @@ def verdict_with_many_heads(change):
         y, state = gated_delta_chunk(*arrays, initial_state=initial_state, mask=mask, segments=segments)
         return y + mx.stop_gradient(change(y + 0) - y), state
 
-    return machine_trial.measure("fused", function, machine_trial.ShapeClass(8, 16, 16, 16, "float32", masked=True))
+    return judged(trial_case.trial_case(ShapeClass(8, 16, 16, 16, "float32", masked=True)), function, "fused")
 
 
 def test_heads_beyond_those_of_the_reference_are_compared_too():
@@ -296,7 +298,7 @@ def test_kernels_that_read_beta_in_bf16_have_a_verdict_of_their_own(monkeypatch)
     assert wide == other != small
     assert (wide.beta, small.beta) == ("float32", "bfloat16")
     assert str(small) == f"{wide}, beta in bfloat16"
-    assert [machine_trial._case(shape).primals[4].dtype for shape in (wide, small)] == [mx.float32, mx.bfloat16]
+    assert [Arguments.drawn(shape).primals[4].dtype for shape in (wide, small)] == [mx.float32, mx.bfloat16]
 
 
 def test_a_verdict_is_of_the_default_device(monkeypatch):
@@ -325,23 +327,23 @@ def with_gates_rounded_to(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_slow_gates_that_are_rounded_are_refused(size, dtype, options):
-    shape = machine_trial.ShapeClass(1, 1, size, size, dtype, **options)
-    assert not machine_trial.measure("native", with_gates_rounded_to(getattr(mx, dtype)), shape).passed
-    assert machine_trial.measure("native", with_gates_rounded_to(mx.float32), shape).passed
+    shape = ShapeClass(1, 1, size, size, dtype, **options)
+    assert not judged(trial_case.trial_case(shape), with_gates_rounded_to(getattr(mx, dtype)), "native").passed
+    assert judged(trial_case.trial_case(shape), with_gates_rounded_to(mx.float32), "native").passed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mlx_own_operator_has_gates_in_fp32(dtype):
-    shape = machine_trial.ShapeClass(1, 2, 32, 32, dtype, segmented=True)
-    assert machine_trial.measure("native", gated_delta_native, shape).passed
+    shape = ShapeClass(1, 2, 32, 32, dtype, segmented=True)
+    assert judged(trial_case.trial_case(shape), gated_delta_native, "native").passed
 
 
 def test_the_trial_draws_gates_of_every_kind():
     for shape in (
-        machine_trial.ShapeClass(1, 1, 8, 8, "float32"),
-        machine_trial.ShapeClass(1, 1, 8, 8, "float32", True, True),
+        ShapeClass(1, 1, 8, 8, "float32"),
+        ShapeClass(1, 1, 8, 8, "float32", True, True),
     ):
-        case = machine_trial._case(shape)
+        case = Arguments.drawn(shape)
         log_g, segments = np.array(case.primals[3]), case.constants["segments"]
         kept = 0 if segments is None else int((np.array(segments)[-1] == segments[-1, -1].item()).argmax())
         slow = log_g[-1, kept:]

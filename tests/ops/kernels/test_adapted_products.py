@@ -19,6 +19,7 @@ from deltatune.ops.low_rank import add_products, columns_products, rows_products
 from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
 from deltatune.ops.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
+from deltatune.ops.trial import first_use
 
 of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
 TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide
@@ -101,8 +102,8 @@ def test_a_planted_defect(defect, make_machine, host_module):
     ids=str,
 )
 def test_kernels_of_several_adapters_are_tried_before_they_serve(kernel, gpu):
-    assert low_rank._passes_trial(kernel, gpu.run)
-    assert not low_rank._passes_trial(kernel, lambda launch: [array * 1.05 for array in gpu.run(launch)])
+    assert first_use.agrees(low_rank.trial_case(kernel), gpu.run)
+    assert not first_use.agrees(low_rank.trial_case(kernel), lambda launch: [array * 1.05 for array in gpu.run(launch)])
 
 
 @pytest.mark.parametrize(("count", "rank"), [(1, 8), (3, 8), *SEPARATE])

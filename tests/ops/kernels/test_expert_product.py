@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops.experts import grouped, product_trial
+from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import EXPERTS, Launch, header
+from deltatune.ops.trial import first_use
 
 # Tiles (rows, columns, depth, groups across): small ones, so that few rows make many, and those that a GPU uses.
 SMALL, TALL = (32, 32, 16, 2), (64, 32, 32, 1)
@@ -194,8 +195,7 @@ def tried(monkeypatch):
     """Return tried(machine) -> whether each of six kernels passes its check when `machine` runs it."""
 
     def forget() -> None:
-        product_trial._product_passes.cache_clear()
-        product_trial._gradient_passes.cache_clear()
+        first_use.forget()
 
     def ask(machine) -> list[bool]:
         forget()
@@ -204,8 +204,8 @@ def tried(monkeypatch):
         rows, low = mx.zeros((5, 136), mx.bfloat16), mx.zeros((5, 8), mx.bfloat16)
         a, b = mx.zeros((3, 8, 136), mx.bfloat16), mx.zeros((3, 136, 8), mx.bfloat16)
         calls = [(rows, a, True, False), (low, a, False, True), (low, b, True, True), (rows, b, False, False)]
-        products = [product_trial.product_tile(*call) is not None for call in calls]
-        gradients = [product_trial.gradient_serves(*sides, True) for sides in ((low, rows), (rows, low))]
+        products = [trial_case.product_tile(*call) is not None for call in calls]
+        gradients = [trial_case.gradient_serves(*sides, True) for sides in ((low, rows), (rows, low))]
         return [*products, *gradients]
 
     yield ask

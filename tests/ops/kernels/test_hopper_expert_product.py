@@ -13,10 +13,11 @@ import pytest
 
 from beside import load
 from deltatune.machine import backend, nvidia
-from deltatune.ops.experts import grouped, grouped_hopper, product_trial
+from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import EXPERTS, Launch, header
+from deltatune.ops.trial import first_use
 
 HERE = Path(__file__).parent
 HOPPER = load(HERE / "host_machine.py").cuda_text("expert_hopper_product")
@@ -200,19 +201,19 @@ def tried(host_folder, host_module, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
-    product_trial._product_passes.cache_clear()
+    first_use.forget()
     other = host_module.HostMachine(host_folder, header("metal", EXPERTS), bytes=nvidia.H200.block_bytes)
 
     def ask(text: str):
         own = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
         machine = host_module.OneKernelReplaced("expert_hopper_product", own, other)
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
-        return product_trial.product_tile(
+        return trial_case.product_tile(
             mx.zeros((5, 256), mx.bfloat16), mx.zeros((2, 256, 256), mx.bfloat16), True, True
         )
 
     yield ask
-    product_trial._product_passes.cache_clear()
+    first_use.forget()
 
 
 def test_the_kernel_serves_where_it_is_right(tried, caplog):

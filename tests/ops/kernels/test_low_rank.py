@@ -17,6 +17,7 @@ from deltatune.ops import low_rank, low_rank_kernels
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.low_rank_kernels import BothKernel, ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.trial import first_use
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text("low_rank_rows")
 SCALE = 1.75
@@ -237,7 +238,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(kernel, gpu, caplog):
 
     for execute, warning in ((gpu.run, ""), (wrong, "off by"), (fails, "no compiler")):
         caplog.clear()
-        assert low_rank._passes_trial(kernel, execute) is (not warning)
+        assert first_use.agrees(low_rank.trial_case(kernel), execute) is (not warning)
         assert warning in caplog.text
         assert bool(caplog.records) is bool(warning)
 
@@ -287,7 +288,7 @@ def on_gpu(gpu, monkeypatch) -> list[str]:
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(low_rank, "LEAST", 1)
-    monkeypatch.setattr(low_rank, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(Launch, "run", run)
     return names
 

@@ -16,6 +16,8 @@ from host_machine import HostMachine
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
+from deltatune.ops.trial import first_use
+from deltatune.ops.trial.case import Case
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +27,10 @@ def execute(host_folder):
 
 
 @pytest.fixture
-def check_trial(execute, caplog) -> Callable[[Callable[[Execute], bool], float], None]:
+def check_trial(execute, caplog) -> Callable[[Case[Execute], float], None]:
     """Check that a trial accepts right launches, and refuses and names wrong ones (by `factor`) and failing ones."""
 
-    def check(trial, factor):
+    def check(case, factor):
         def wrong(launch):
             return [array * factor for array in execute(launch)]
 
@@ -38,7 +40,7 @@ def check_trial(execute, caplog) -> Callable[[Callable[[Execute], bool], float],
         for run, warning in ((execute, None), (wrong, "off by"), (fails, "no compiler")):
             with caplog.at_level(logging.WARNING):
                 caplog.clear()
-                assert trial(run) is (warning is None)
+                assert first_use.agrees(case, run) is (warning is None)
                 assert (warning or "") in caplog.text
 
     return check

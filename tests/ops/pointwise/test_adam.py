@@ -11,7 +11,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
-from deltatune.ops.pointwise import adam, squares
+from deltatune.ops.pointwise import adam
+from deltatune.ops.trial import first_use
 from deltatune.ops.trial.measure import ROUNDING
 from deltatune.train import optimizer as updates
 
@@ -34,8 +35,7 @@ def launches(monkeypatch, execute):
         return execute(launch)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(adam, "_passes_trial", lambda *_: True)
-    monkeypatch.setattr(squares, "_passes_trial", lambda *_: False)
+    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of is adam.trial_case)
     original = adam._step
     monkeypatch.setattr(adam, "_step", lambda *arguments: original(*arguments[:3], run))
     return names
@@ -144,7 +144,7 @@ def test_fp16_moments_too_small_for_their_dtype_divide_nothing_by_zero(launches)
 
 
 def test_other_devices_do_not_use_the_kernel(monkeypatch):
-    monkeypatch.setattr(adam, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     for device in ("cpu", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
@@ -153,4 +153,4 @@ def test_other_devices_do_not_use_the_kernel(monkeypatch):
 @pytest.mark.parametrize("gradient_dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize(("dtype", "factor"), [(mx.float32, 1.0001), (mx.bfloat16, 1.01), (mx.float16, 1.002)], ids=str)
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(dtype, factor, gradient_dtype, check_trial):
-    check_trial(partial(adam._passes_trial, dtype, gradient_dtype), factor)
+    check_trial(adam.trial_case(dtype, gradient_dtype), factor)

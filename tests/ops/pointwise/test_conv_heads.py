@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu
-from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
 from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.trial import first_use
 from deltatune.selftest.pointwise import reference_heads
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, or of
@@ -168,7 +168,7 @@ def test_refuses_what_does_not_fit():
 
 def test_every_form_is_tried_before_its_first_use(execute, monkeypatch):
     monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
-    monkeypatch.setattr(passes_module, "_trials", {})
+    monkeypatch.setattr(first_use, "_right", {})
     case = "one head of 64"
     heads, _ = form_of(case)
     x, weight = drawn(case, mx.float32)
@@ -177,7 +177,7 @@ def test_every_form_is_tried_before_its_first_use(execute, monkeypatch):
     state, documents = mx.zeros((2, 3, x.shape[2])), mx.zeros(x.shape[:2], mx.int32)
     forms = [(None, None), (state, None), (None, documents), (state, documents)]
     assert all(conv.serves_heads(x, weight, heads, *form) for form in forms)
-    assert len(passes_module._trials) == len(forms)
+    assert len(first_use._right) == len(forms)
 
 
 def test_a_kernel_that_is_wrong_is_not_used(execute, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_kernel_that_is_wrong_is_not_used(execute, monkeypatch):
             return [array * 1.2 for array in found] if launch.name == name else found
 
         monkeypatch.setattr(Passes, "passes_trial", partialmethod(_passes_trial, execute=wrong))
-        monkeypatch.setattr(passes_module, "_trials", {})
+        monkeypatch.setattr(first_use, "_right", {})
         assert not conv.serves_heads(x, weight, heads)
 
 

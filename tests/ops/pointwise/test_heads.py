@@ -13,9 +13,9 @@ from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import heads, times_gate, turned_heads
-from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.trial import first_use
 from deltatune.selftest.pointwise import reference_turned_heads
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, and of
@@ -226,7 +226,7 @@ def test_refuses_what_does_not_fit():
 
 def test_kernels_are_tried_before_their_first_use(execute, monkeypatch):
     monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
-    monkeypatch.setattr(passes_module, "_trials", {})
+    monkeypatch.setattr(first_use, "_right", {})
     (x, weight), options = given(SMALL)
     y, gate = drawn((2, 8, 5, 32), (2, 5, 8, 32))
     assert not heads.serves(x, weight, *options)  # They have too few elements.
@@ -237,7 +237,7 @@ def test_kernels_are_tried_before_their_first_use(execute, monkeypatch):
     assert heads.serves_gate(y, gate)
     assert not heads.serves(x, weight, EPS, 24, BASE, True)
     assert not heads.serves_gate(y, y)
-    assert len(passes_module._trials) == 3
+    assert len(first_use._right) == 3
 
 
 @pytest.mark.parametrize("name", ["turned_heads_forward", "turned_heads_backward", "times_gate_backward"])
@@ -251,6 +251,6 @@ def test_a_kernel_that_is_wrong_is_not_used(name, execute, monkeypatch):
 
     monkeypatch.setattr(recomputation, "LEAST", 0)
     monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=wrong))
-    monkeypatch.setattr(passes_module, "_trials", {})
+    monkeypatch.setattr(first_use, "_right", {})
     assert heads.serves(x, weight, *options) is (name == "times_gate_backward")
     assert heads.serves_gate(y, gate) is (name != "times_gate_backward")

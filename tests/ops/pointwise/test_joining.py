@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import pytest
 
@@ -11,6 +9,7 @@ from deltatune.machine import backend
 from deltatune.ops.pointwise import joining
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
+from deltatune.ops.trial import first_use
 
 SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
 
@@ -39,7 +38,7 @@ def test_when_launches_are_used(monkeypatch):
         return [mx.concatenate([array.reshape(-1) for array in launch.inputs.values()])]
 
     monkeypatch.setattr(Pass, "run", run)
-    monkeypatch.setattr(joining, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     arrays = random_arrays(mx.float32)
     many = arrays * (1 + joining.MOST // len(arrays))
     cases = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], many]
@@ -53,4 +52,4 @@ def test_when_launches_are_used(monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(partial(joining._passes_trial, mx.float32), 1.001)
+    check_trial(joining.trial_case(mx.float32), 1.001)

@@ -13,9 +13,9 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norm_and_gate, norms, silu, swiglu
-from deltatune.ops.pointwise import passes as passes_module
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
+from deltatune.ops.trial import first_use
 from deltatune.selftest.pointwise import inverse_rms, reference_conv, reference_gates
 
 # The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.
@@ -205,7 +205,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(execute, caplog):
 
 def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch):
     monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
-    monkeypatch.setattr(passes_module, "_trials", {})
+    monkeypatch.setattr(first_use, "_right", {})
     for module in (recomputation, gating, conv):
         monkeypatch.setattr(module, "LEAST", 0)
     x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
@@ -222,7 +222,7 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
     assert not gating.serves(x, g, w[:3], w)
     assert not conv.serves(x, w[:, None])
     assert not norms.norm_and_gate_serves(x, w, 1e-6)
-    assert len(passes_module._trials) == 8
+    assert len(first_use._right) == 8
 
 
 def test_few_elements_are_not_worth_building_kernels(monkeypatch):

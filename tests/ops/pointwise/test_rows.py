@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
+from deltatune.ops.trial import first_use
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -78,7 +77,7 @@ def test_sums_of_rows_against_float64(dtype, k, result, weighted, execute):
 
 def test_when_the_kernels_are_used(monkeypatch):
     large, small, narrow = (mx.zeros(shape) for shape in ((1024, 64), (8, 64), (10240, 12)))
-    monkeypatch.setattr(rows, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     assert rows.serves(large, 1024)
     assert not rows.serves(small, 1023)
@@ -99,4 +98,4 @@ def test_without_the_kernels_mlx_gives_the_same(dtype):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(partial(rows._passes_trial, mx.float32), 1.2)
+    check_trial(rows.trial_case(mx.float32), 1.2)

@@ -10,6 +10,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.pointwise import scored_swiglu
+from deltatune.ops.trial import first_use
 
 ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
@@ -53,13 +54,13 @@ def test_a_kernel_that_is_wrong_does_not_serve(wrong, execute, caplog):
         results[wrong] = results[wrong] * 1.1
         return list(results.values())
 
-    assert scored_swiglu._passes_trial(mx.float32, execute)
-    assert not scored_swiglu._passes_trial(mx.float32, off)
+    assert first_use.agrees(scored_swiglu.trial_case(mx.float32), execute)
+    assert not first_use.agrees(scored_swiglu.trial_case(mx.float32), off)
     assert "experts' gradients of" in caplog.text
 
 
 def test_when_the_kernel_is_used(monkeypatch):
-    monkeypatch.setattr(scored_swiglu, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     large, small, narrow = (mx.zeros(shape) for shape in ((1024, 64), (8, 64), (10240, 12)))
     assert scored_swiglu.serves(large, large, large)

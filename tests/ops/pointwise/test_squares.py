@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from deltatune.machine import backend
 from deltatune.ops.pointwise import squares
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.squares import sum_of_squares
+from deltatune.ops.trial import first_use
 
 SHAPES = [(3, 50), (1,), (7,), (131, 67), (8, 16)]
 
@@ -58,7 +57,7 @@ def test_when_launches_are_used(monkeypatch):
         return [launch.inputs["before"] + launch.inputs["x"].square().sum() / launch.inputs["before"].size]
 
     monkeypatch.setattr(Pass, "run", run)
-    monkeypatch.setattr(squares, "_passes_trial", lambda dtype: dtype != mx.float16)
+    monkeypatch.setattr(first_use, "is_right", lambda _case_of, dtype, **_: dtype != mx.float16)
     arrays = random_arrays(mx.float32)
     for device, times in (("cpu", 0), ("metal", 0), ("cuda", len(SHAPES))):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
@@ -69,4 +68,4 @@ def test_when_launches_are_used(monkeypatch):
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial, monkeypatch):
     monkeypatch.setattr(squares, "_MOST", 512)
-    check_trial(partial(squares._passes_trial, mx.bfloat16), 1.001)
+    check_trial(squares.trial_case(mx.bfloat16), 1.001)

@@ -16,6 +16,7 @@ from deltatune.ops.pointwise import unpacking
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
 from deltatune.ops.quantized_product import Quantization, packed_product, unpacked
+from deltatune.ops.trial import first_use
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 # The share of a number by which it may be off: one rounding, and those of the product and the sum in fp32.
@@ -121,7 +122,7 @@ def on_gpu(monkeypatch, execute):
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(unpacking, "unpack", partial(unpack, execute=run))
-    monkeypatch.setattr(unpacking, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(unpacking, "LEAST", 0)
     return names
 
@@ -156,7 +157,7 @@ def test_a_product_is_differentiated_twice(on_gpu):
 
 
 def test_when_the_kernel_is_used(monkeypatch):
-    monkeypatch.setattr(unpacking, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     large, packing = random_matrix((512, 256)), {"group_size": 64, "bits": 4, "mode": "affine"}
     assert unpacking.serves(*large, mx.bfloat16, **packing)
@@ -184,4 +185,4 @@ def test_other_packings_are_left_to_mlx(on_gpu):
 
 @pytest.mark.parametrize("bits", unpacking.BITS)
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(bits, check_trial):
-    check_trial(partial(unpacking._passes_trial, 64, bits, mx.bfloat16, mx.bfloat16), 1.05)
+    check_trial(unpacking.trial_case(64, bits, mx.bfloat16, mx.bfloat16), 1.05)

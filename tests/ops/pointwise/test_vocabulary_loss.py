@@ -20,6 +20,7 @@ from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losse
 from deltatune.ops.kernels.launch import VOCABULARY, Launch, header
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
+from deltatune.ops.trial import first_use
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
 
@@ -53,7 +54,7 @@ def check(logits, targets, cotangents, execute):
     assert (losses.dtype, gradients.dtype) == (mx.float32, logits.dtype)
     expected, *exact = exact_losses(logits, targets, cotangents)
     np.testing.assert_allclose(np.array(losses), expected, rtol=FP32, atol=FP32)
-    found = split_at_targets(np.array(gradients.astype(mx.float32), np.float64), targets)
+    found = [np.array(part.astype(mx.float32)) for part in split_at_targets(gradients, targets)]
     smallest, relative = 2.0**-24 if logits.dtype == mx.float16 else 1e-36, FP32 + ROUNDING[logits.dtype]
     # A target's gradient is the difference of a probability from 1, and has the probability's error.
     np.testing.assert_allclose(found[0], exact[0], rtol=relative, atol=smallest + 2.0**-21)
@@ -147,8 +148,8 @@ def test_a_missing_barrier_is_seen(host_folder):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    vocabulary_loss._passes_trial.cache_clear()
-    check_trial(partial(vocabulary_loss._passes_trial, mx.float32), 1 + 2e-5)
+    first_use.forget()
+    check_trial(vocabulary_loss.trial_case(mx.float32), 1 + 2e-5)
 
 
 @pytest.mark.parametrize("wrong", ["vocabulary_losses", "vocabulary_gradients"])
@@ -163,8 +164,8 @@ def test_the_trial_sees_small_gradients_in_bf16(wrong, execute):
             return [mx.where(is_target, results[0], 1.1 * results[0])]
         return [*results[:2], results[2] / 1.1] if launch.name == wrong else results
 
-    assert vocabulary_loss._passes_trial(mx.bfloat16, execute)
-    assert not vocabulary_loss._passes_trial(mx.bfloat16, run)
+    assert first_use.agrees(vocabulary_loss.trial_case(mx.bfloat16), execute)
+    assert not first_use.agrees(vocabulary_loss.trial_case(mx.bfloat16), run)
 
 
 @pytest.fixture
@@ -176,10 +177,10 @@ def launches(monkeypatch, execute):
         names.append(launch.name)
         return execute(launch)
 
-    trial = vocabulary_loss._passes_trial
+    is_right = first_use.is_right
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(vocabulary_loss, "LEAST", 0)
-    monkeypatch.setattr(vocabulary_loss, "_passes_trial", lambda dtype: trial(dtype, execute))
+    monkeypatch.setattr(first_use, "is_right", lambda *kind, run: is_right(*kind, run=execute))
     monkeypatch.setattr(cross_entropy, "vocabulary_losses", partial(vocabulary_losses, execute=run))
     return names
 
@@ -233,7 +234,7 @@ def test_linear_cross_entropy_is_the_same_with_the_kernels(name, training, reque
 
 
 def test_when_the_kernels_serve(monkeypatch):
-    monkeypatch.setattr(vocabulary_loss, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     large = mx.zeros((64, 1024), mx.bfloat16)
     for device, expected in (("cuda", True), ("cpu", False), ("metal", False)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
@@ -242,7 +243,7 @@ def test_when_the_kernels_serve(monkeypatch):
     assert not vocabulary_loss.serves(large[:63])
     assert not vocabulary_loss.serves(large[None])
     assert not vocabulary_loss.serves(large.astype(mx.int32))
-    monkeypatch.setattr(vocabulary_loss, "_passes_trial", lambda *_: False)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: False)
     assert not vocabulary_loss.serves(large)
 
 
@@ -273,4 +274,4 @@ def test_a_plan_for_an_nvidia_gpu_has_no_fp32_logits():
     assert wide_logits()
     with pretended("cuda"):
         assert not wide_logits()
-    vocabulary_loss._passes_trial.cache_clear()
+    first_use.forget()

@@ -15,6 +15,7 @@ from deltatune.machine import backend
 from deltatune.ops.kernels.launch import WEIGHTED_NORM, Launch, header
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.ops.pointwise.weighted_norms import WIDEST, branch_norm, sum_norm, weighted_norm
+from deltatune.ops.trial import first_use
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from pretended import pretended
@@ -132,11 +133,11 @@ def test_no_second_derivative_and_what_is_refused(execute):
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial):
-    check_trial(partial(weighted_norms._passes_trial, 1024, mx.float32, mx.float32, EPS), 1 + 2e-5)
+    check_trial(weighted_norms.trial_case(1024, mx.float32, mx.float32, EPS), 1 + 2e-5)
 
 
 def test_when_the_kernels_serve(monkeypatch):
-    monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     x, weight = mx.zeros((64, 1024), mx.bfloat16), mx.zeros((1024,), mx.bfloat16)
     for device, expected in (("cuda", True), ("cpu", False), ("metal", False)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
@@ -146,7 +147,7 @@ def test_when_the_kernels_serve(monkeypatch):
     assert not weighted_norms.serves(x, weight, EPS, x.astype(mx.float32))
     assert not weighted_norms.serves(x[:63], weight, EPS)
     assert not weighted_norms.serves(x.astype(mx.int32), weight, EPS)
-    monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: False)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: False)
     assert not weighted_norms.serves(x, weight, EPS)
 
 

@@ -18,7 +18,7 @@ OF_THE_PROCESS = {
     "machine.file_lock._held": "the locks that this process holds",
     "machine.startup._problem": "what is wrong with the machine, until a command says so",
     "ops.trial.candidates._announced": "the messages that were shown",
-    "ops.pointwise.passes._trials": "which passes were right on this machine",
+    "ops.trial.first_use._right": "which kernels were right in this process",
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.trial.verdicts._known": "which implementations were right on this machine",

@@ -10,7 +10,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops.attention import attention_blocked, choice, kernel_trial
+from deltatune.ops.attention import attention_blocked, choice, trial_case
 from deltatune.ops.trial import candidates, rankings, timing, verdicts
 from deltatune.ops.trial.candidates import Candidate
 
@@ -25,12 +25,13 @@ class Pretended:
         milliseconds: By name, the time of a run, or of each in turn.
         changing: The names of those whose results differ from run to run, by less than their check allows.
         wrong: The names of those whose results are wrong.
+        failing_later: The names of those that pass their check and then fail.
         runs: How often each has been asked for a result.
     """
 
     def __init__(self) -> None:
         self.milliseconds: dict = {"fused": 3.0, "native": 2.0, "blocked": 9.0}
-        self.changing, self.wrong, self.unsupported = set(), set(), set()
+        self.changing, self.wrong, self.unsupported, self.failing_later = set(), set(), set(), set()
         self.runs = dict.fromkeys(self.milliseconds, 0)
         self._now, self._last = 0.0, ""
 
@@ -49,6 +50,8 @@ class Pretended:
         def function(q, k, v, **options):
             self._last = name
             self.runs[name] += 1
+            if name in self.failing_later and self.runs[name] > 1:
+                raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
             factor = 1 + 1e-7 * (self.runs[name] % 2) if name in self.changing else 1 + 1e-3 * (name in self.wrong)
             return attention_blocked(q, k, v, **options) * factor
 
@@ -62,7 +65,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "device", lambda: "metal")
     monkeypatch.setattr(timing, "clock", made.clock)
-    monkeypatch.setattr(kernel_trial, "_TIMED_LENGTH", 16)
+    monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
     by_name = {name: lambda call, name=name: made.candidate(name, call) for name in made.milliseconds}
     monkeypatch.setattr(choice, "CANDIDATES", by_name)
     monkeypatch.setattr(candidates, "_announced", set())
@@ -117,14 +120,13 @@ def test_bits_that_change_rule_one_out_unless_it_is_asked_for(gpu, monkeypatch, 
         # A choice that is asked for is tried, and said, too.
         monkeypatch.setenv(VARIABLE, "fused")
         gpu.changing.add("fused")
-        verdicts.again("attention-fused", call().shape_class("metal"), lambda: measured(gpu))
+        tried_anew(gpu, "fused")
         assert chosen() == "fused"
     assert f"attention: fused (forced by {VARIABLE}; fused 3.0 ms (its bits change))" in caplog.text
 
 
-def measured(gpu: Pretended) -> verdicts.Verdict:
-    candidate = gpu.candidate("fused", call())
-    return kernel_trial.measure("fused", candidate.checked, candidate.shape)
+def tried_anew(gpu: Pretended, name: str) -> None:
+    candidates.verdict_anew(choice.OPERATOR, name, gpu.candidate(name, call()))
 
 
 def test_a_wrong_one_is_not_timed(gpu):
@@ -135,12 +137,8 @@ def test_a_wrong_one_is_not_timed(gpu):
     assert chosen() == "blocked"
 
 
-def test_one_that_cannot_be_timed_does_not_serve(gpu, monkeypatch):
-    def fail():
-        raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
-
-    runs_of = lambda trials: kernel_trial.runs(trials) | {"native": fail}  # noqa: E731
-    monkeypatch.setattr(choice, "OPERATOR", candidates.Operator("attention", VARIABLE, kernel_trial.of, runs_of))
+def test_one_that_cannot_be_timed_does_not_serve(gpu):
+    gpu.failing_later.add("native")
     assert chosen() == "fused"
 
 
@@ -152,8 +150,7 @@ def test_a_run_keeps_its_choices(gpu):
         assert "native 2.0 ms" in run.reasons[key]
         # A verdict that is measured anew, by doctor say, and other times change nothing half-way.
         gpu.milliseconds["native"] = 50.0
-        shape = call().shape_class("metal")
-        kernel_trial.again("native", gpu.candidate("native", call()).checked, shape)
+        tried_anew(gpu, "native")
         assert chosen() == "native"
         # A call of the class that it does not support goes to the next one.
         gpu.unsupported.add("native")
@@ -170,7 +167,7 @@ def test_a_run_keeps_its_choices(gpu):
         continued.continue_with({key: ["native", "fused", "blocked"]})
         # What a continuation has chosen and is wrong here, after an update of the system say, does not serve.
         gpu.wrong.add("native")
-        kernel_trial.again("native", gpu.candidate("native", call()).checked, shape)
+        tried_anew(gpu, "native")
         with pytest.warns(candidates.ImplementationWarning, match="native .* differs from naive"):
             assert chosen() == "fused"
 
@@ -186,7 +183,7 @@ def test_without_times_a_run_keeps_what_passed(gpu, monkeypatch):
     gpu.wrong.clear()
     with rankings.of_run() as run:
         run.by_time = False
-        verdicts.again("attention-fused", call().shape_class("metal"), lambda: measured(gpu))
+        tried_anew(gpu, "fused")
         assert chosen() == "fused"
     assert list(run.names.values()) == [["fused", "native", "blocked"]]
 

@@ -8,7 +8,7 @@ import pytest
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.ops.pointwise import weighted_norms
+from deltatune.ops.trial import first_use
 from deltatune.patches import patched
 from deltatune.patches.tables import residual_norms
 from deltatune.patches.whole_rows import whole_rows
@@ -95,7 +95,7 @@ def test_other_machines_keep_upstreams():
 def test_few_elements_stay_upstreams(monkeypatch):
     """A decoder's single token is below the least size, and the bits of its norm are MLX's."""
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(weighted_norms, "_passes_trial", lambda *_: True)
+    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     norm = nn.RMSNorm(64)
     x = mx.random.normal((1, 1, 64), key=mx.random.key(0))
     monkeypatch.setattr(patches, "_of_device", lambda: residual_norms.PATCHES)

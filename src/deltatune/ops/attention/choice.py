@@ -13,12 +13,12 @@ from ...machine import backend, environment
 from ..tracing import trace
 from ..trial import candidates
 from ..trial.candidates import Candidate, Operator
-from . import fused_op, kernel_trial
+from . import fused_op, trial_case
 from .blocked import attention_blocked
 from .fused import FusedOptions
-from .kernel_trial import Implementation, KernelShape
 from .naive import attention_naive
 from .native import attention_native, is_linear
+from .trial_case import Implementation, KernelShape
 
 # Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/log.md), and its matrix of scores
 # takes no more memory than a block of `blocked` with all its intermediate results.
@@ -113,7 +113,7 @@ CANDIDATES: dict[str, Callable[[AttentionCall], Candidate | str]] = {
 }
 
 
-OPERATOR = Operator("attention", environment.ATTENTION, lambda *given: kernel_trial.of(*given), kernel_trial.runs)
+OPERATOR = Operator("attention", environment.ATTENTION, trial_case.trial_case, trial_case.timed_case)
 
 
 def choose(call: AttentionCall) -> tuple[str, Implementation]:

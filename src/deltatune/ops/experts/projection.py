@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..quantized_product import unpacked
-from . import grouped, product_trial
+from . import grouped, trial_case
 from .single_rows import single_rows
 from .tiles import Chunk
 
@@ -254,7 +254,7 @@ def product(
     weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
     if chunk.ends is not None and one_dtype:
-        tile = product_trial.product_tile(rows, weight, transpose, onto is not None, adapter)
+        tile = trial_case.product_tile(rows, weight, transpose, onto is not None, adapter)
         if tile is not None:
             onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
             own = None if adapter is None else (adapter[0].squeeze(1), adapter[1])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..pointwise import rows as pointwise_rows
-from . import grouped, product_trial
+from . import grouped, trial_case
 
 
 class Chunk(NamedTuple):
@@ -183,7 +183,7 @@ class Sorted:
         """As Tiled.add_products."""
         assert chunk.ends is not None
         left, right = left.squeeze(1), right.squeeze(1)
-        if product_trial.gradient_serves(left, right, total is not None):
+        if trial_case.gradient_serves(left, right, total is not None):
             return grouped.gradient(total, left, right, chunk.ends)
         starts = mx.concatenate([mx.zeros(1, mx.int32), chunk.ends[:-1]])
         segments = mx.stack([starts, chunk.ends], axis=1).astype(mx.uint32)

@@ -11,11 +11,11 @@ import mlx.core as mx
 from ...machine import backend, environment
 from ..trial import candidates
 from ..trial.candidates import Candidate, Operator
-from . import fused_op, machine_trial, native
+from . import fused_op, native, trial_case
 from .chunk import gated_delta_chunk
-from .machine_trial import Implementation, ShapeClass
 from .naive import gated_delta_naive
 from .tiling import Tiling
+from .trial_case import Implementation, ShapeClass
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _checked(tiling: Tiling) -> tuple[str, Implementation]:
 
     What is compiled for the check serves the training too.
     """
-    small = replace(tiling, batch=machine_trial.BATCH, length=machine_trial.LENGTH)
+    small = replace(tiling, batch=trial_case.BATCH, length=trial_case.LENGTH)
 
     def tiling_of_check(*_: object, **__: object) -> Tiling:
         return small
@@ -83,7 +83,7 @@ CANDIDATES: dict[str, Callable[[Call], Candidate | str]] = {
 }
 
 
-OPERATOR = Operator("gated_delta", environment.GATED_DELTA, lambda *given: machine_trial.of(*given), machine_trial.runs)
+OPERATOR = Operator("gated_delta", environment.GATED_DELTA, trial_case.trial_case, trial_case.trial_case)
 
 
 def choose(call: Call) -> tuple[str, Implementation]:

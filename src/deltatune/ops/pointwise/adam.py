@@ -6,7 +6,6 @@ It computes in fp32, whatever the dtypes of the arrays, and rounds the new array
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,9 @@ import mlx.optimizers
 
 from ...machine import backend
 from ..kernels.launch import Arrays, Outputs, numbers
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import ROUNDING, random_arrays
 from .pass_launch import Execute, Pass, size_of
 
 # How many elements one lane holds.
@@ -22,7 +23,7 @@ _LANE = 8
 # The largest difference over the largest element that a trial allows from MLX's operations in fp32, which round each of
 # fifteen results where the kernel rounds fewer; and half of the last place of a 16-bit dtype, to which it rounds once.
 _BOUND_IN_FP32 = 1e-6
-_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in measure.ROUNDING.items()}
+_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in ROUNDING.items()}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class AdamStep:
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
         dtypes = parameter.dtype, gradient.dtype
-        return all(dtype in _BOUNDS for dtype in dtypes) and _passes_trial(*dtypes)
+        return all(dtype in _BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
         """Return the new parameter, m and v, each in its own dtype, for floats of one shape; m and v have one dtype."""
@@ -80,24 +81,32 @@ def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Ex
     return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, gradient_dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
-    def difference() -> float:
-        shape = (3, 131)
-        kinds = [(shape, dtype), (shape, gradient_dtype), (shape, dtype), (shape, dtype)]
-        parameter, gradient, m, v = measure.random_arrays(kinds)
-        v = v.square()
-        found, expected = [], []
-        for corrected in (True, False):
-            optimizer = mlx.optimizers.AdamW(0.1, bias_correction=corrected)
-            optimizer.state["step"] = mx.array(3)
-            for scale, healthy in ((mx.array(0.5), True), (mx.array(0.5), False)):
-                found += _step(optimizer, scale, mx.array(healthy), execute)(parameter, gradient, m, v)
-                wide, d, *moments = (array.astype(mx.float32) for array in (parameter, gradient, m, v))
-                new = dict(zip(("m", "v"), moments, strict=True))
-                moved = optimizer.apply_single(d * scale, wide, new)
-                expected += [moved, new["m"], new["v"]] if healthy else [wide, *moments]
-        return measure.largest_error(found, expected)
+def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of parameters and gradients of these dtypes: some steps, as MLX's optimizer makes them."""
+    kinds = [((3, 131), dtype) for dtype in (dtype, gradient_dtype, dtype, dtype)]
+    parameter, gradient, m, v = random_arrays(kinds)
+    arrays = (parameter, gradient, m, v.square())
+    optimizers = [mlx.optimizers.AdamW(0.1, bias_correction=corrected) for corrected in (True, False)]
+    for optimizer in optimizers:
+        optimizer.state["step"] = mx.array(3)
+    scale = mx.array(0.5)
+    steps = [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
 
-    given = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
-    return measure.passes(f"Adam's step in {dtype}{given}", difference, _BOUNDS[dtype])
+    def call(execute: Execute) -> list[mx.array]:
+        results = []
+        for optimizer, healthy in steps:
+            results += _step(optimizer, scale, mx.array(healthy), execute)(*arrays)
+        return results
+
+    def truth() -> list[mx.array]:
+        results = []
+        for optimizer, healthy in steps:
+            before, d, *moments = (array.astype(mx.float32) for array in arrays)
+            new = dict(zip(("m", "v"), moments, strict=True))
+            moved = optimizer.apply_single(d * scale, before, new)
+            results += [moved, new["m"], new["v"]] if healthy else [before, *moments]
+        return results
+
+    gradients = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
+    names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", "m", "v")]
+    return Case(f"Adam's step in {dtype}{gradients}", names, call, truth, _BOUNDS[dtype], like=arrays)

@@ -6,12 +6,12 @@ train/bundles.py joins the parameters and gradients of a step with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import mlx.core as mx
 
 from ...machine import backend
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
 from .pass_launch import Execute, Pass, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
@@ -27,7 +27,8 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
     """
     dtypes = {array.dtype for array in arrays}
     if execute is None:
-        if backend.device() != "cuda" or len(arrays) == 1 or len(dtypes) > 1 or not _passes_trial(*dtypes):
+        one_launch = backend.device() == "cuda" and len(arrays) > 1 and len(dtypes) == 1
+        if not (one_launch and first_use.is_right(trial_case, *dtypes, run=Pass.run)):
             return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
         execute = Pass.run
     parts = [_joined(arrays[start : start + MOST], execute) for start in range(0, len(arrays), MOST)]
@@ -41,11 +42,13 @@ def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
     return execute(Pass("end_to_end", inputs, {"y": ((total,), mx.float32)}, ("at", "y", pairs), total))[0]
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
-    def difference() -> float:
-        arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
-        found = end_to_end(arrays, execute=execute)
-        return float(mx.abs(found - mx.concatenate(arrays).astype(mx.float32)).max())
-
-    return measure.passes(f"{dtype} end to end", difference, 0.0)
+def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of arrays of this dtype, whose numbers must come out as they are."""
+    arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
+    return Case(
+        name=f"{dtype} end to end",
+        results=("joined",),
+        call=lambda execute: [end_to_end(arrays, execute=execute)],
+        truth=lambda: [mx.concatenate(arrays).astype(mx.float32)],
+        bound=0.0,
+    )

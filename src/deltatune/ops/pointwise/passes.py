@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
 from ..recomputation import is_small_case, note
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import Kind, random_arrays
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -52,7 +54,7 @@ class Passes:
             return list(self.plain(*arrays))
         return list(_function(self, execute)(*arrays))
 
-    def passes_trial(self, *kinds: measure.Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
+    def passes_trial(self, *kinds: Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
         """Whether both kernels run here and agree with `plain`, which is tried once in a process for each kind.
 
         Args:
@@ -62,14 +64,32 @@ class Passes:
         """
         if is_small_case():
             return True
-        key = (self.name, kinds, len(others), execute)
-        if key not in _trials:
-            _trials[key] = _passes_trial(self, kinds, others, execute)
-        return _trials[key]
+        return first_use.is_right(self.trial_case, kinds, run=execute, given=others)
 
+    def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Execute]:
+        """Return the case of random arguments of these kinds, and others; `plain` computes its truth in fp32."""
+        arrays = random_arrays(kinds)
+        outputs = self.forward(*arrays, *others).outputs
+        cotangents = [
+            mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+            for i, (shape, dtype) in enumerate(outputs.values())
+        ]
 
-# The results of the trials of this process.
-_trials: dict[Any, bool] = {}
+        def differentiated(function: Callable[..., Arrays], wide: bool) -> list[mx.array]:
+            groups = [
+                [array.astype(mx.float32) if wide else array for array in group] for group in (arrays, cotangents)
+            ]
+            results, gradients = mx.vjp(lambda *primals: list(function(*primals, *others)), *groups)
+            return [*results, *gradients]
+
+        return Case(
+            name=self.name,
+            results=[*outputs, *(f"gradient {i}" for i in range(len(arrays)))],
+            call=lambda execute: differentiated(partial(self, execute=execute), False),
+            truth=lambda: differentiated(self.plain, True),
+            bound=BOUNDS[kinds[0][1]],
+            like=[*arrays, *cotangents],
+        )
 
 
 @cache
@@ -88,18 +108,3 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
 
     forward.vjp(vjp)
     return cast(Callable[..., Arrays], forward)
-
-
-def _passes_trial(passes: Passes, kinds: Sequence[measure.Kind], others: Arrays, execute: Execute) -> bool:
-    arrays = measure.random_arrays(kinds)
-    return measure.passes(passes.name, lambda: _error(passes, arrays, others, execute), BOUNDS[kinds[0][1]])
-
-
-def _error(passes: Passes, arrays: list[mx.array], others: Arrays, execute: Execute) -> float:
-    """The largest error of the outputs and gradients, compared with those of `plain` in fp32."""
-    outputs = passes(*arrays, *others, execute=execute)
-    cotangents = [mx.random.normal(y.shape, key=mx.random.key(i)).astype(y.dtype) for i, y in enumerate(outputs)]
-    _, gradients = mx.vjp(lambda *given: passes(*given, *others, execute=execute), arrays, cotangents)
-    arrays, cotangents = ([array.astype(mx.float32) for array in group] for group in (arrays, cotangents))
-    expected = mx.vjp(lambda *given: list(passes.plain(*given, *others)), arrays, cotangents)
-    return measure.largest_error([*outputs, *gradients], [*expected[0], *expected[1]])

@@ -14,7 +14,9 @@ import mlx.core as mx
 from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
 from ..recomputation import is_small_case, note
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 
@@ -114,7 +116,9 @@ def serves(x: mx.array, rows: int) -> bool:
         return x.shape[1] % _LANE == 0
     if backend.device() != "cuda":
         return False
-    return x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and x.dtype in BOUNDS and _passes_trial(x.dtype)
+    if x.shape[1] % _LANE or rows * x.shape[1] < LEAST or x.dtype not in BOUNDS:
+        return False
+    return first_use.is_right(trial_case, x.dtype, run=Pass.run)
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
@@ -125,16 +129,19 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
     return rows.astype(mx.float32).sum(axis=1)
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
-    def difference() -> float:
-        (x, weights) = measure.random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
-        order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
-        index = order.reshape(30, 3)
-        found = [take_rows(x, order.astype(mx.int32) - 90 * (order % 2).astype(mx.int32), execute=execute)]
-        found += [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
-        wide = x.astype(mx.float32)
-        expected = [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
-        return measure.largest_error(found, expected)
+def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of rows of this dtype: some taken, and sums of others with and without weights."""
+    x, weights = random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
+    order = mx.argsort(mx.random.normal((90,), key=mx.random.key(1)))
+    index = order.reshape(30, 3)
 
-    return measure.passes(f"rows of {dtype}", difference, BOUNDS[dtype])
+    def call(execute: Execute) -> list[mx.array]:
+        from_either_end = order.astype(mx.int32) - 90 * (order % 2).astype(mx.int32)
+        sums = [sum_rows(x, index, factors, mx.float32, execute=execute) for factors in (None, weights)]
+        return [take_rows(x, from_either_end, execute=execute), *sums]
+
+    def truth() -> list[mx.array]:
+        wide = x.astype(mx.float32)
+        return [x[order], *(_sum_rows_with_mlx(wide, index, factors) for factors in (None, weights))]
+
+    return Case(f"rows of {dtype}", ("taken", "sums", "weighted sums"), call, truth, BOUNDS[dtype], like=[x])

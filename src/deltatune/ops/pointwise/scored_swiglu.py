@@ -6,13 +6,14 @@ By MLX's operations the scores, the activation, its gradient and the gradient of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import mlx.core as mx
 
 from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 
@@ -50,7 +51,7 @@ def serves(gate: mx.array, x: mx.array, d: mx.array) -> bool:
         return False
     alike = gate.shape == x.shape == d.shape and gate.dtype == x.dtype == d.dtype
     fits = gate.ndim == 2 and gate.dtype in BOUNDS and gate.shape[1] % _PIECE == 0 and gate.size >= LEAST
-    return alike and fits and _passes_trial(gate.dtype)
+    return alike and fits and first_use.is_right(trial_case, gate.dtype, run=Pass.run)
 
 
 def with_mlx(
@@ -69,17 +70,21 @@ def with_mlx(
     return hidden, d_inner, (d.astype(mx.float32) * hidden).sum(axis=-1)
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
-    def difference() -> float:
-        # Rows of fewer and of more pieces than lanes share one.
-        worst = 0.0
-        for width in (40, 520):
-            gate, x, d, score = measure.random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)])
-            found = gradients(gate, x, d, score, execute=execute)
-            *wide, d = (array.astype(mx.float32) for array in (gate, x, d))
-            hidden, inner, dscore = with_mlx(lambda gate, x: gate * mx.sigmoid(gate) * x, wide, d, score[:, None])
-            worst = max(worst, measure.largest_error(found, [hidden, *inner, dscore]))
-        return worst
+def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of arrays of this dtype, in rows of fewer and of more pieces than lanes share one."""
+    drawn = [random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)]) for width in (40, 520)]
 
-    return measure.passes(f"experts' gradients of {dtype}", difference, BOUNDS[dtype])
+    def call(execute: Execute) -> list[mx.array]:
+        return [result for arrays in drawn for result in gradients(*arrays, execute=execute)]
+
+    def truth() -> list[mx.array]:
+        results: list[mx.array] = []
+        for *floats, score in drawn:
+            gate, x, d = (array.astype(mx.float32) for array in floats)
+            hidden, inner, dscore = with_mlx(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], d, score[:, None])
+            results += [hidden, *inner, dscore]
+        return results
+
+    names = [f"{name} of {arrays[0].shape[1]}" for arrays in drawn for name in ("hidden", "dgate", "dx", "dscore")]
+    like = [array for arrays in drawn for array in arrays]
+    return Case(f"experts' gradients of {dtype}", names, call, truth, BOUNDS[dtype], like=like)

@@ -7,14 +7,15 @@ train/optimizer.py takes the norm of all gradients with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
 from ..kernels.launch import Arrays
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import as_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS
 
@@ -32,7 +33,7 @@ def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None
         execute: runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
     """
     if execute is None:
-        if backend.device() != "cuda" or not all(_passes_trial(dtype) for dtype in {array.dtype for array in arrays}):
+        if backend.device() != "cuda" or not all(_serves(dtype) for dtype in {array.dtype for array in arrays}):
             return _with_mlx(arrays)
         execute = Pass.run
     lanes = _FEWEST
@@ -55,12 +56,22 @@ def _with_mlx(arrays: Sequence[mx.array]) -> mx.array:
     return total
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, execute: Execute = Pass.run) -> bool:
-    def difference() -> float:
-        # Some lanes take two pieces and others one, and the last elements are no piece.
-        arrays = measure.random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
-        exact = sum(np.square(np.array(array.astype(mx.float32), np.float64)).sum() for array in arrays)
-        return measure.relative_error(sum_of_squares(arrays, execute=execute), np.array(exact))
+def _serves(dtype: mx.Dtype) -> bool:
+    return dtype in BOUNDS and first_use.is_right(trial_case, dtype, run=Pass.run)
 
-    return dtype in BOUNDS and measure.passes(f"the sum of squares of {dtype}", difference, BOUNDS[mx.float32])
+
+def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of arrays of this dtype."""
+    # Some lanes take two pieces and others one, and the last elements are no piece.
+    arrays = random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
+
+    def truth() -> list[np.ndarray]:
+        return [np.array(sum(np.square(as_float64(array)).sum() for array in arrays))]
+
+    return Case(
+        name=f"the sum of squares of {dtype}",
+        results=("sum",),
+        call=lambda execute: [sum_of_squares(arrays, execute=execute)],
+        truth=truth,
+        bound=BOUNDS[mx.float32],
+    )

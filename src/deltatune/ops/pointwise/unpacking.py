@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,9 @@ import numpy as np
 from ...machine import backend
 from ..functional import not_differentiated_again
 from ..kernels.launch import Arrays, Outputs
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS, LEAST
 
@@ -79,7 +80,7 @@ def serves(
     large = w.size * 32 // bits >= LEAST
     if not large or not covers(w, scales, biases, group_size, bits, mode):
         return False
-    return _passes_trial(group_size, bits, scales.dtype, dtype)
+    return first_use.is_right(trial_case, group_size, bits, scales.dtype, dtype, run=Pass.run)
 
 
 def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, dtype: mx.Dtype) -> Pass:
@@ -91,19 +92,20 @@ def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits
     return Pass("unpacked_groups", inputs, outputs, (count, *inputs, "y"), lanes, (bits, group_size, _PIECES))
 
 
-@cache
-def _passes_trial(
-    group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, execute: Execute = Pass.run
-) -> bool:
-    """Compare with MLX's operation in fp32, on a size at which the last lanes have nothing to do."""
+def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of such matrices, of a size at which the last lanes have nothing to do."""
+    rows, groups = 7, 384 // group_size
+    scales, biases = random_arrays([((rows, groups), stored_dtype)] * 2)
+    words = mx.array(np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32))
 
-    def difference() -> float:
-        rows, groups = 7, 384 // group_size
-        stored = measure.random_arrays([((rows, groups), stored_dtype)] * 2)
-        words = np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32)
-        matrix = [mx.array(words), *stored]
-        scales, biases = (array.astype(mx.float32) for array in stored)
-        expected = mx.dequantize(matrix[0], scales, biases, group_size, bits)
-        return measure.largest_error([unpack(matrix, group_size, bits, dtype, execute=execute)], [expected])
+    def truth() -> list[mx.array]:
+        return [mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)]
 
-    return measure.passes(f"unpacking {bits} bits in groups of {group_size} to {dtype}", difference, BOUNDS[dtype])
+    return Case(
+        name=f"unpacking {bits} bits in groups of {group_size} to {dtype}",
+        results=("numbers",),
+        call=lambda execute: [unpack([words, scales, biases], group_size, bits, dtype, execute=execute)],
+        truth=truth,
+        bound=BOUNDS[dtype],
+        like=[mx.zeros((rows, 384), dtype)],
+    )

@@ -13,7 +13,9 @@ import numpy as np
 
 from ...machine import backend
 from ..kernels.launch import Arrays, Execute, Launch, Outputs, Values
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import as_float64, random_arrays
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.
@@ -35,7 +37,7 @@ def serves(logits: mx.array) -> bool:
     """Whether the kernels are to be used for these logits: they cover them, are faster, and were found right here."""
     if backend.device() != "cuda" or logits.ndim != 2 or logits.size < LEAST:
         return False
-    return logits.dtype in BOUNDS and _passes_trial(logits.dtype)
+    return logits.dtype in BOUNDS and first_use.is_right(trial_case, logits.dtype, run=Launch.run)
 
 
 @cache
@@ -71,42 +73,58 @@ def _launch(name: str, inputs: Arrays, outputs: Outputs) -> Launch:
     )
 
 
-@cache
-def _passes_trial(dtype: mx.Dtype, execute: Execute = Launch.run) -> bool:
-    """Try the kernels on rows that start on 16 bytes and on rows that do not."""
+def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of logits of this dtype: rows that start on 16 bytes, and rows that do not.
 
-    def difference() -> float:
-        return max(_error(vocabulary, dtype, execute) for vocabulary in (33_000, 33_001))
+    Its truth is in float64, since MLX's sums of so many terms are less exact.
+    """
+    drawn = [random_arrays([((9, size), dtype), ((9,), mx.float32)]) for size in (33_000, 33_001)]
+    targets = [mx.arange(9) * (logits.shape[1] // 9) for logits, _ in drawn]
 
-    return measure.passes(f"the cross-entropy of {dtype}", difference, BOUNDS[dtype])
+    def call(execute: Execute) -> list[mx.array]:
+        results: list[mx.array] = []
+        for (logits, cotangents), chosen in zip(drawn, targets, strict=True):
+            results += differentiated(logits, chosen, cotangents, execute)
+        return results
+
+    def truth() -> list[np.ndarray]:
+        results: list[np.ndarray] = []
+        for (logits, cotangents), chosen in zip(drawn, targets, strict=True):
+            results += exact_losses(logits, chosen, cotangents)
+        return results
+
+    names = [f"{name} of {logits.shape[1]}" for logits, _ in drawn for name in RESULTS]
+    like = [array for arrays in drawn for array in arrays]
+    return Case(f"the cross-entropy of {dtype}", names, call, truth, BOUNDS[dtype], like=like)
 
 
-def _error(vocabulary: int, dtype: mx.Dtype, execute: Execute) -> float:
-    """The largest error of losses and gradients against float64, since MLX's sums of so many terms are less exact."""
-    (logits, cotangents) = measure.random_arrays([((9, vocabulary), dtype), ((9,), mx.float32)])
-    targets = mx.arange(9) * (vocabulary // 9)
-    losses, gradients = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
-    exact = exact_losses(logits, targets, cotangents)
-    return measure.largest_error(
-        [*losses, *split_at_targets(np.array(gradients[0].astype(mx.float32)), targets)], exact
-    )
+# What `differentiated` and `exact_losses` return.
+RESULTS = ("losses", "targets' gradients", "other gradients")
+
+
+def differentiated(logits: mx.array, targets: mx.array, cotangents: mx.array, execute: Execute) -> list[mx.array]:
+    """Return the losses, and the gradients of the logits as split_at_targets returns them, not computed yet."""
+    losses, (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
+    return [*losses, *split_at_targets(gradients, targets)]
+
+
+def split_at_targets(gradients: mx.array, targets: mx.array) -> list[mx.array]:
+    """Return the targets' gradients, and all gradients with zeros there: the others are far smaller than a target's."""
+    chosen = targets[:, None]
+    others = mx.put_along_axis(gradients, chosen, mx.zeros((1,), gradients.dtype), axis=1)
+    return [mx.take_along_axis(gradients, chosen, axis=1)[:, 0], others]
 
 
 def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> list[np.ndarray]:
-    """Return the losses in float64, and the gradients of the logits as `split_at_targets` returns them."""
-    wide = np.array(logits.astype(mx.float32), np.float64)
+    """Return what `differentiated` returns, in float64."""
+    wide = as_float64(logits)
     chosen = np.arange(len(wide)), np.array(targets)
     wide -= wide.max(axis=-1, keepdims=True)
     exponentials = np.exp(wide)
     sums = exponentials.sum(axis=-1, keepdims=True)
     gradients = exponentials / sums
     gradients[chosen] -= 1
-    gradients *= np.array(cotangents, np.float64)[:, None]
-    return [np.log(sums[:, 0]) - wide[chosen], *split_at_targets(gradients, targets)]
-
-
-def split_at_targets(gradients: np.ndarray, targets: mx.array) -> list[np.ndarray]:
-    """Return the targets' gradients, and all gradients with zeros there: the others are far smaller than a target's."""
-    chosen, others = (np.arange(len(gradients)), np.array(targets)), gradients.copy()
-    others[chosen] = 0
-    return [gradients[chosen], others]
+    gradients *= as_float64(cotangents)[:, None]
+    of_targets = gradients[chosen]
+    gradients[chosen] = 0
+    return [np.log(sums[:, 0]) - wide[chosen], of_targets, gradients]

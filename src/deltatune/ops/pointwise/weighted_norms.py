@@ -6,7 +6,7 @@ residual stream's two gradients in a pass of its own.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,9 @@ from ...machine import backend
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
 from ..recomputation import is_small_case, note
-from ..trial import measure
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
@@ -83,7 +85,7 @@ def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool
         return covers(x, weight, *others)
     if backend.device() != "cuda" or x.size < LEAST or not covers(x, weight, *others):
         return False
-    return _passes_trial(x.shape[-1], x.dtype, weight.dtype, float(eps))
+    return first_use.is_right(trial_case, x.shape[-1], x.dtype, weight.dtype, float(eps), run=Launch.run)
 
 
 def _fits(width: int) -> bool:
@@ -180,31 +182,32 @@ def _launch(name: str, rows_of: str, inputs: Arrays, outputs: Outputs, arguments
     )
 
 
-@cache
-def _passes_trial(
-    width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, execute: Execute = Launch.run
-) -> bool:
-    """Try the three functions on rows that leave a block's last groups without one."""
+def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float) -> Case[Execute]:
+    """Return the case of the three functions on rows that leave a block's last groups without one."""
+    x, other, d_sum, dy, weight = random_arrays([((3, 7, width), dtype)] * 4 + [((width,), weight_dtype)])
 
-    def difference() -> float:
-        shape = (3, 7, width)
-        *given, weight = measure.random_arrays([(shape, dtype)] * 4 + [((width,), weight_dtype)])
-        x, other, d_sum, dy = given
+    def ours(execute: Execute, x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
+        alone = weighted_norm(x, weight, eps, execute=execute)
+        residual, branch = branch_norm(alone + other, weight, eps, execute=execute)
+        return [alone, branch, *sum_norm(residual, other, weight, eps, execute=execute)]
 
-        def ours(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
-            alone = weighted_norm(x, weight, eps, execute=execute)
-            kept, branch = branch_norm(alone + other, weight, eps, execute=execute)
-            return [alone, branch, *sum_norm(kept, other, weight, eps, execute=execute)]
+    def plain(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
+        alone = mx.fast.rms_norm(x, weight, eps)
+        residual = alone + other
+        total = residual + other
+        return [alone, mx.fast.rms_norm(residual, weight, eps), total, mx.fast.rms_norm(total, weight, eps)]
 
-        def plain(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
-            alone = mx.fast.rms_norm(x, weight, eps)
-            kept = alone + other
-            total = kept + other
-            return [alone, mx.fast.rms_norm(kept, weight, eps), total, mx.fast.rms_norm(total, weight, eps)]
+    def differentiated(function: Any, *arrays: mx.array) -> list[mx.array]:
+        *primals, dy, d_sum = arrays
+        outputs, gradients = mx.vjp(function, primals, [dy, d_sum, d_sum, dy])
+        return [*outputs, *gradients]
 
-        found = mx.vjp(ours, [x, other, weight], [dy, d_sum, d_sum, dy])
-        wide = [array.astype(mx.float32) for array in (x, other, weight, dy, d_sum)]
-        expected = mx.vjp(plain, wide[:3], [wide[3], wide[4], wide[4], wide[3]])
-        return measure.largest_error([*found[0], *found[1]], [*expected[0], *expected[1]])
-
-    return measure.passes(f"the norm of {width} {dtype}", difference, BOUNDS[dtype])
+    arrays = (x, other, weight, dy, d_sum)
+    return Case(
+        name=f"the norm of {width} {dtype}",
+        results=("alone", "branch", "total", "norm of total", "dx", "dother", "dweight"),
+        call=lambda execute: differentiated(partial(ours, execute), *arrays),
+        truth=lambda: differentiated(plain, *(array.astype(mx.float32) for array in arrays)),
+        bound=BOUNDS[dtype],
+        like=arrays,
+    )

@@ -12,13 +12,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import mlx.core as mx
 
 from ...errors import UserError
 from ...machine import backend
 from ..tracing import trace
 from . import rankings, timing, verdicts
-from .timing import Run
+from .case import Case, judged
 from .verdicts import Verdict, machine
 
 logger = logging.getLogger(__name__)
@@ -48,10 +51,6 @@ class Candidate:
     trusted: bool = False
 
 
-# A candidate's `checked` and `shape`.
-Trial = tuple[Callable[..., Any], Any]
-
-
 @dataclass(frozen=True)
 class Operator:
     """An operator that several implementations compute.
@@ -59,14 +58,14 @@ class Operator:
     Attributes:
         name: Its name, for messages.
         variable: The environment variable that forces an implementation.
-        verdict_of: Returns the verdict on an implementation, from its name and its candidate's `checked` and `shape`.
-        runs_of: Returns what is timed of several implementations: a forward and a backward pass on the same arrays.
+        case_of: Returns the case of a class of calls, on which its candidates are tried.
+        timed_case_of: Returns the case on which they are timed.
     """
 
     name: str
     variable: str
-    verdict_of: Callable[[str, Callable[..., Any], Any], Verdict]
-    runs_of: Callable[[dict[str, Trial]], dict[str, Run]]
+    case_of: Callable[[Any], Case[Callable[..., Any]]]
+    timed_case_of: Callable[[Any], Case[Callable[..., Any]]]
 
 
 def without_trials() -> AbstractContextManager[None]:
@@ -149,8 +148,8 @@ def _right(
                 raise UserError(f"{operator.variable}={name} cannot serve this call: {candidate}.")
             found.notes.append(f"{name} does not support this call: {candidate}")
             continue
-        checked = candidate.checked
-        verdict = None if checked is None or candidate.trusted else operator.verdict_of(name, checked, candidate.shape)
+        untried = candidate.checked is None or candidate.trusted
+        verdict = None if untried else verdict_on(operator, name, candidate)
         if verdict is None or verdict.passed:
             found.right[name] = candidate
             if first:
@@ -171,13 +170,16 @@ def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]
 
     One that cannot be timed has none.
     """
-    trials = {name: (candidate.checked, candidate.shape) for name, candidate in right.items() if candidate.checked}
-    found = {name: _verdict(operator, name, right[name].trusted, *trial) for name, trial in trials.items()}
-    if any(verdict.seconds is None for verdict in found.values()):
-        measured = timing.side_by_side(operator.runs_of(trials))
-        for name, seconds in measured.items():
-            found[name] = verdicts.timed(_stored(operator, name), right[name].shape, found[name], seconds)
-    return found
+    checked = {name: candidate for name, candidate in right.items() if candidate.checked}
+    on_each = {name: verdict_on(operator, name, candidate) for name, candidate in checked.items()}
+    if any(verdict.seconds is None for verdict in on_each.values()):
+        # All run on the same arrays, those of the first one's class.
+        case = operator.timed_case_of(next(iter(checked.values())).shape)
+        mx.eval(case.like)
+        runs = {name: partial(case.call, _checked(candidate)) for name, candidate in checked.items()}
+        for name, seconds in timing.side_by_side(runs).items():
+            on_each[name] = verdicts.timed(_stored(operator, name), right[name].shape, on_each[name], seconds)
+    return on_each
 
 
 def said(found: dict[str, Verdict]) -> str:
@@ -208,17 +210,32 @@ def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str]
     return ranked or list(right), words
 
 
-def _verdict(operator: Operator, name: str, trusted: bool, checked: Callable[..., Any], shape: Any) -> Verdict:
-    if not trusted:
-        return operator.verdict_of(name, checked, shape)
-    # Nothing but its times is of interest.
-    blank = Verdict(name, str(shape), 0.0, reference="itself")
-    return verdicts.of(_stored(operator, name), shape, lambda: blank)
+def verdict_on(operator: Operator, name: str, candidate: Candidate) -> Verdict:
+    """Return the verdict on a candidate: the stored one, or else that of a trial now."""
+    return verdicts.of(_stored(operator, name), candidate.shape, lambda: _judged(operator, name, candidate))
+
+
+def verdict_anew(operator: Operator, name: str, candidate: Candidate) -> Verdict:
+    """Try a candidate now, whatever verdict is stored, and store the new one."""
+    return verdicts.again(_stored(operator, name), candidate.shape, lambda: _judged(operator, name, candidate))
+
+
+def _judged(operator: Operator, name: str, candidate: Candidate) -> Verdict:
+    if candidate.trusted:
+        # Nothing but its times is of interest.
+        return Verdict(name, str(candidate.shape), 0.0, reference="itself")
+    return judged(operator.case_of(candidate.shape), _checked(candidate), name)
+
+
+def _checked(candidate: Candidate) -> Callable[..., Any]:
+    if candidate.checked is None:
+        raise AssertionError(f"{candidate.function}: the candidate has no function to try")
+    return candidate.checked
 
 
 def _stored(operator: Operator, name: str) -> str:
     """Return the name under which the verdict is stored."""
-    return verdicts.stored(operator.name, name)
+    return f"{operator.name}-{name}"
 
 
 def _is_new(message: str) -> bool:

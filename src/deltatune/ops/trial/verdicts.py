@@ -1,7 +1,6 @@
 """Verdicts on fast implementations: whether each computes what a slower one computes on this machine, and how fast.
 
-Each operator measures its own (gated_delta/machine_trial.py, attention/kernel_trial.py). Here they are remembered, and
-stored in the cache folder for later processes.
+case.py measures them. Here they are remembered, and stored in the cache folder for later processes.
 """
 
 from __future__ import annotations
@@ -118,11 +117,6 @@ def _with_log(verdict: Verdict, path: Path) -> Verdict:
         logger.warning("%s cannot be written: %s", path, error)
         return replace(verdict, problem=f"Metal's compiler refuses it: {first}")
     return replace(verdict, problem=f"Metal's compiler refuses it: {first} (all that it says is in {path})")
-
-
-def stored(operator: str, name: str) -> str:
-    """Return the name under which the verdicts on implementation `name` of an operator are stored."""
-    return f"{operator}-{name}"
 
 
 def timed(name: str, shape: Any, verdict: Verdict, measured: TrialTime) -> Verdict:

@@ -1,14 +1,17 @@
-"""Decides whether the kernels of grouped.py are used: each kind is compared with float64 once in a process."""
+"""The cases of the kernels of grouped.py, and whether they are used: each is tried once in a process."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import HOPPER, Launch
-from ..trial import measure
+from ..kernels.launch import Execute, Launch
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
 from .grouped_hopper import HopperTile
@@ -39,7 +42,10 @@ def product_tile(
         tiles.append(grouped_hopper.product_tile(outputs, weight.shape[0]))
     if grouped.supports(rows.dtype, inputs, outputs) and adapter is None:
         tiles.append(grouped.product_tile(inputs, outputs))
-    return next((tile for tile in tiles if _product_passes(rows.dtype, transpose, added, tile, rank)), None)
+    for tile in tiles:
+        if _is_right(product_case, rows.dtype, transpose, added, tile, rank):
+            return tile
+    return None
 
 
 def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
@@ -50,27 +56,44 @@ def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
     sizes = left.shape[-1], right.shape[-1]
     if left.dtype != right.dtype or not grouped.supports(left.dtype, *sizes):
         return False
-    return _gradient_passes(left.dtype, grouped.gradient_tile(*sizes), added)
+    return _is_right(gradient_case, left.dtype, grouped.gradient_tile(*sizes), added)
 
 
-@cache
-def _product_passes(dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0) -> bool:
+def _is_right(case_of: Callable[..., Case[Execute]], *kind: Any) -> bool:
+    hopper = any(isinstance(part, HopperTile) for part in kind)
+    instead = "other kernels or MLX's own products" if hopper else "MLX's own products"
+    return first_use.is_right(case_of, *kind, run=Launch.run, instead=instead)
+
+
+def product_case(
+    dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0
+) -> Case[Execute]:
+    """Return the case of a product with this tile.
+
+    Args:
+        dtype: That of rows and matrices.
+        transpose: Whether the matrices are [outputs, inputs].
+        added: Whether the product is added to other rows.
+        tile: The tile, of either kernel.
+        rank: That of an adapter whose product is added, too; 0 for none.
+    """
+
     def product(rows: mx.array, weight: mx.array) -> np.ndarray:
-        return np.concatenate([x @ w.T for x, w in zip(_by_expert(rows), _float64(weight), strict=True)])
+        return np.concatenate([x @ w.T for x, w in zip(_by_expert(rows), as_float64(weight), strict=True)])
 
     def stored(weight: mx.array) -> mx.array:
         return weight if transpose else mx.contiguous(weight.swapaxes(-1, -2))
 
     inputs, outputs = _sizes_for(tile)
-    rows, onto, weight = _random_arrays(dtype, inputs, outputs)
-    expected = _SCALE * product(rows, weight) + (_float64(onto) if added else 0.0)
+    rows, onto, weight = _drawn(dtype, inputs, outputs)
+    expected = _SCALE * product(rows, weight) + (as_float64(onto) if added else 0.0)
     adapter = None
     if rank:
-        low_rank, _, factor = _random_arrays(dtype, rank, outputs)
+        low_rank, _, factor = _drawn(dtype, rank, outputs)
         expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
-    given = stored(weight), _ends(), transpose, _SCALE, onto if added else None
-    launch = grouped.product_launch(rows, *given, tile, adapter)
-    return _agrees(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
+    arguments = stored(weight), _ends(), transpose, _SCALE, onto if added else None
+    launch = grouped.product_launch(rows, *arguments, tile, adapter)
+    return _case(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 
 def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
@@ -81,43 +104,38 @@ def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
     return _SHALLOW if tile == grouped.product_tile(_SHALLOW, outputs) else _LARGE, outputs
 
 
-@cache
-def _gradient_passes(dtype: mx.Dtype, tile: TileShape, added: bool) -> bool:
+def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Execute]:
+    """Return the case of a gradient with this tile; `added` tells whether it is added to another array."""
     height, width = (_SMALL if size < _LARGE // 2 else _LARGE for size in tile[:2])
-    right, left, weight = _random_arrays(dtype, width, height)
+    right, left, weight = _drawn(dtype, width, height)
     total = weight.astype(mx.float32)
     products = [a.T @ b for a, b in zip(_by_expert(left), _by_expert(right), strict=True)]
-    expected = _SCALE * np.stack(products) + (_float64(total) if added else 0.0)
+    expected = _SCALE * np.stack(products) + (as_float64(total) if added else 0.0)
     launch = grouped.gradient_launch(total if added else None, left, right, _ends(), _SCALE, tile)
-    return _agrees(launch, expected, ON_TENSOR_CORES)
+    return _case(launch, expected, ON_TENSOR_CORES)
 
 
-def _random_arrays(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:
+def _drawn(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:
     """Draw rows of inputs, rows of outputs, and a matrix for each expert."""
     rows = sum(_COUNTS)
     shapes = ((rows, inputs), (rows, outputs), (len(_COUNTS), outputs, inputs))
-    return measure.random_arrays([(shape, dtype) for shape in shapes])
+    return random_arrays([(shape, dtype) for shape in shapes])
 
 
 def _ends() -> mx.array:
     return mx.array(np.cumsum(_COUNTS).astype(np.int32))
 
 
-def _float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
-
-
 def _by_expert(rows: mx.array) -> list[np.ndarray]:
-    return np.split(_float64(rows), np.cumsum(_COUNTS)[:-1])
+    return np.split(as_float64(rows), np.cumsum(_COUNTS)[:-1])
 
 
-def _agrees(launch: Launch, expected: np.ndarray, bound: float) -> bool:
-    instead = "other kernels or MLX's own products" if HOPPER in launch.name else "MLX's own products"
-
-    def error() -> float:
-        (shape, dtype) = launch.outputs["out"]
-        # The output gets the memory of this array, so that an element that the kernel does not write is NaN.
-        mx.eval(mx.full(shape, np.nan, dtype))
-        return measure.relative_error(launch.run()[0], expected)
-
-    return measure.passes(launch.name, error, bound, instead)
+def _case(launch: Launch, expected: np.ndarray, bound: float) -> Case[Execute]:
+    return Case(
+        name=launch.name,
+        results=("out",),
+        call=lambda execute: execute(launch)[:1],
+        truth=lambda: [expected],
+        bound=bound,
+        like=[mx.zeros(*launch.outputs["out"])],
+    )

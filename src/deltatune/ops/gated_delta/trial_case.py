@@ -1,0 +1,208 @@
+"""The case on which an implementation of gated_delta is tried before its first use for a class of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..trial.case import Case
+from ..trial.measure import ROUNDING, as_float64
+from .chunk import gated_delta_chunk
+from .naive import gated_delta_naive
+from .tolerances import EASY, SLOW, fused_bound
+
+NAMES = ("y", "state", "dq", "dk", "dv", "dlog_g", "dbeta", "dinitial_state")
+# A case has a row with this many slow gates, one after another, so that their errors add up: in bf16 a gate of 0.999
+# becomes 1, which is 0.1 % off after one token and 67 % after 512.
+SLOW_TOKENS = 512
+# The logarithms of slow gates.
+SLOW_GATES = (-1e-3, -1e-5)
+# The case has two batch rows over more than two chunks of any implementation, the last of which lacks tokens.
+BATCH, LENGTH = 2, SLOW_TOKENS + 6
+# The reference computes two key heads. The implementation gets as many as the class has, each a copy of one of the two,
+# chosen at random, so that a head which reads or writes the place of another gives a wrong result.
+_REFERENCE_HEADS = 2
+# The heads of each argument and cotangent: k for key heads on axis 2, v for value heads on axis 2, s for value heads on
+# axis 1 (a state's).
+_PRIMALS, _COTANGENTS = "kkvvvs", "vs"
+Implementation = Callable[..., tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
+
+    `tiling` says how the implementation divides the work, where it has a choice, and `beta` in which dtype it reads
+    beta.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: str
+    masked: bool = False
+    segmented: bool = False
+    per_channel: bool = False
+    tiling: str = ""
+    beta: str = "float32"
+
+    def __str__(self) -> str:
+        heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
+        options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
+        beta = [] if self.beta == "float32" else [f"beta in {self.beta}"]
+        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
+
+
+def trial_case(shape: ShapeClass, *, by_recurrence: bool = False) -> Case[Implementation]:
+    """Return the case of a class of calls, forward and backward, with gates of every kind.
+
+    Args:
+        shape: The class of calls.
+        by_recurrence: Whether the truth comes from naive, and not from chunk; either computes it in fp32 on the CPU.
+    """
+    drawn = Arguments.drawn(shape)
+    reference = gated_delta_naive if by_recurrence else gated_delta_chunk
+
+    def truth() -> list[np.ndarray]:
+        # On the CPU, because a GPU may multiply fp32 matrices in TF32.
+        with mx.stream(mx.cpu):
+            few = differentiated(reference, drawn.reference_primals, drawn.constants, drawn.reference_cotangents)
+            mx.eval(few)
+        return _copy_heads([as_float64(x) for x in few], _COTANGENTS + _PRIMALS, drawn)
+
+    bound, slow = (x + ROUNDING[shape.dtype] if by_recurrence else fused_bound(x, shape.dtype) for x in (EASY, SLOW))
+    return Case(
+        name=str(shape),
+        results=NAMES,
+        call=lambda function: differentiated(function, drawn.primals, drawn.constants, drawn.cotangents),
+        truth=truth,
+        bound=bound,
+        bounds={slow_name(name): slow for name in NAMES},
+        reference="naive" if by_recurrence else "chunk",
+        like=[*drawn.cotangents, *drawn.primals],
+        parts=by_gates,
+    )
+
+
+def differentiated(
+    function: Implementation, primals: Sequence[mx.array], constants: dict[str, Any], cotangents: Sequence[mx.array]
+) -> list[mx.array]:
+    """Return y, the final state and the gradients of the six float arguments, not computed yet.
+
+    Args:
+        function: Called as `gated_delta` is.
+        primals: q, k, v, log_g, beta and the initial state.
+        constants: The mask and the segments.
+        cotangents: The gradients of y and of the final state.
+    """
+
+    def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        return function(*arrays[:-1], initial_state=arrays[-1], **constants)
+
+    outputs, gradients = mx.vjp(call, list(primals), list(cotangents))
+    return [*outputs, *gradients]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a case.
+
+    Attributes:
+        primals, cotangents: What the implementation gets, in its dtype.
+        reference_primals, reference_cotangents: What the reference gets, a few heads in fp32.
+        constants: The mask and the segments.
+        key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
+    """
+
+    primals: list[mx.array]
+    cotangents: list[mx.array]
+    reference_primals: list[mx.array]
+    reference_cotangents: list[mx.array]
+    constants: dict[str, mx.array | None]
+    key_heads: np.ndarray
+    value_heads: np.ndarray
+
+    @staticmethod
+    def drawn(shape: ShapeClass) -> Arguments:
+        """Draw the arguments with NumPy, because MLX's random state belongs to the training."""
+        draw = np.random.default_rng(0)
+        heads, repeats = min(_REFERENCE_HEADS, shape.key_heads), shape.value_heads // shape.key_heads
+        key_heads = np.concatenate([np.arange(heads), draw.integers(heads, size=shape.key_heads - heads)])
+        floats = _floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats))
+        dtype = getattr(mx, shape.dtype)
+        few = [mx.array(x.astype(np.float32)) for x in floats]
+        for index in (0, 1, 2, 6):
+            few[index] = few[index].astype(dtype)
+        few[4] = few[4].astype(getattr(mx, shape.beta))
+        mask = np.ones((BATCH, LENGTH), bool)
+        mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :3] = False, False
+        segments = draw_segments(draw, BATCH, LENGTH)
+        constants = {
+            "mask": mx.array(mask) if shape.masked else None,
+            "segments": mx.array(segments) if shape.segmented else None,
+        }
+        value_heads = (key_heads[:, None] * repeats + np.arange(repeats)).reshape(-1)
+        wide = [x.astype(mx.float32) for x in few]
+        arguments = Arguments([], [], wide[:6], wide[6:], constants, key_heads, value_heads)
+        copies = _copy_heads([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, arguments)
+        arrays = [mx.array(x).astype(small.dtype) for x, small in zip(copies, few, strict=True)]
+        return replace(arguments, primals=arrays[:6], cotangents=arrays[6:])
+
+
+def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
+    """Return q, k, v, log_g, beta and the initial state, then the gradients of y and of the final state."""
+    keys, values = (
+        (BATCH, LENGTH, shape.key_heads, shape.key_size),
+        (BATCH, LENGTH, shape.value_heads, shape.value_size),
+    )
+    k = draw.normal(size=keys)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    gates = (*values[:3], shape.key_size) if shape.per_channel else values[:3]
+    state = (BATCH, shape.value_heads, shape.value_size, shape.key_size)
+    floats = [draw.normal(size=keys) * shape.key_size**-0.5, k, draw.normal(size=values)]
+    floats += [draw_log_gates(draw, gates), draw.uniform(0.05, 0.95, size=values[:3]), draw.normal(size=state)]
+    return [*floats, draw.normal(size=values), draw.normal(size=state)]
+
+
+def _copy_heads(arrays: Sequence[np.ndarray], kinds: str, arguments: Arguments) -> list[np.ndarray]:
+    """Return arrays of the reference's heads with all heads of the class. The gradient of a copy is a copy, too."""
+    heads = {"k": (arguments.key_heads, 2), "v": (arguments.value_heads, 2), "s": (arguments.value_heads, 1)}
+    return [np.take(x, *heads[kind]) for x, kind in zip(arrays, kinds, strict=True)]
+
+
+def draw_log_gates(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw the logarithms of gates, [B, T, Hv] or [B, T, Hv, Dk].
+
+    The gates of the last row are slow. Of the others 2 % are 0, 3 % nearly 0 and 25 % 1, and the others are usual.
+    """
+    kind = draw.uniform(size=shape)
+    usual = -np.exp(1.5 * draw.normal(size=shape) - 2.0)
+    log_g = np.select([kind < 0.02, kind < 0.05, kind < 0.3], [-np.inf, np.log(1e-12), 0.0], usual)
+    log_g[-1] = np.where(kind[-1] < 0.5, *SLOW_GATES)
+    return log_g
+
+
+def draw_segments(draw: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Draw segments, [B, T] int32: many in all rows but the last, whose second one has its last SLOW_TOKENS tokens."""
+    starts = draw.uniform(size=(batch, length)) < 0.03
+    starts[-1] = np.arange(length) == length - SLOW_TOKENS
+    return np.cumsum(starts, axis=1).astype(np.int32)
+
+
+def by_gates(name: str, result: np.ndarray) -> dict[str, list[np.ndarray]]:
+    """Return the rows of usual gates under a result's name, and the last one, of slow gates, under slow_name.
+
+    Each row is compared by itself: the large results of slow gates would hide errors of the others.
+    """
+    *usual, slow = result
+    return {name: usual, slow_name(name): [slow]}
+
+
+def slow_name(name: str) -> str:
+    """Return the name of a result in the row of slow gates."""
+    return f"{name} of slow gates"
