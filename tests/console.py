@@ -16,16 +16,19 @@ SCRIPT = Path(sys.executable).with_name("deltatune")
 
 
 def deltatune(
-    *arguments: object, cwd: Path | None = None, timeout: float = 300, **variables: str
+    *arguments: object, cwd: Path | None = None, timeout: float = 300, input: str | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `deltatune ARGUMENT ...` to its end; return its exit code and output.
 
     Args:
         arguments: The command and its flags; each is given to str.
         cwd: The directory in which it runs; this process's own by default.
+        input: What stands on its standard input; this process's own by default.
         timeout: Seconds after which the process is ended and the test fails.
         variables: Environment variables, beside those of this process.
     """
     command = [str(SCRIPT), *map(str, arguments)]
     environment = os.environ | {"COLUMNS": "120"} | variables
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment)
+    return subprocess.run(
+        command, input=input, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment
+    )

@@ -266,6 +266,7 @@ def test_generation_follows_seed_template_and_prefill(run, checkpoint):
     assert run(*base)[1] == greedy
     assert run(*base, "--ignore-chat-template")[1] != greedy
     assert run(*base, "--system-prompt", "be brief")[1] != greedy
+    assert run(*base, "--prefill-response", "jumps")[1] != greedy
     warm = [*base, "--temp", "1.0", "--top-p", "0.9"]
     assert run(*warm, "--seed", "1")[1] == run(*warm, "--seed", "1")[1] != run(*warm, "--seed", "2")[1]
     code, _, err = run(*base, "--chat-template-config", "{not json")

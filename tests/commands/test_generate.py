@@ -96,6 +96,17 @@ def test_what_depends_on_the_model_is_refused_by_name(run, flag, value, message)
     assert message in err
 
 
+@pytest.mark.bad_input("`generate --ignore-chat-template {flag} {value}`")
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--system-prompt", "be brief"), ("--prefill-response", "Yes"), ("--chat-template-config", "{}")],
+)
+def test_texts_that_only_a_template_places_are_refused_without_one(run, flag, value):
+    code, out, err = run("generate", "--model", MODEL, "--prompt", "hi", "--ignore-chat-template", flag, value)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"deltatune: {flag}: ")
+
+
 @pytest.mark.bad_input("a chat template that raises on the prompt of `generate`")
 @pytest.mark.parametrize(
     "body", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}", RECURSION]

@@ -204,10 +204,18 @@ def test_chats_are_written_by_the_template(asked):
 
 def test_one_command_asks_the_model_with_its_adapter(stubbed, run, checkpoint, adapter):
     seen = []
-    stubbed.evaluator = lambda **options: seen.append(simple_evaluate(**options)) or seen[-1]
-    for given in (["--adapter-path", adapter], []):
-        code, out, err = run("eval", "--model", checkpoint, "--tasks", "dogs, foxes", "--limit", 2, *given)
+    shots = []
+
+    def evaluator(**options):
+        shots.append(options["num_fewshot"])
+        seen.append(simple_evaluate(**options))
+        return seen[-1]
+
+    stubbed.evaluator = evaluator
+    for more in (["--adapter-path", adapter, "--num-fewshot", 3], []):
+        code, out, err = run("eval", "--model", checkpoint, "--tasks", "dogs, foxes", "--limit", 2, *more)
         assert (code, out.splitlines()[-1]) == (0, "table of dogs, foxes"), err
+    assert shots == [3, None]
     tuned, base = (found["results"]["dogs"]["scores"] for found in seen)
     assert len(tuned) == 2
     assert tuned != base

@@ -119,6 +119,11 @@ class GenerateOptions(AnswerOptions):
     video_max_frames: int | None = range_field(None, least=1)
     verbose: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ignore_chat_template and self.chat_template_config is not None:
+            raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
+
 
 def generate(options: GenerateOptions) -> str:
     """Print the model's answer as it is generated, and return it.

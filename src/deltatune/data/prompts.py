@@ -40,9 +40,12 @@ def prompt_tokens(
         The token ids.
 
     Raises:
-        UserError: The chat template refuses the prompt or an option.
+        UserError: The chat template refuses the prompt or an option, or there is none to place an option's text.
     """
     if not (chat_template and tokenizer.has_chat_template):
+        for flag, text in (("--system-prompt", system_prompt), ("--prefill-response", prefill_response)):
+            if text is not None:
+                raise UserError(f"{flag}: without a chat template, the prompt is the whole text; write it there.")
         return tokenizer.encode(prompt)
     messages = _messages(prompt, system_prompt, images, videos)
     prefilled = prefill_response is not None
