@@ -1,6 +1,6 @@
 .PHONY: help env demo test test-cpus fuzz coverage lint tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
-        check-tag newest branches on-metal
+        check-tag addresses newest branches on-metal
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
@@ -91,6 +91,9 @@ data-formats: env
 check-tag: env
 	@version=$$($(PYTHON) -c 'import importlib.metadata as m; print(m.version("deltatune"))'); \
 	if [ "$(TAG)" != "v$$version" ]; then echo "TAG is '$(TAG)': expected v$$version" >&2; exit 1; fi
+
+addresses: env
+	$(PYTHON) scripts/addresses.py "$(TAG)"
 
 newest branches: env
 	scripts/with_upstream $@

@@ -10,6 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from .destination import destination
 from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
 from .record import SelftestRecord
 from .times import Timing
@@ -71,7 +72,7 @@ class SelftestScreen:
         words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."
         verdict = "Training is right here." if record.passed else "Something here is wrong: see ✗ above."
         self.console.print(Group(Rule(style=style), Text(f"{verdict} {words}", style=f"bold {style}")))
-        advice = f"All of it is in {record.path}. Please send that file along with a report."
+        advice = f"All of it is in {record.path}, {destination()}."
         self.console.print(Text(advice, style="dim"))
         self.console.print(Text("The line for docs/hardware.md:", style="dim"))
         self.console.print(record.content["line"], soft_wrap=True, markup=False, highlight=False)
