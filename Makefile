@@ -4,6 +4,9 @@
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
+# Modules are compiled once. Images for containers often set this, and then every process that tests start would compile
+# some 1,600 anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo                 fine-tune the bundled model and see what it learnt (two minutes)"
