@@ -111,6 +111,7 @@ coverage: env
 docs: env
 	scripts/make_env docs
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+	@echo "Open site/index.html. For its search: $(PYTHON) -m http.server --directory site"
 
 # `make test` runs the same programs with smaller heads (tests/on_metal/smaller.py).
 on-metal: env
