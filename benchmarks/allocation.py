@@ -55,7 +55,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
     import mlx.core as mx
     import numpy as np
 
-    from deltatune.config import TrainConfig
+    from deltatune.options.config import TrainConfig
     from deltatune.data import Splits
     from deltatune.train.loop import Trainer
     from deltatune.train.screen import Screen
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true")
     options = parser.parse_args()
     model = trainers.mlx_model(trainers.SHAPES[options.shape])
-    from deltatune.config import LoraConfig
+    from deltatune.options.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import gpu_memory
 

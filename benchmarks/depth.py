@@ -40,7 +40,7 @@ def build(options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     # isort: split
     import mlx.core as mx
 
-    from deltatune.config import LoraConfig
+    from deltatune.options.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.models.head import split_head
     from deltatune.models.load import new_model

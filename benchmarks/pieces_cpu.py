@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import processes
-from deltatune.config import LoraConfig, TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.ops import pieces
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer

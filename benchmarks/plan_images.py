@@ -52,7 +52,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
     # isort: split
     from counted_allocator import Counter
-    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan import fit
     from deltatune.plan.array_layout import ArrayLayout
     from deltatune.train.loop import Trainer

@@ -16,7 +16,7 @@ from pathlib import Path
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 sys.path.insert(0, str(Path(__file__).parent))
-from deltatune.config import LoraConfig, TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.train.preferences.objectives import OBJECTIVES

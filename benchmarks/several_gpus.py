@@ -47,7 +47,7 @@ def work(task: dict[str, Any]) -> None:
     """The process of one rank, which trains; rank 0 writes the results."""
     shape = shape_of(task)
     # The first import of deltatune, which must come before mlx.
-    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.options.config import LoraConfig, TrainConfig
 
     # isort: split
     import mlx.core as mx

@@ -164,7 +164,7 @@ def deltatune(
     if bits:
         _pack(model, bits)
     ready = time.perf_counter()
-    from deltatune.config import LoraConfig, TrainConfig
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World

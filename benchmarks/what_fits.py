@@ -30,7 +30,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 import processes
-from deltatune.config import LoraConfig, TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.models.load import new_model
 from deltatune.ops.recomputation import Checkpoints, operators_pay

@@ -14,7 +14,7 @@ from typing import Any
 
 from deltatune.cli import parser
 from deltatune.commands.flags import flag_name, option_fields
-from deltatune.config import LoraConfig
+from deltatune.options.config import LoraConfig
 from deltatune.recipes.dictionary import page_table
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)

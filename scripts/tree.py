@@ -21,16 +21,9 @@ ORDER = [
     "errors",
     "upstream",
     "wrapping",
-    "values",
-    "yaml_files",
+    "options",
     "json_fields",
     "json_files",
-    "lora_parameters",
-    "loss_options",
-    "sample_options",
-    "stream_options",
-    "template_options",
-    "config",
 ]
 ORDER += ["machine", "ops", "layers", "lora", "patches"]
 ORDER += ["models", "data", "train", "export", "plan", "doctor"]

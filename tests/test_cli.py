@@ -10,8 +10,8 @@ import pytest
 
 from deltatune import cli
 from deltatune.commands import flags, train
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.setup import ready
 
 PAIR = {"prompt": "the quick brown fox", "completion": "jumps over"}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deltatune.config import LoraConfig, TrainConfig, build, read_yaml
 from deltatune.errors import UserError
-from deltatune.values import fields_of
+from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
+from deltatune.options.values import fields_of
 
 
 def _number(kind):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.values import Range, build, checked, short
+from deltatune.options.values import Range, build, checked, short
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_is_meant_is_taken(given, kept):
 
 
 def _field(name):
-    from deltatune.values import fields_of
+    from deltatune.options.values import fields_of
 
     return fields_of(Options)[name]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.yaml_files import read_yaml
+from deltatune.options.yaml_files import read_yaml
 
 
 @pytest.mark.parametrize("number", ["1e-5", "1E-5", "1.5e-5", "2e4", "-3e-2", ".5e1", "1.e-3"])

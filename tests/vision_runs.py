@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from deltatune import cli
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train import setup
 from deltatune.train.step import arrays, loss_of

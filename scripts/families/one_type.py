@@ -28,7 +28,7 @@ from packages import Package, logits_of, package_of
 from pictures import PicturedRows, spec_of, with_picture
 from table import NO_RUN
 
-from deltatune.config import LoraConfig, TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.data.example import Example, Splits
 from deltatune.errors import UserError
 from deltatune.layers import describe

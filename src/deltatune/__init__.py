@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from .machine import startup as _startup
 
 if TYPE_CHECKING:
-    from .config import LoraConfig, TrainConfig
     from .data import load_datasets
     from .lora import convert_to_lora
     from .models.load import load
     from .ops.attention import attention
     from .ops.gated_delta import gated_delta
+    from .options.config import LoraConfig, TrainConfig
     from .patches import patched
     from .train import Trainer
     from .train.dialogue import generate

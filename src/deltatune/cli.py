@@ -29,7 +29,7 @@ from .commands import (
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import startup
-from .values import short
+from .options.values import short
 from .wrapping import for_stream
 
 COMMANDS = (train, plan, recipes, watch, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)

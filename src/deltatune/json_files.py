@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import UserError
 from .json_fields import FIELDS, FieldKind, Fields
-from .values import short
+from .options.values import short
 
 
 def read_json(path: Path, name: str | None = None) -> dict[str, Any]:

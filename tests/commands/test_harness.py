@@ -14,10 +14,10 @@ import mlx.nn as nn
 import pytest
 
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig
 
 HARNESS = "deltatune.commands.harness"
 INSTALLED = importlib.util.find_spec("lm_eval") is not None

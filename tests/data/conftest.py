@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.data import Example
+from deltatune.options.config import TrainConfig
 
 PLAIN = (
     "{% for message in messages %}"

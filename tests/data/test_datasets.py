@@ -1,8 +1,8 @@
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.data import load_datasets
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 
 TEXT = [{"text": f"a line of text, number {number}"} for number in range(4)]
 PAIR = {"prompt": "a question", "completion": "an answer"}

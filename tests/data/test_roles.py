@@ -1,10 +1,10 @@
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.data.roles import ROLES, check_roles
 from deltatune.data.row_formats import Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'observer' %}?{% endif %}{{ m.role }}{{ m.content }}{% endfor %}"
 

@@ -10,10 +10,10 @@ import mlx.core as mx
 import pytest
 
 import deltatune
-from deltatune import config
 from deltatune.commands.flags import config_from, option_fields
 from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
+from deltatune.options import config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import DOCS, READ, ROOT, blocks

@@ -12,11 +12,11 @@ import pytest
 from mlx.utils import tree_map
 
 from deltatune.cli import main
-from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
 from deltatune.models.vocabulary import token_tables
+from deltatune.options.config import LoraConfig
 
 MODELS = """
 import sys

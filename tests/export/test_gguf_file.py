@@ -10,9 +10,9 @@ from mlx.utils import tree_map
 
 from console import deltatune
 from deltatune.cli import main
-from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_tokenizer, read_config
+from deltatune.options.config import LoraConfig
 
 # It lists what it knows as the converter does, and writes what it was given in place of a GGUF file.
 CONVERTER = """

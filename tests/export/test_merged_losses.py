@@ -8,9 +8,9 @@ from mlx.utils import tree_map
 
 from deltatune.cli import main
 from deltatune.commands.eval import evaluate
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig, TrainConfig
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import mlx_lm
 from mlx.utils import tree_map
 
 from deltatune.cli import main
-from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 
 PROMPT, TOKENS = "the quick brown", 8
 PATIENCE = 60.0

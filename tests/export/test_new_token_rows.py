@@ -14,13 +14,13 @@ import pytest
 from mlx.utils import tree_map
 
 from deltatune.cli import main
-from deltatune.config import LoraConfig
 from deltatune.export.new_token_rows import OPTION
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
 from deltatune.models.vocabulary import token_tables
+from deltatune.options.config import LoraConfig
 
 FIRST, NEW = 320, 3
 TOKENS = mx.array([[5, FIRST, 7, FIRST + 2, 9]])

@@ -14,11 +14,11 @@ import pytest
 from mlx.utils import tree_map
 
 from deltatune.cli import main
-from deltatune.config import LoraConfig
 from deltatune.export.expert_factors import from_peft
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 RANK, SCALE = 3, 1.5

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from deltatune.config import LoraConfig, TrainConfig
-from deltatune.values import fields_of
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.options.values import fields_of
 
 # No slash: a name with one would be looked for on the hub.
 _LETTERS = st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=["Cs"])

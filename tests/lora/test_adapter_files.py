@@ -13,7 +13,6 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import (
     LoRALinear,
@@ -28,6 +27,7 @@ from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
 from deltatune.machine import backend
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7, 8]])

@@ -7,9 +7,9 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import LoRALinear, adapters, convert_to_lora, merge
+from deltatune.options.config import LoraConfig
 
 TOKENS = mx.array([[5, 6, 7]])
 

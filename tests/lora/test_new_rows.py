@@ -9,7 +9,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from adapter_checks import assert_agree, float64
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.lora.adapter_files import load_adapter_weights
@@ -24,6 +23,7 @@ from deltatune.lora.new_rows import (
 )
 from deltatune.lora.weights import dense_weight
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 
 OLD, NEW, DIMS = 50, 3, 64
 PACKINGS = [None, {"bits": 3}, {"bits": 4}, {"bits": 4, "mode": "mxfp4"}]

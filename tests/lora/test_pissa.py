@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.lora.pissa import PiSSALinear, principal_factors, starts
 from deltatune.lora.weights import dense_weight
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.setup import prepare
 
 RANK, SCALE = 4, 2.5

@@ -7,12 +7,12 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.layers import layer_kind, layer_paths
 from deltatune.lora import convert_to_lora
 from deltatune.lora.directly_read import directly_read
 from deltatune.lora.select import _ModuleNames, select
+from deltatune.options.config import LoraConfig
 from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7]])

@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 
 from deltatune import cli
-from deltatune.config import LoraConfig
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 from new_tokens import write_data
 
 

@@ -10,7 +10,6 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_map
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.tensor_files import read_header
@@ -18,6 +17,7 @@ from deltatune.lora.weights import dense_weight
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES

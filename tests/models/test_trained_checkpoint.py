@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.lora.tensor_files import read_header
@@ -15,6 +14,7 @@ from deltatune.models.load import Loaded, load, load_model, load_vision_tower
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.trained_checkpoint import TrainedCheckpoint, is_trained_checkpoint
 from deltatune.models.vocabulary import resize_embeddings
+from deltatune.options.config import LoraConfig
 from new_tokens import with_new_tokens
 from transformers_saves import write_as_transformers
 

@@ -7,11 +7,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_vision_tower, new_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
 from transformers_saves import write_as_text_alone, write_as_transformers

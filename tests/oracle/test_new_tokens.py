@@ -8,7 +8,6 @@ import pytest
 from mlx.utils import tree_map_with_path
 from test_peft import our_logits, saved, their_logits, theirs_loaded
 
-from deltatune.config import LoraConfig
 from deltatune.export.new_token_rows import OPTION
 from deltatune.export.peft_adapter import write_peft
 from deltatune.export.peft_import import import_peft
@@ -16,6 +15,7 @@ from deltatune.lora import adapters, convert_to_lora, load_adapters, save_adapte
 from deltatune.lora.new_rows import add_rows, grown_tables
 from deltatune.models.load import load_model
 from deltatune.models.vocabulary import token_tables
+from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import ours, seeded
 from deltatune.selftest.parity.cases import CASES, LOSS_TOLERANCE
 from deltatune.train.step import chunked_loss

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map_with_path
 
-from deltatune.config import LoraConfig
 from deltatune.export.peft_adapter import write_peft
 from deltatune.export.peft_import import import_peft
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import CASES
 
@@ -239,8 +239,8 @@ def test_tower_projector_and_language_model(name, tmp_path):
 
 def vision_loss(model: nn.Module, rows) -> float:
     """Our loss of a batch with images."""
-    from deltatune.config import TrainConfig
     from deltatune.models.vision.split import split_vision, vision_spec
+    from deltatune.options.config import TrainConfig
     from deltatune.patches import patched
     from deltatune.selftest.parity.vision_ours import as_batch
     from deltatune.train.distributed import World

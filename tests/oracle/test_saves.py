@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map_with_path
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.example import Example, Splits
 from deltatune.export.peft_adapter import write_peft
 from deltatune.export.peft_import import import_peft
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.selftest.parity import seeded, vision
 from deltatune.selftest.parity.cases import CASES
 from deltatune.train import Trainer

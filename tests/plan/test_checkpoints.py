@@ -9,11 +9,11 @@ import mlx.core as mx
 import pytest
 
 from deltatune import patches
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches.tables import delta_layers, kept_inputs, pointwise
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout

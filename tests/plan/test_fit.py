@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.options.config import TrainConfig
 from deltatune.plan import fit, primitives, screen, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits

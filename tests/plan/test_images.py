@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from PIL import Image
 
 from deltatune import cli
-from deltatune.config import TrainConfig
 from deltatune.data.datasets import load_datasets
 from deltatune.data.vision.media import largest_batch
 from deltatune.machine import backend
@@ -21,6 +20,7 @@ from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import FrozenTower
 from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.plan import fit, search
 from deltatune.plan.array_layout import ArrayLayout

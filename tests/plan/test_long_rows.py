@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.ops import cross_entropy, pieces
 from deltatune.ops.attention import blocked
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.ops import cross_entropy
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch

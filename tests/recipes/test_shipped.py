@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from console import deltatune
-from deltatune.config import LoraConfig, TrainConfig, build, read_yaml
+from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
 from deltatune.recipes import shipped
 
 FILES = Path(shipped.__file__).parent / "shipped"

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from console import deltatune
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.recipes import dictionary
 from deltatune.recipes.translate import translate
 

@@ -17,10 +17,10 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer, loop, micro_batches
 from deltatune.train.screen import Screen
 from deltatune.train.setup import prepare

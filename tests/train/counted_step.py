@@ -20,10 +20,10 @@ import mlx.core as mx
 
 from conftest import FAMILIES, build_model, family_config
 from counted_allocator import Counter
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.layers import describe
 from deltatune.machine.compiling import without_kernels
 from deltatune.ops.checkpoint import checkpointed
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World

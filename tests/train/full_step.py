@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import mlx.core as mx
 
 from conftest import build_model, family_config
-from deltatune.config import TrainConfig
+from deltatune.options.config import TrainConfig
 from deltatune.plan import traced_step
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.train import bundles

@@ -6,13 +6,13 @@ import mlx.core as mx
 import pytest
 
 import deltatune
-from deltatune.config import LoraConfig
 from deltatune.data.prompts import conversation_tokens
 from deltatune.demo.text_demo import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.lora.without import can_be_without, without_adapters
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig
 from deltatune.train import dialogue
 from deltatune.train.dialogue import Dialogue
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
+from deltatune.options.config import TrainConfig
 from deltatune.train import eight_bit
 from deltatune.train.eight_bit import BLOCK, Adam8bit, AdamW8bit, dequantized, quantized, values
 from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer

@@ -7,10 +7,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.lora.experts import LoRASwitchLinear
 from deltatune.machine.compiling import without_kernels
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train import bundles
 from deltatune.train.distributed import World
@@ -184,8 +184,8 @@ def test_refused_where_it_cannot_be():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_stops_goes_on_with_the_same_bits(tiny_checkpoint, options, splits, tmp_path, accumulate):
-    from deltatune.config import LoraConfig
     from deltatune.models.load import load
+    from deltatune.options.config import LoraConfig
     from deltatune.train import Trainer
     from deltatune.train.setup import prepare
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from console import SCRIPT, deltatune
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train import live
 from deltatune.train.live import LivePage, trains
 from deltatune.train.report import described, write_report

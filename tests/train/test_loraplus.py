@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from deltatune.config import TrainConfig
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.lora.linear import LoRALinear
 from deltatune.machine.compiling import without_kernels
+from deltatune.options.config import TrainConfig
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import OPTIMIZERS, build_optimizer
 from deltatune.train.setup import build_step

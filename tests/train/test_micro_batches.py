@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError, micro_batches
 from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World

@@ -7,9 +7,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule as upstream_schedule
 
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
 from deltatune.machine import backend
+from deltatune.options.config import TrainConfig
 from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer, build_schedule, global_norm
 
 

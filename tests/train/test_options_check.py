@@ -3,8 +3,8 @@
 import pytest
 
 from console import deltatune
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.options_check import check_options
 
 

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import curves
 from deltatune.train.report import ReportTable, RunReport, changed_options, read_metrics, render, write_report
 

@@ -6,9 +6,9 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.lora.new_rows import grown_tables
 from deltatune.models.load import load, load_model
+from deltatune.options.config import TrainConfig
 from deltatune.plan import fit
 from deltatune.plan.search import Largest
 from deltatune.train.setup import load_with_adapter

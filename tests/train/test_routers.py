@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.layers import describe
@@ -16,6 +15,7 @@ from deltatune.machine.compiling import without_kernels
 from deltatune.models.layer_caches import carries
 from deltatune.ops import pieces
 from deltatune.ops.checkpoint import checkpointed
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer

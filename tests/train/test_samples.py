@@ -7,10 +7,10 @@ import mlx.core as mx
 import pytest
 
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.config import TrainConfig
 from deltatune.data import Splits
 from deltatune.errors import UserError
 from deltatune.models.load import load
+from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
 from deltatune.train.report import read_metrics as read_records
 from deltatune.train.report import sample_tables

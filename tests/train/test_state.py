@@ -7,8 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import state
 
 IDENTITY = {"seed": 0}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
 from deltatune.data import Batch
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer

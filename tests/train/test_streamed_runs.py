@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.fit import shape
 from deltatune.train.setup import ready
 from killed_runs import result

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from deltatune import cli
-from deltatune.config import TrainConfig
 from deltatune.data.datasets import load_datasets
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train import setup
 from vision_runs import check_batch_weighs_as_its_rows, check_resumed_run_is_bit_equal, options

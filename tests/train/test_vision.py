@@ -9,12 +9,12 @@ from mlx.utils import tree_flatten
 from PIL import Image
 
 from deltatune import cli
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load
 from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import setup
 from vision_runs import check_batch_weighs_as_its_rows, check_resumed_run_is_bit_equal, options
 

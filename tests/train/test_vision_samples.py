@@ -9,12 +9,12 @@ from PIL import Image
 
 from console import deltatune
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.config import TrainConfig
 from deltatune.data.vision.preparation import media_reader
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.trained_checkpoint import TrainedCheckpoint
+from deltatune.options.config import TrainConfig
 from deltatune.train import setup
 from deltatune.train.samples import Samples
 from vision_runs import options

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..template_options import parsed_options
-from ..values import Range, fix, short
+from ..options.chat_template import parsed_options
+from ..options.values import Range, fix, short
 
 if TYPE_CHECKING:
     from ..models.generate import Sampling

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from typing import Any
 
-from ..config import TrainConfig
 from ..errors import UserError, first_line
 from ..machine import startup
-from ..values import Range, fix
+from ..options.config import TrainConfig
+from ..options.values import Range, fix
 from .flags import add_adapter, add_options, config_from, given, require
 
 # The options of a run that say what its loss on the test set is.

@@ -104,7 +104,7 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.mlx_adapter import write_mlx
     from ..lora.adapter_files import template_options
-    from ..template_options import written_options
+    from ..options.chat_template import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)
@@ -132,8 +132,8 @@ def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -> float:
     """The loss of a model on the test set of --data, with the options of the run that trained the adapter."""
-    from ..config import TrainConfig
     from ..lora.adapter_files import options_of
+    from ..options.config import TrainConfig
     from .eval import OPTIONS, evaluate
 
     trained = options_of(Path(arguments.adapter_path))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from ..config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..errors import UserError
-from ..template_options import parsed_options
-from ..values import build, check_values, checked, fields_of
+from ..options.chat_template import parsed_options
+from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
+from ..options.values import build, check_values, checked, fields_of
 
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 

@@ -13,13 +13,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
-from ..config import nearest
 from ..data.prompts import conversation_text
 from ..errors import UserError, first_line
 from ..machine.compiling import without_kernels
 from ..models.answer import answer_all
 from ..models.head import split_head
 from ..models.load import Loaded
+from ..options.config import nearest
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.evaluate import evaluating

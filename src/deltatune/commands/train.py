@@ -6,8 +6,8 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ..config import TrainConfig
 from ..machine import startup
+from ..options.config import TrainConfig
 from .flags import add_options, config_from, require
 
 if TYPE_CHECKING:

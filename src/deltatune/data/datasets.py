@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import TrainConfig
 from ..errors import UserError
-from ..values import unknown_names
+from ..options.config import TrainConfig
+from ..options.values import unknown_names
 from . import answer_ends
 from .asked_thinking import asked_options
 from .example import Example, Splits

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from ..errors import reason
-from ..values import nearest
+from ..options.values import nearest
 
 # Seconds to wait for the hub's first answer.
 _PATIENCE = 10.0

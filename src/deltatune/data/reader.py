@@ -14,8 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from ..config import TrainConfig
 from ..errors import UserError
+from ..options.config import TrainConfig
 from . import token_cache
 from .example import Example
 from .preferences.preference import Preference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..errors import UserError
-from ..values import nearest
+from ..options.values import nearest
 from .row_formats import ASSISTANT, SYSTEM, TOOL, Messages
 
 ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..config import nearest
 from ..errors import UserError
-from ..template_options import checked_options
+from ..options.chat_template import checked_options
+from ..options.config import nearest
 from .column_hints import column_hint
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..template_options import THINKING
+from ..options.chat_template import THINKING
 from ..upstream import hugging_face_tokenizer
 from .chat import ChatTokenizer
 from .example import Example

@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.text import Text
 
-from ..config import LoraConfig, TrainConfig
 from ..errors import UserError
 from ..models.load import Loaded
+from ..options.config import LoraConfig, TrainConfig
 from ..train import Result, Trainer
 from ..train.announce import trainable_count
 from ..train.columns import sparkline

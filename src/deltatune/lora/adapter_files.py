@@ -23,7 +23,7 @@ from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
 from ..ops.functional import is_finite
-from ..template_options import checked_options
+from ..options.chat_template import checked_options
 from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..config import LoraConfig
 from ..errors import UserError
+from ..options.config import LoraConfig
 from .adapter import Adapter
 from .new_rows import unfreeze_new_rows
 from .parts import check_parts, part_of

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
-from ..config import LoraConfig
 from ..errors import UserError
 from ..layers import layer_kind, layer_paths
+from ..options.config import LoraConfig
 from .adapter import Adapter
 from .directly_read import directly_read
 from .embedding import DoRAEmbedding, LoRAEmbedding

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ..errors import UserError
-from ..values import nearest, short
+from ..options.values import nearest, short
 
 BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import UserError
 from ..json_files import read_json
 from ..lora.tensor_files import Header, read_header
-from ..values import short
+from ..options.values import short
 
 # Which tensor stands in which file, for checkpoints of several files.
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data import Splits
 from ..data.preferences.preference import SLOTS
 from ..data.vision.media import largest_batch
@@ -20,6 +19,7 @@ from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
+from ..options.config import TrainConfig
 from ..train import state
 from ..train.screen import Fact
 from ..train.setup import Run, load_model, prepare, ready

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..models.vision.inputs import ImageShapes
 from ..ops.recomputation import Checkpoints
+from ..options.config import TrainConfig
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import without_rule

@@ -15,7 +15,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from ..config import TrainConfig
 from ..data import Batch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
@@ -23,6 +22,7 @@ from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
+from ..options.config import TrainConfig
 from ..train.distributed import World
 from ..train.expert_updates import ExpertGradients
 from ..train.optimizer import build_optimizer

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..config import LoraConfig, TrainConfig
 from ..errors import UserError
-from ..values import checked, fields_of, short
+from ..options.config import LoraConfig, TrainConfig
+from ..options.values import checked, fields_of, short
 
 _OF_RUN, _OF_ADAPTERS = cache(lambda: fields_of(TrainConfig)), cache(lambda: fields_of(LoraConfig))
 

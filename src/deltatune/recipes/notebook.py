@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, reason
-from ..values import short
+from ..options.values import short
 
 _MODELS = ("FastLanguageModel", "FastVisionModel", "FastModel", "FastTextModel")
 _METHODS = ("from_pretrained", "get_peft_model")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..machine.atomic_files import write
-from ..values import nearest
+from ..options.values import nearest
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from ..errors import UserError
-from ..values import short
-from ..yaml_files import read_yaml
+from ..options.values import short
+from ..options.yaml_files import read_yaml
 from .dictionary import UNNEEDED, names
 from .draft import Draft, Rate
 from .notebook import Computed, read_calls

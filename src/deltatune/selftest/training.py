@@ -17,13 +17,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..config import LoraConfig, TrainConfig
 from ..data.datasets import load_datasets
 from ..demo import task
 from ..demo.assets import MODEL
 from ..machine import backend, environment
 from ..models.load import load
 from ..ops.trial.measure import as_float64, relative_norm
+from ..options.config import LoraConfig, TrainConfig
 from ..train import Trainer
 from ..train.screen import Screen
 from ..train.setup import prepare

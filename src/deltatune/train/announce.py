@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.example_stream import StreamedSplits
 from ..data.stream_order import StreamOrder
@@ -19,6 +18,7 @@ from ..layers import LayerInfo
 from ..lora.weights import is_quantized, quantization
 from ..machine import backend, blas
 from ..ops.trial.rankings import Rankings
+from ..options.config import TrainConfig
 from ..patches import PatchReport
 from ..patches.summary import summary
 from .distributed import World

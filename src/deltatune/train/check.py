@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data import Splits
 from ..data.example_stream import StreamedSplits
 from ..errors import UserError
 from ..models.vocabulary import check_examples
+from ..options.config import TrainConfig
 from .announce import trainable_count
 
 

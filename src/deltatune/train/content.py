@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 
-from ..config import TrainConfig
+from ..options.config import TrainConfig
 from . import announce
 from .tree import leaves
 

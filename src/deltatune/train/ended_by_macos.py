@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import TrainConfig
+from ..options.config import TrainConfig
 
 # In the messages of Metal's errors, which MLX passes on: a command buffer ran for about five seconds, or a display that
 # was in use had to wait for it (macOS 26).

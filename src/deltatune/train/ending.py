@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..config import TrainConfig
 from ..errors import UserError
+from ..options.config import TrainConfig
 from . import ended_by_macos, state
 from .distributed import World
 from .interrupt import StoppedError, StopRequest, leave

@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from ..config import TrainConfig
 from ..errors import UserError
 from ..machine.file_lock import FileLock, HeldError
+from ..options.config import TrainConfig
 from . import state
 from .distributed import World
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..config import TrainConfig
 from ..ops.trial import rankings
 from ..ops.trial.rankings import Rankings
+from ..options.config import TrainConfig
 from . import state
 from .distributed import World
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config import nearest
 from ..errors import UserError, reason
+from ..options.config import nearest
 from .state import refusal
 
 Record = dict[str, Any]

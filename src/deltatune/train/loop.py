@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data import Batch, Splits
 from ..data.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
+from ..options.config import TrainConfig
 from . import announce, content, kept_choices, nonfinite, state
 from .check import check
 from .distributed import World

@@ -15,10 +15,10 @@ import mlx.nn as nn
 import mlx.optimizers
 import numpy as np
 
-from ..config import TrainConfig
 from ..data import Batch
 from ..data.peekable_order import PeekableOrder
 from ..machine import backend
+from ..options.config import TrainConfig
 from .distributed import World
 from .ending import Ending
 from .result import Advance

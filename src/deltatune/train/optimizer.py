@@ -13,11 +13,11 @@ import mlx.optimizers
 from mlx.optimizers import schedulers
 from mlx.utils import tree_map_with_path
 
-from ..config import TrainConfig, nearest
 from ..errors import UserError
 from ..ops.pointwise import adam
 from ..ops.pointwise.squares import sum_of_squares
-from ..values import Range, checked, short
+from ..options.config import TrainConfig, nearest
+from ..options.values import Range, checked, short
 from .eight_bit import Adam8bit, AdamW8bit
 from .tree import leaves
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..config import TrainConfig
 from ..errors import UserError
+from ..options.config import TrainConfig
 from .optimizer import build_optimizer
 from .preferences.objectives import objective_of
 

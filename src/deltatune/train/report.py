@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import TrainConfig
 from ..machine import backend, blas
+from ..options.config import TrainConfig
 from . import curves
 from .log import SAMPLES
 from .state import write_atomically

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import TrainConfig
+from ..options.config import TrainConfig
 from . import log
 from .outputs import Outputs
 from .preferences.figures import means

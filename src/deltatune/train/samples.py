@@ -15,7 +15,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..config import TrainConfig
 from ..data.answer_ends import ending_answers
 from ..data.prompts import conversation_tokens, prompt_tokens
 from ..data.row_formats import (
@@ -38,6 +37,7 @@ from ..models.load import Loaded
 from ..models.vision.generate import stream_with_pictures
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_prompt
+from ..options.config import TrainConfig
 from .distributed import World
 from .ending import Ending
 from .evaluate import inferring

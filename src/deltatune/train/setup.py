@@ -16,7 +16,6 @@ import mlx.nn as nn
 import mlx.optimizers
 from mlx.utils import tree_map
 
-from ..config import TrainConfig
 from ..data import BatchOrder, Splits
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
@@ -41,6 +40,7 @@ from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
+from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .distributed import World
 from .options_check import check_options

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
-from ..config import TrainConfig
 from ..errors import UserError, first_line
 from ..machine import checksum
 from ..machine.atomic_files import replace_durably
 from ..ops.recomputation import Checkpoints
+from ..options.config import TrainConfig
 from .tree import leaves
 
 FORMAT = 3

@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from console import deltatune
-from deltatune.config import TrainConfig
 from deltatune.data.datasets import first_image, load_datasets
 from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import TrainConfig
 
 pytest.importorskip("mlx_vlm")
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.packing import row_capacity
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 
 QUESTION, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "the dog"), ("assistant", "yes"), ("assistant", "no"))

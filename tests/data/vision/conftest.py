@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.models.load import Loaded, load
+from deltatune.options.config import TrainConfig
 
 
 @pytest.fixture(scope="session")

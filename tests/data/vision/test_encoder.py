@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image
 from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.vision.inputs import padded_frames, padded_patches
 from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import TrainConfig
 
 pytest.importorskip("mlx_vlm")
 

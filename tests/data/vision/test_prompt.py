@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from console import deltatune
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.prompts import prompt_tokens
 from deltatune.data.vision.preparation import media_reader, picture_options
 from deltatune.data.vision.prompt import PromptPictures
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.setup import vision_processors
 
 pytest.importorskip("mlx_vlm")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deltatune.config import TrainConfig
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image
 from deltatune.data.vision.videos import Video, VideoReader, sampled_frames
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.setup import vision_processors
 
 pytest.importorskip("mlx_vlm", minversion="0.7")

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.config import TrainConfig
 from deltatune.data import Batch
 from deltatune.models.vision import frozen_tower as frozen
 from deltatune.models.vision.inputs import Picture, token_positions, vision_batch
 from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.setup import choose_loss, prepare
 from deltatune.train.step import arrays, counted_positions, mean_loss_and_gradients

@@ -13,11 +13,11 @@ from mlx_lm.utils import _get_classes
 from packaging.version import Version
 
 import other_towers
-from deltatune.config import LoraConfig
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load
 from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.train.setup import choose_loss
 

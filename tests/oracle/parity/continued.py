@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from deltatune.config import LoraConfig
 from deltatune.export.peft_adapter import PEFT_CONFIG, to_peft_adapter, write_peft
 from deltatune.lora import adapters, convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
+from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import ours, recording, seeded
 from deltatune.selftest.parity.cases import RANK, SCALE, STEPS, Adapters, ParityCase, ParityRun
 from deltatune.selftest.parity.families import Config, Weights

@@ -10,8 +10,8 @@ import mlx.optimizers
 import mlx_lm.models.olmo_hybrid
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.lora.linear import LoRALinear
+from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
 from deltatune.selftest.parity import ours
 from deltatune.train import step

@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.machine import backend
 from deltatune.machine.environment import ATTENTION
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
+from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from adapter_checks import value_and_gradients
-from deltatune.config import LoraConfig
 from deltatune.lora import LoRASwitchLinear, convert_to_lora
 from deltatune.machine import backend
+from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.patches.tables import experts
 from deltatune.patches.versions import contains

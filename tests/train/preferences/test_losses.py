@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.config import TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.preferences.answers import Answers
 from deltatune.train.preferences.objectives import OBJECTIVES, objective_of
 from deltatune.train.preferences.orpo import log_complement

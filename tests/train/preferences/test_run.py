@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data.datasets import load_datasets
 from deltatune.machine import backend
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.train.distributed import World

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...config import TrainConfig
 from ...errors import UserError
+from ...options.config import TrainConfig
 from ..example import Example
 from .preference import Preference
 

@@ -12,12 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...config import LoraConfig, TrainConfig
 from ...data import Batch
 from ...lora import convert_to_lora
 from ...machine.compiling import without_kernels
 from ...models.head import split_head
 from ...models.load import load_model
+from ...options.config import LoraConfig, TrainConfig
 from ...patches import patched
 from ...train.distributed import World
 from ...train.optimizer import build_optimizer

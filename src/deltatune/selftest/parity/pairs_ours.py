@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...config import TrainConfig
 from ...data import Batch, Example, collate
 from ...data.preferences.complete import completed
 from ...data.preferences.preference import Preference, lay_out
+from ...options.config import TrainConfig
 from ...train.preferences.answers import answers_of
 from ...train.preferences.loss import TokenLosses, chunked_token_losses, preference_loss
 from ...train.preferences.objectives import objective_of

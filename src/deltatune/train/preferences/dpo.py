@@ -16,7 +16,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...config import TrainConfig
+from ...options.config import TrainConfig
 from .answers import Answers, Scored, scored_pairs, smoothed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ...config import TrainConfig
+from ...options.config import TrainConfig
 from .answers import Answers, Scored
 
 

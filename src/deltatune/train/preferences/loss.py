@@ -7,9 +7,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...config import TrainConfig
 from ...models.vision.split import VisionArrays
 from ...ops.cross_entropy import linear_token_losses
+from ...options.config import TrainConfig
 from .answers import PreferenceArrays, Scored, answers_of
 from .objectives import Objective
 

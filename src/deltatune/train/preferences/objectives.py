@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...config import TrainConfig
 from ...errors import UserError
+from ...options.config import TrainConfig
 from .answers import Answers, Scored
 from .cpo import cpo
 from .dpo import dpo

@@ -12,7 +12,7 @@ import math
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...config import TrainConfig
+from ...options.config import TrainConfig
 from .answers import Answers, Scored, scored_pairs
 
 

@@ -17,10 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...config import TrainConfig
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
 from ...ops.segments import segments
+from ...options.config import TrainConfig
 from ..compiled import compiled
 from ..distributed import World
 from ..evaluate import evaluating

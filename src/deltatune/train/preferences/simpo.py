@@ -6,7 +6,7 @@ With a(y) = log p(y|x) / |y| and m = beta (a(chosen) - a(rejected)) - gamma, the
 
 from __future__ import annotations
 
-from ...config import TrainConfig
+from ...options.config import TrainConfig
 from .answers import Answers, Scored, scored_pairs, smoothed
 
 

@@ -15,11 +15,11 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
@@ -92,26 +92,33 @@ class Range:
 FINITE = Range()
 
 
-def about(
+def option(
+    default: Any,
     group: str,
     text: str,
     *,
+    factory: Callable[[], Any] | None = None,
     flag: bool | str = True,
     choices: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
     range: Range | None = None,
-) -> dict[str, Any]:
-    """Return the metadata of a field that is an option.
+) -> Any:
+    """Return the field of a dataclass that is an option.
 
     Args:
+        default: the option's default.
         group: the group in which the option is listed.
         text: the option's help text.
+        factory: makes the default anew for each dataclass, where it can be changed in place.
         flag: whether the option is a command-line flag, or the flag where its name differs from the option's.
         choices: the texts that the option may be; any where there are none.
         words: the words that the option may hold, separated by commas.
         range: the numbers that the option may be; a test asks every number for one.
     """
-    return {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
+    about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=about)
+    return dataclasses.field(default=default, metadata=about)
 
 
 def short(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import UserError, first_line
+from ..errors import UserError, first_line
 from .values import short
 
 

@@ -1,14 +1,13 @@
-"""The option that sets variables of the chat template, such as enable_thinking, and the check of such variables."""
+"""Checks the variables of a chat template that an option or a row of data sets, such as enable_thinking."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import UserError
-from .values import about, short
+from ..errors import UserError
+from .values import short
 
 THINKING = "enable_thinking"
 # Arguments of transformers' apply_chat_template that deltatune sets, or that would change what it returns.
@@ -19,20 +18,6 @@ _OWN = {
 }  # fmt: skip
 # Arguments that a single prompt may set, and rows of data have otherwise.
 _OF_PROMPTS = {"tools", "chat_template"}
-
-
-@dataclass
-class TemplateOptions:
-    """The option of TrainConfig that sets variables of the chat template."""
-
-    chat_template_config: dict[str, Any] | None = field(
-        default=None,
-        metadata=about(
-            "data",
-            'variables of the chat template, such as {"enable_thinking": false}; default: what the answers of the data '
-            "need",
-        ),
-    )
 
 
 def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[str, Any]:

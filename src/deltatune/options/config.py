@@ -1,0 +1,366 @@
+"""The options of a training run. Each option has its one default here, and the values that it may have.
+
+Names and defaults are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the
+differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from .chat_template import checked_options
+from .lora_parameters import LoraConfig
+from .values import Range, build, fix, nearest, option
+from .yaml_files import read_yaml
+
+__all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
+
+
+_MODEL, _DATA, _TUNE, _LOSS = "model", "data", "what trains", "loss"
+_OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
+
+NO_TYPE_FROM_SCRATCH = (
+    "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
+)
+
+
+@dataclass
+class TrainConfig:
+    """The options of a training run.
+
+    Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
+    `grad_accumulation_steps` make one optimizer step. Each field's metadata holds its help text and the values that it
+    may have; making a TrainConfig checks them.
+
+    Raises:
+        UserError: a value is not one that the option may have, or two options contradict each other.
+    """
+
+    model: str | None = option(None, _MODEL, "folder of the model, or its name on the Hugging Face hub; required")
+    data: str | None = option(
+        None,
+        _DATA,
+        "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set; "
+        "required without hf_dataset",
+    )
+    hf_dataset: Any = option(
+        None, _DATA, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
+    )
+    train: bool = option(True, _RUN, "accepted because mlx_lm.lora has it; this command always trains")
+    test: bool = option(False, _RUN, "evaluate the model on the test set after training")
+    fine_tune_type: str = option(
+        "lora",
+        _TUNE,
+        "train LoRA adapters (lora), DoRA adapters (dora) or the layers' own weights (full)",
+        choices=("lora", "dora", "full"),
+    )
+    from_scratch: bool = option(
+        False,
+        _TUNE,
+        "build the model of config.json with random weights, train all of them, and write a whole checkpoint",
+    )
+    loss: str = option(
+        "sft",
+        _LOSS,
+        "what is learnt: sft imitates the data; the others learn which of two answers is better, kto whether one "
+        "answer is good",
+        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo"),
+    )
+    loss_variant: str = option(
+        "sigmoid",
+        _LOSS,
+        "published form of dpo (sigmoid, robust, hinge or ipo) or cpo (sigmoid, hinge or ipo)",
+        choices=("sigmoid", "robust", "hinge", "ipo"),
+    )
+    beta: float = option(
+        0.1,
+        _LOSS,
+        "factor of the rewards of a preference loss, and orpo's weight of the odds ratio; the authors of simpo use 2.0",
+        range=Range(above=0),
+    )
+    gamma: float = option(
+        0.5, _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
+    )
+    label_smoothing: float = option(
+        0.0, _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
+    )
+    router_aux_loss_coef: float = option(
+        0.0, _LOSS, "weight of the load-balancing loss of a mixture's routers", range=Range(least=0)
+    )
+    router_z_loss_coef: float = option(0.0, _LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
+    neftune_noise_alpha: float | None = option(
+        None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
+    )
+    optimizer: str = option(
+        "adam", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
+    )
+    optimizer_config: dict[str, dict[str, Any] | None] = option(
+        None,
+        _OPTIMIZER,
+        "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}",
+        factory=dict,
+        flag=False,
+    )
+    learning_rate: float = option(
+        1e-5, _OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)
+    )
+    loraplus_lr_ratio: float | None = option(
+        None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
+    )
+    lr_schedule: dict[str, Any] | None = option(
+        None,
+        _OPTIMIZER,
+        "learning rate schedule, counted in optimizer steps, with the keys name, arguments, warmup and warmup_init",
+        flag=False,
+    )
+    grad_clip: float | None = option(
+        None,
+        _OPTIMIZER,
+        "largest global gradient norm; a larger gradient is scaled down to this norm",
+        range=Range(above=0),
+    )
+    grad_accumulation_steps: int = option(
+        1,
+        _OPTIMIZER,
+        "number of iterations whose gradients, weighted by their tokens, make one optimizer step",
+        range=Range(least=1),
+    )
+    expert_updates: str = option(
+        "dense",
+        _OPTIMIZER,
+        "dense updates all experts; active leaves the adapters and optimizer moments of an expert that received no "
+        "tokens as they are (lazy AdamW)",
+        choices=("dense", "active"),
+    )
+    seed: int = option(
+        0,
+        _RUN,
+        "seed of the random weights, the dropout and the order of the data",
+        range=Range(least=0, most=2**64 - 1),
+    )
+    num_layers: int = option(
+        16,
+        _TUNE,
+        "number of layers to train, counted from the last; -1, or a number above the model's, trains all",
+        range=Range(least=1, also=(-1,)),
+    )
+    lora_parameters: LoraConfig = option(
+        None,
+        _TUNE,
+        "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
+        factory=LoraConfig,
+        flag=False,
+    )
+    resize_embeddings: bool = option(
+        False,
+        _TUNE,
+        "give the embedding and the head a row for each token that was added to the tokenizer, and train those rows",
+    )
+    batch_size: int = option(4, _RUN, "number of rows in a batch, summed over all ranks", range=Range(least=1))
+    epochs: float | None = option(
+        None,
+        _RUN,
+        "number of passes over the training data, in place of iters; a fraction of one is rounded up to a batch",
+        range=Range(above=0),
+    )
+    iters: int = option(1000, _RUN, "number of iterations to train for", range=Range(least=1))
+    grad_checkpoint: bool | str = option(
+        False,
+        _RUN,
+        "recompute each layer in the backward pass, which takes less memory and more time; auto recomputes as few "
+        "layers as the memory allows",
+        choices=("auto",),
+    )
+    max_seq_length: int = option(2048, _DATA, "largest length of a row, in tokens", range=Range(least=2))
+    overlong: str = option(
+        "truncate",
+        _DATA,
+        "whether an example longer than max_seq_length is cut (truncate) or left out (skip)",
+        choices=("truncate", "skip"),
+    )
+    mask_prompt: bool | None = option(
+        None,
+        _DATA,
+        "count only completions in the loss, which is the default for prompts and chats; --no-mask-prompt counts "
+        "every token",
+    )
+    chat_turns: str = option(
+        "each",
+        _DATA,
+        "which assistant turns of a chat count in the loss: each of them, or the last alone. Where the chat "
+        "template rewrites earlier turns, a chat takes several rows with each",
+        choices=("each", "last"),
+    )
+    min_pixels: int | None = option(
+        None,
+        _DATA,
+        "area, in pixels, to which smaller images are scaled up; default: the model's own",
+        range=Range(least=1),
+    )
+    max_pixels: int | None = option(
+        None,
+        _DATA,
+        "area, in pixels, to which larger images are scaled down; default: the model's own",
+        range=Range(least=1),
+    )
+    fps: float | None = option(
+        None,
+        _DATA,
+        "frames per second to take from a video file, or at which a list of frames was recorded; default: "
+        "the model's own",
+        range=Range(above=0),
+    )
+    video_max_frames: int | None = option(
+        None, _DATA, "largest number of frames to take from a video; default: the model's own", range=Range(least=1)
+    )
+    chat_template_config: dict[str, Any] | None = option(
+        None,
+        _DATA,
+        'variables of the chat template, such as {"enable_thinking": false}; default: what the answers of the data '
+        "need",
+    )
+    streaming: bool = option(
+        False,
+        _DATA,
+        "read and tokenise the training data while training, so that it need not fit in memory; validation and "
+        "test read no more rows than they evaluate",
+    )
+    shuffle_buffer: int = option(
+        1000,
+        _DATA,
+        "number of rows that streaming reads at a time; these are shuffled, and packed with one another",
+        range=Range(least=1),
+    )
+    pack: bool = option(
+        False,
+        _DATA,
+        "put several documents into a row; attention, recurrence and convolution do not cross between them",
+    )
+    val_batches: int = option(
+        25,
+        _RUN,
+        "number of batches in an evaluation; -1 takes the whole validation set, 0 turns evaluation off",
+        range=Range(least=0, also=(-1,)),
+    )
+    test_batches: int = option(
+        500, _RUN, "number of batches in the test; -1 takes the whole test set", range=Range(least=1, also=(-1,))
+    )
+    steps_per_report: int = option(
+        10, _SAVE, "number of iterations between reports of the training loss", range=Range(least=1)
+    )
+    steps_per_eval: int = option(200, _RUN, "number of iterations between evaluations", range=Range(least=1))
+    save_every: int = option(100, _SAVE, "number of iterations between saves", range=Range(least=1))
+    keep: int | None = option(
+        None, _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
+    )
+    sample_prompts: list[str] = option(
+        None,
+        _SAVE,
+        "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
+        "the prompts, chats or texts in the rows of that file",
+        factory=list,
+    )
+    steps_per_sample: int | None = option(
+        None,
+        _SAVE,
+        "number of iterations between two answers to sample_prompts; default: steps_per_eval",
+        range=Range(least=1),
+    )
+    sample_max_tokens: int = option(
+        100, _SAVE, "largest number of tokens in an answer to sample_prompts", range=Range(least=1)
+    )
+    early_stopping: int | None = option(
+        None, _RUN, "stop training after this many evaluations without a lower loss", range=Range(least=1)
+    )
+    adapter_path: str = option("adapters", _SAVE, "folder to which a run writes all its files")
+    resume: bool = option(
+        False, _SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"
+    )
+    overwrite: bool = option(
+        False, _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
+    )
+    parts: str = option(
+        "language",
+        _TUNE,
+        "parts of a vision model to train, separated by commas: language, vision, projector",
+        words=("language", "vision", "projector"),
+    )
+    resume_adapter_file: str | None = option(None, _TUNE, "file of adapter weights to start from")
+    clear_cache_threshold: int | None = option(
+        None,
+        _RUN,
+        "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
+        "default MLX keeps what the next step needs",
+        range=Range(least=0, most=2**63 - 1),
+    )
+    report_to: str | None = option(
+        None,
+        _SAVE,
+        "loggers to report to, separated by commas: tensorboard, wandb, swanlab",
+        words=("tensorboard", "wandb", "swanlab"),
+    )
+    project_name: str | None = option(
+        None, _SAVE, "project name for the loggers of report_to; default: the current folder's name"
+    )
+    trust_remote_code: bool = option(False, _MODEL, "allow code that comes with the model or its tokenizer to run")
+    force: bool = option(
+        False,
+        _RUN,
+        "go on even if the plan says that the run cannot fit in memory, or upstream's code has to run where "
+        "results depend on deltatune's",
+    )
+    prompt_feature: str | None = option(
+        None, _DATA, "key, or column, that holds the prompt of a row; default: prompt", flag="--prompt-column"
+    )
+    text_feature: str | None = option(
+        None, _DATA, "key, or column, that holds the plain text of a row; default: text", flag="--text-column"
+    )
+    completion_feature: str | None = option(
+        None,
+        _DATA,
+        "key, or column, that holds the completion of a row; default: completion",
+        flag="--completion-column",
+    )
+    chat_feature: str | None = option(
+        None, _DATA, "key, or column, that holds the messages of a chat; default: messages", flag="--chat-column"
+    )
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise UserError(
+                f"min_pixels: expected at most max_pixels, which is {self.max_pixels}, got {self.min_pixels}."
+            )
+        if self.chat_turns == "last" and self.mask_prompt is False:
+            raise UserError(
+                "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
+            )
+        if self.chat_template_config is not None:
+            checked_options(self.chat_template_config, "chat_template_config")
+        self._check_streaming()
+        if self.resume and self.overwrite:
+            raise UserError("resume continues the run that overwrite would delete; give one of them.")
+        if self.early_stopping is not None and self.val_batches == 0:
+            raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
+        if self.from_scratch and self.fine_tune_type == "dora":
+            raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
+        if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
+            raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")
+
+    def _check_streaming(self) -> None:
+        """Refuse what has no meaning for data that is streamed."""
+        if not self.streaming:
+            return
+        if self.loss != "sft":
+            raise UserError(
+                f"streaming: the loss {self.loss} reads its whole data set before the first step, so it cannot be "
+                "streamed; leave streaming out."
+            )
+        if self.epochs is not None:
+            raise UserError("streaming: the length of the data is not known, so epochs cannot be counted; give iters.")
+        if self.shuffle_buffer < self.batch_size:
+            raise UserError(
+                f"shuffle_buffer: expected at least batch_size, which is {self.batch_size}, got {self.shuffle_buffer}."
+            )

@@ -1,0 +1,67 @@
+"""The options of the adapters, under the YAML key `lora_parameters`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .values import FINITE, Range, fix, option
+
+_GROUP = "what trains"
+
+
+@dataclass
+class LoraConfig:
+    """The options of the adapters.
+
+    Each field's metadata holds its help text and the values that it may have; making a LoraConfig checks them.
+
+    Raises:
+        UserError: a value is not one that the option may have.
+    """
+
+    rank: int = option(8, _GROUP, "inner size of each adapter's update", range=Range(least=1))
+    scale: float = option(20.0, _GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
+    alpha: float | None = option(
+        None,
+        _GROUP,
+        "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank)",
+        range=Range(above=0),
+    )
+    dropout: float = option(
+        0.0, _GROUP, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
+    )
+    keys: list[str] | None = option(
+        None,
+        _GROUP,
+        "patterns (fnmatch) of the modules to adapt, by full path, path in a layer or name; default: every "
+        "linear, expert and embedding module of the chosen layers",
+        flag=False,
+    )
+    exclude: list[str] = option(None, _GROUP, "patterns of the modules that get no adapter", factory=list, flag=False)
+    layer_kinds: list[str] | None = option(
+        None,
+        _GROUP,
+        "kinds of layers to adapt; default: all",
+        flag=False,
+        choices=("delta", "attention", "mamba", "other"),
+    )
+    layers: list[int] | None = option(
+        None,
+        _GROUP,
+        "indices of the layers to adapt, in place of num_layers; negative ones count from the last",
+        flag=False,
+        range=FINITE,
+    )
+    rslora: bool = option(False, _GROUP, "divide the scale by the square root of the rank", flag=False)
+    init: str = option(
+        "zero",
+        _GROUP,
+        "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
+        flag=False,
+        choices=("zero", "pissa"),
+    )
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.alpha is not None:
+            self.scale = self.alpha if self.rslora else self.alpha / self.rank
