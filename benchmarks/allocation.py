@@ -55,8 +55,8 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
     import mlx.core as mx
     import numpy as np
 
-    from deltatune.options.config import TrainConfig
     from deltatune.data import Splits
+    from deltatune.options.config import TrainConfig
     from deltatune.train.loop import Trainer
     from deltatune.train.screen import Screen
     from random_data import UnsavedTokenizer, random_examples
@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true")
     options = parser.parse_args()
     model = trainers.mlx_model(trainers.SHAPES[options.shape])
-    from deltatune.options.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import gpu_memory
+    from deltatune.options.config import LoraConfig
 
     convert_to_lora(model, LoraConfig(rank=trainers.RANK, scale=trainers.SCALE), num_layers=-1)
 

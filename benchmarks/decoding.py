@@ -55,9 +55,9 @@ def main() -> None:
     options = parser.parse_args()
     shape = trainers.SHAPES[options.shape]
     model = trainers.mlx_model(shape)
-    from deltatune.options.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.machine.compiling import without_kernels
+    from deltatune.options.config import LoraConfig
     from deltatune.patches import patched
 
     if options.adapters:

@@ -40,11 +40,11 @@ def build(options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     # isort: split
     import mlx.core as mx
 
-    from deltatune.options.config import LoraConfig
     from deltatune.lora import convert_to_lora
     from deltatune.models.head import split_head
     from deltatune.models.load import new_model
     from deltatune.ops.cross_entropy import linear_cross_entropy
+    from deltatune.options.config import LoraConfig
 
     model = new_model(config(options["family"], options["depth"]))
     convert_to_lora(model, LoraConfig(rank=8))

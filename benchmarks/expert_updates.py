@@ -27,8 +27,8 @@ def make(mode: str) -> tuple[Any, Any, Any]:
     import mlx.nn as nn
     from mlx_lm.models.switch_layers import SwitchGLU
 
-    from deltatune.options.config import TrainConfig
     from deltatune.lora.experts import LoRASwitchLinear
+    from deltatune.options.config import TrainConfig
     from deltatune.train.distributed import World
     from deltatune.train.optimizer import build_optimizer
     from deltatune.train.step import Step

@@ -49,8 +49,8 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
     model = trainers.mlx_model(shape)
     import mlx.core as mx
 
-    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.train.setup import training
     from deltatune.train.step import arrays, mean_loss_and_gradients
 

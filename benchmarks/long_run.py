@@ -53,10 +53,10 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from mlx.utils import tree_flatten
 
     from counted_allocator import Counter
-    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
     from deltatune.data.example import Example
     from deltatune.models.load import new_model
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.train.loop import Trainer
     from deltatune.train.screen import Screen
     from deltatune.train.setup import prepare

@@ -23,8 +23,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import processes
-from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.ops import pieces
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.distributed import World
 from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training

@@ -97,8 +97,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from counted_allocator import ByteCounter, Counter
-    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.data import Splits
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.array_layout import ArrayLayout
     from deltatune.plan.forecast import forecast_step
     from deltatune.train.loop import Trainer

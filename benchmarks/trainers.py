@@ -164,8 +164,8 @@ def deltatune(
     if bits:
         _pack(model, bits)
     ready = time.perf_counter()
-    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.lora import convert_to_lora
+    from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
     from deltatune.train.freed_memory import FreedMemory

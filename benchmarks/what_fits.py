@@ -30,10 +30,10 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 import processes
-from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.machine import backend
 from deltatune.models.load import new_model
 from deltatune.ops.recomputation import Checkpoints, operators_pay
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
 from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits

@@ -17,8 +17,8 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import demo_corpus
 from deltatune.commands import train as command
-from deltatune.options.config import TrainConfig
 from deltatune.demo.assets import MODEL
+from deltatune.options.config import TrainConfig
 from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1

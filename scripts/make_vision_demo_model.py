@@ -20,9 +20,9 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import vision_demo_corpus
 from deltatune.commands import train as command
-from deltatune.options.config import TrainConfig
 from deltatune.demo.vision import trays
 from deltatune.demo.vision.assets import MODEL
+from deltatune.options.config import TrainConfig
 from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1

@@ -36,7 +36,7 @@ def test_the_tree_is_printed_with_what_its_files_hold(rooms):
     command = [sys.executable, ROOT / "scripts" / "tree.py", *rooms]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "lora/pissa.py" in printed
-    assert ("data/packing.py" in printed) == (not rooms)
+    assert ("data/batches/packing.py" in printed) == (not rooms)
     assert tree.phrase(tree.SOURCE / "lora" / "pissa.py") in printed
 
 

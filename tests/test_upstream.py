@@ -16,7 +16,7 @@ import beside
 import deltatune as package
 from console import deltatune
 from deltatune import upstream
-from deltatune.data.row_formats import Features
+from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
 from deltatune.data.token_cache import encoding_digest
 from deltatune.errors import UserError

@@ -28,7 +28,6 @@ from packages import Package, logits_of, package_of
 from pictures import PicturedRows, spec_of, with_picture
 from table import NO_RUN
 
-from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.data.example import Example, Splits
 from deltatune.errors import UserError
 from deltatune.layers import describe
@@ -38,6 +37,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.ops import pieces
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer
 from deltatune.train.screen import Screen

@@ -6,7 +6,7 @@ import pytest
 
 from console import deltatune
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.data.answer_ends import ending_answers, missing_end, note
+from deltatune.data.chats.answer_ends import ending_answers, missing_end, note
 from deltatune.models.load import load
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}

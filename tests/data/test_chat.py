@@ -1,6 +1,6 @@
 import pytest
 
-from deltatune.data.row_formats import Features
+from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 

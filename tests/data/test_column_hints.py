@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deltatune.data import load_datasets
-from deltatune.data.row_formats import Features, RowFormats
+from deltatune.data.rows.row_formats import Features, RowFormats
 from deltatune.errors import UserError
 
 

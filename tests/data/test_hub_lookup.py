@@ -4,7 +4,8 @@ from urllib.error import HTTPError, URLError
 import datasets
 import pytest
 
-from deltatune.data import hub_lookup, load_datasets
+from deltatune.data import load_datasets
+from deltatune.data.rows import hub_lookup
 from deltatune.errors import UserError
 
 

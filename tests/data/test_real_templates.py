@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from deltatune.data import BatchOrder, load_datasets, show_batch
-from deltatune.data.row_formats import Features
+from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

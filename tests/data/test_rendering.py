@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from deltatune.data import rendering
-from deltatune.data.render_process import RenderLimits
-from deltatune.data.rendering import Renderer
-from deltatune.data.row_formats import Conversation, Features
+from deltatune.data.chats import rendering
+from deltatune.data.chats.render_process import RenderLimits
+from deltatune.data.chats.rendering import Renderer
+from deltatune.data.rows.row_formats import Conversation, Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 

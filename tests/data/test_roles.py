@@ -1,8 +1,7 @@
 import pytest
 
-from deltatune.data.roles import ROLES, check_roles
-from deltatune.data.row_formats import Features
-from deltatune.data.text import TextEncoder
+from deltatune.data.rows.row_formats import Features
+from deltatune.data.text import ROLES, TextEncoder, check_roles
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from deltatune.data import load_datasets
-from deltatune.data.row_formats import Features, RowFormats, join_text_parts, tools_of
-from deltatune.data.template_probes import MAPPING, TEXT, with_arguments
+from deltatune.data.chats.template_probes import MAPPING, TEXT, with_arguments
+from deltatune.data.rows.row_formats import Features, RowFormats, join_text_parts, tools_of
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from deltatune.data import BatchOrder, load_datasets, show_batch
-from deltatune.data.show import printable
+from deltatune.data.batches.show import printable
 
 ROWS = [
     {"prompt": "a [b]question[/b]", "completion": "an \x1b[31manswer ü😀"},

@@ -3,7 +3,7 @@ import huggingface_hub
 import pytest
 
 from deltatune.data import load_datasets
-from deltatune.data.sources import hugging_face, jsonl
+from deltatune.data.rows.sources import hugging_face, jsonl
 from deltatune.errors import UserError
 
 ROWS = [{"text": f"row number {number}", "note": "aside"} for number in range(20)]

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tuner import datasets as upstream
 
 from deltatune.data import Example
-from deltatune.data.row_formats import Features
+from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 

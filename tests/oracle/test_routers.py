@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_peft import TOKENS, saved, theirs_loaded
 
-from deltatune.data.batch import Batch
+from deltatune.data.batches.batch import Batch
 from deltatune.models.load import load_model
 from deltatune.patches import patched
 from deltatune.train.routers import RouterLosses, real_lengths

@@ -93,7 +93,7 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         raise UserError(
             f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
         ) from error
-    from ..data.answer_ends import ending_answers
+    from ..data.chats.answer_ends import ending_answers
     from ..lora.adapter_files import template_options
     from ..models.adapted_base import folder_of, load_with_adapter
     from ..models.early_refusal import refuse_unserved

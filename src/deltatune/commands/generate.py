@@ -202,7 +202,7 @@ def _prompt(text: str) -> str:
 
 def _add_ends(options: GenerateOptions, loaded: Loaded) -> None:
     """Let generation stop at the chat template's end of an answer and at the tokens of --extra-eos-token, too."""
-    from ..data.answer_ends import ending_answers
+    from ..data.chats.answer_ends import ending_answers
 
     if not options.ignore_chat_template:
         loaded.tokenizer = ending_answers(loaded.tokenizer)

@@ -58,7 +58,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
     Returns:
         How the run ended, or None where `show` stopped it.
     """
-    from ..data.show import show_batch
+    from ..data.batches.show import show_batch
     from ..plan.fit import check
     from ..train import Trainer, kept_choices
     from ..train.distributed import World

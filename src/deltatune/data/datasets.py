@@ -12,20 +12,20 @@ from typing import Any
 from ..errors import UserError
 from ..options.config import TrainConfig
 from ..options.values import unknown_names
-from . import answer_ends
-from .asked_thinking import asked_options
+from .batches.example_stream import ExampleStream, StreamedSplits
+from .batches.packing import pack, row_capacity
+from .chats import answer_ends
+from .chats.asked_thinking import asked_options
 from .example import Example, Splits
-from .example_stream import ExampleStream, StreamedSplits
-from .hub_lookup import hub_lookup
-from .json_rows import json_file
-from .packing import pack, row_capacity
 from .preferences.complete import completed
 from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .reader import LAST_TURN, Reader
-from .row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
-from .row_streams import JsonLines, hugging_face_streams
-from .sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
+from .rows.hub_lookup import hub_lookup
+from .rows.json_rows import json_file
+from .rows.row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
+from .rows.row_streams import JsonLines, hugging_face_streams
+from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
 from .vision.messages import VIDEO, media_kind
 from .vision.preparation import VisionProcessors
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
-from .rendering import Renderer
+from .chats.rendering import Renderer
 
 
 def prompt_tokens(

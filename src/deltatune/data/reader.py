@@ -20,8 +20,8 @@ from . import token_cache
 from .example import Example
 from .preferences.preference import Preference
 from .preferences.preference_rows import PreferenceEncoder
-from .row_formats import ALPACA, SHAREGPT, Features
-from .sources import DataTable
+from .rows.row_formats import ALPACA, SHAREGPT, Features
+from .rows.sources import DataTable
 from .text import TextEncoder
 from .token_cache import Encoded
 from .vision.encoder import VisionEncoder

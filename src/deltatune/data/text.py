@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 
 from ..errors import UserError
 from ..options.chat_template import THINKING
+from ..options.values import nearest
 from ..upstream import hugging_face_tokenizer
-from .chat import ChatTokenizer
+from .chats.chat import ChatTokenizer
+from .chats.rendering import ChatRow, Item, Rendered, Renderer
 from .example import Example
-from .rendering import ChatRow, Item, Rendered, Renderer
-from .roles import check_roles
-from .row_formats import (
+from .rows.row_formats import (
     ASSISTANT,
+    SYSTEM,
+    TOOL,
     Conversation,
     Features,
     Messages,
@@ -189,3 +192,29 @@ def _weight(message: dict[str, Any], index: int, source: str) -> bool:
     if weight is not None and weight not in (0, 1):
         raise UserError(f'{source}: message {index + 1}: expected "weight" 0 or 1, got {weight!r}.')
     return weight is None or bool(weight)
+
+
+ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]
+
+
+def check_roles(messages: Messages, template: str | None, source: str) -> None:
+    """Refuse a role that is mistyped.
+
+    Many templates write whatever role they are given, so a mistyped one would train as it stands.
+
+    Args:
+        messages: the messages of a row.
+        template: the chat template, which may name further roles; None where code writes conversations.
+        source: what messages call the row.
+
+    Raises:
+        UserError: a role is unknown.
+    """
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role in ROLES or template is None or re.search(rf"""(['"]){re.escape(role)}\1""", template):
+            continue
+        raise UserError(
+            f"{source}: message {number}: unknown role {role!r}{nearest(role, ROLES)}; expected {', '.join(ROLES)}, or "
+            "a role that the model's chat template names."
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.answer_ends import ends, missing_end
+from ..data.chats.answer_ends import ends, missing_end
 from ..data.prompts import conversation_text
 from ..errors import UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..data import Splits
-from ..data.example_stream import StreamedSplits
+from ..data.batches.example_stream import StreamedSplits
 from ..errors import UserError
 from ..models.vocabulary import check_examples
 from ..options.config import TrainConfig

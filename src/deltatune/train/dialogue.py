@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..data.answer_ends import ending_answers
+from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import conversation_tokens, prompt_tokens
 from ..errors import UserError
 from ..models.generate import Sampling, stream

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Batch, Splits
-from ..data.peekable_order import PeekableOrder
+from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints

@@ -16,7 +16,7 @@ import mlx.optimizers
 import numpy as np
 
 from ..data import Batch
-from ..data.peekable_order import PeekableOrder
+from ..data.batches.peekable_order import PeekableOrder
 from ..machine import backend
 from ..options.config import TrainConfig
 from .distributed import World

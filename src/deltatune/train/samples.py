@@ -15,9 +15,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..data.answer_ends import ending_answers
+from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import conversation_tokens, prompt_tokens
-from ..data.row_formats import (
+from ..data.rows.row_formats import (
     ASSISTANT,
     Features,
     Messages,
@@ -26,7 +26,7 @@ from ..data.row_formats import (
     template_options_of,
     tools_of,
 )
-from ..data.sources import jsonl
+from ..data.rows.sources import jsonl
 from ..data.vision.messages import media_columns, media_kind, place_media, write_videos
 from ..data.vision.preparation import media_reader
 from ..data.vision.prompt import PromptPictures

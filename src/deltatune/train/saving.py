@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..data.peekable_order import PeekableOrder
+from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..lora import pissa
 from ..machine import blas

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deltatune.data import BatchOrder
+from deltatune.data.batches.packing import row_capacity
 from deltatune.data.datasets import load_datasets
-from deltatune.data.packing import row_capacity
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 

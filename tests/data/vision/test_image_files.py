@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from console import deltatune
-from deltatune.data.sources import load_hugging_face
+from deltatune.data.rows.sources import load_hugging_face
 from deltatune.data.vision.image_files import open_image
 from deltatune.data.vision.videos import Video, VideoReader
 from deltatune.demo.vision.vision_demo import MODEL

@@ -11,7 +11,7 @@ import deltatune
 SOURCE = Path(deltatune.__file__).parent
 # Names of modules that functions change, and what they hold: facts about the process, which steer no layer's forward.
 OF_THE_PROCESS = {
-    "data.rendering._idle": "processes that render conversations, between two uses",
+    "data.chats.rendering._idle": "processes that render conversations, between two uses",
     "doctor.custom_kernels_trace._found": "the kernels that a process of its own has found",
     "machine.blas._status": "which BLAS was loaded",
     "machine.compiling._depth": "how many contexts are open in which mx.compile builds no kernels",

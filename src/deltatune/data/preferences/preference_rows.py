@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import UserError
 from ..example import Example
-from ..row_formats import ASSISTANT, messages_in_text
+from ..rows.row_formats import ASSISTANT, messages_in_text
 from ..text import TextEncoder
 from ..vision.encoder import VisionEncoder
 from .preference import Preference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UserError
+from ...errors import UserError
 
 _SEPARATORS = (";", "\t", "|")
 # Of the arguments of load_dataset, those that are none of load_dataset_builder.

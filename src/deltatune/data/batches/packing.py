@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from ..options.config import TrainConfig
+from ...options.config import TrainConfig
 
 
 def row_capacity(config: TrainConfig) -> int:

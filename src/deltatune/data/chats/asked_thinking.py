@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ..options.chat_template import THINKING, written_options
+from ...options.chat_template import THINKING, written_options
 
 
 def asked_options(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ..errors import UserError
+from ...errors import UserError
+from ..example import Example
 from .batch import Batch, bucket_widths
-from .example import Example
 from .example_stream import ExampleStream, Window
 from .order import BatchOrder
 

@@ -6,17 +6,16 @@ import hashlib
 import importlib.util
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, first_line
+from ...errors import UserError, first_line
 from .arrow_rows import as_written
 from .csv_cells import cell_options
-from .json_text import parsed
-from .vision.undecoded import leave_undecoded
+from .json_rows import parsed
 
 Rows = Iterator[tuple[str, Any]]
 
@@ -247,3 +246,23 @@ def _arrow_digest(dataset: Any) -> bytes:
         with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
             stream.write_table(table)
     return file.digest.digest()
+
+
+def leave_undecoded(features: Any) -> None:
+    """Switch off, in place, the decoding of the images and videos among the columns of a data set.
+
+    Args:
+        features: the columns, `dataset.info.features`, or a part of them.
+    """
+    import datasets
+
+    if isinstance(features, datasets.Image | datasets.Video):
+        features.decode = False
+    elif isinstance(features, Mapping):
+        for feature in features.values():
+            leave_undecoded(feature)
+    elif isinstance(features, list | tuple):
+        for feature in features:
+            leave_undecoded(feature)
+    elif hasattr(features, "feature"):
+        leave_undecoded(features.feature)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..models.vision.inputs import VisionBatch
-from .example import Example
-from .preferences.preference import PreferenceBatch
-from .vision.media import collate_pictures
+from ...models.vision.inputs import VisionBatch
+from ..example import Example
+from ..preferences.preference import PreferenceBatch
+from ..vision.media import collate_pictures
 
 # Widths up to FINE_LIMIT are multiples of FINE_STEP; above it, at most COARSE_SHAPES multiples of COARSE_STEP.
 FINE_STEP = 32

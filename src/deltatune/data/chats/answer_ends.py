@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..errors import UserError
-from ..upstream import hugging_face_tokenizer
+from ...errors import UserError
+from ...upstream import hugging_face_tokenizer
 from .rendering import Renderer, special_tokens
 from .template_probes import Messages, behind_the_last_answer, first_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import UserError
-from .example import Example, Splits
-from .row_streams import Place, RowStream
+from ...errors import UserError
+from ..example import Example, Splits
+from ..rows.row_streams import Place, RowStream
 
 Encode = Callable[[list[tuple[str, object]], str], list[Example]]
 

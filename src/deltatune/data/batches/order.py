@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
+from ...errors import UserError
+from ..example import Example
+from ..preferences.preference import SLOTS, Preference, lay_out
 from .batch import Batch, bucket_widths, collate
-from .example import Example
 from .packing import pack
-from .preferences.preference import SLOTS, Preference, lay_out
 
 Row = tuple[int, ...]
 # The entry of a saved place that tells one set of examples from another.

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UserError, first_line
+from ...errors import UserError, first_line
 from .arrow_rows import as_written
 from .sources import load_hugging_face, parsed_line
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import jinja2
 
-from ..errors import UserError, reason
-from ..machine.environment import cores
-from ..upstream import chat_template_code, hugging_face_tokenizer
+from ...errors import UserError, reason
+from ...machine.environment import cores
+from ...upstream import chat_template_code, hugging_face_tokenizer
+from ..rows.row_formats import Conversation, PlainText
 from .chat_rows import Marks, RefusalError, chat_rows
 from .render_process import RenderLimits
-from .row_formats import Conversation, PlainText
 from .template_probes import Messages, argument_form, calls_tools, with_arguments
 from .turn_ends import TurnEnds
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
-from ..upstream import hugging_face_tokenizer
+from ...errors import UserError
+from ...upstream import hugging_face_tokenizer
 from .rendering import ChatRow
 
 # How many tokens a message quotes from the place where two texts differ.

@@ -12,8 +12,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from ..errors import reason
-from ..options.values import nearest
+from ...errors import reason
+from ...options.values import nearest
 
 # Seconds to wait for the hub's first answer.
 _PATIENCE = 10.0

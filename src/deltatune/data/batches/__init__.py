@@ -1,0 +1,1 @@
+"""From examples to batches of few shapes, in an order that the seed decides."""
