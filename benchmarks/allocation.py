@@ -58,7 +58,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
     from deltatune.data import Splits
     from deltatune.options.config import TrainConfig
     from deltatune.train.loop import Trainer
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from random_data import UnsavedTokenizer, random_examples
 
     iterations: list[tuple[int, float]] = []

@@ -34,7 +34,7 @@ def train(seconds: float) -> dict[str, object]:
     from deltatune.demo.assets import MODEL
     from deltatune.machine import blas
     from deltatune.train import Trainer
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import ready
 
     ends: list[float] = []

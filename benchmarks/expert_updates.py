@@ -30,8 +30,8 @@ def make(mode: str) -> tuple[Any, Any, Any]:
     from deltatune.lora.experts import LoRASwitchLinear
     from deltatune.options.config import TrainConfig
     from deltatune.train.distributed import World
-    from deltatune.train.optimizer import build_optimizer
     from deltatune.train.step import Step
+    from deltatune.train.updates.optimizer import build_optimizer
 
     mx.random.seed(0)
     model = nn.Module()

@@ -58,7 +58,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.models.load import new_model
     from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.train.loop import Trainer
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 

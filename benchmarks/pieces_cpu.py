@@ -26,9 +26,9 @@ import processes
 from deltatune.ops import pieces
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
+from deltatune.train.updates.optimizer import build_optimizer
 from machine import heading
 from trainers import SHAPES, Shape, batch_of, mlx_model
 

@@ -102,7 +102,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.plan.array_layout import ArrayLayout
     from deltatune.plan.forecast import forecast_step
     from deltatune.train.loop import Trainer
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 

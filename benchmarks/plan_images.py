@@ -56,7 +56,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.plan import fit
     from deltatune.plan.array_layout import ArrayLayout
     from deltatune.train.loop import Trainer
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import ready
 
     with tempfile.TemporaryDirectory() as name:

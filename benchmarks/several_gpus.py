@@ -55,7 +55,7 @@ def work(task: dict[str, Any]) -> None:
 
     from deltatune.data import Example, Splits
     from deltatune.train import Trainer, distributed
-    from deltatune.train.screen import Screen
+    from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
 
     if task["way"] == "one stream":

@@ -170,9 +170,9 @@ def deltatune(
     from deltatune.train.distributed import World
     from deltatune.train.freed_memory import FreedMemory
     from deltatune.train.micro_batches import may_start_early
-    from deltatune.train.optimizer import build_optimizer
     from deltatune.train.setup import training
     from deltatune.train.step import Step
+    from deltatune.train.updates.optimizer import build_optimizer
 
     mode = checkpoint if again is None else "auto"
     config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=mode, fine_tune_type=kind)

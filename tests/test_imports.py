@@ -166,7 +166,7 @@ def test_programs_beside_the_package_use_names_that_it_has():
 
 
 def test_a_name_that_moved_is_found():
-    assert stale("from deltatune.train.log import Screen") == ["deltatune.train.log.Screen"]
+    assert stale("from deltatune.train.reports.log import Screen") == ["deltatune.train.reports.log.Screen"]
     assert stale("from deltatune.machine import compiling\ncompiling._library()") == [
         "deltatune.machine.compiling._library"
     ]

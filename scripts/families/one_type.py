@@ -40,7 +40,7 @@ from deltatune.ops.segments import segments
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer
-from deltatune.train.screen import Screen
+from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 
 # Rows of so many tokens, longer than every window of sizes.py, and the documents of a packed row.

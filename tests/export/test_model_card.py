@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from deltatune.export.model_card import card, write_card
-from deltatune.train import state
+from deltatune.train.saved import state
 
 
 @pytest.fixture

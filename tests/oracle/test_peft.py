@@ -244,8 +244,8 @@ def vision_loss(model: nn.Module, rows) -> float:
     from deltatune.patches import patched
     from deltatune.selftest.parity.vision_ours import as_batch
     from deltatune.train.distributed import World
-    from deltatune.train.optimizer import build_optimizer
     from deltatune.train.step import Step, chunked_loss
+    from deltatune.train.updates.optimizer import build_optimizer
 
     with patched(model):
         split = split_vision(model)

@@ -10,8 +10,8 @@ from test_peft import TOKENS, saved, theirs_loaded
 from deltatune.data.batches.batch import Batch
 from deltatune.models.load import load_model
 from deltatune.patches import patched
-from deltatune.train.routers import RouterLosses, real_lengths
 from deltatune.train.step import arrays, full_loss, mean_loss_and_gradients
+from deltatune.train.updates.routers import RouterLosses, real_lengths
 
 pytestmark = [
     pytest.mark.oracle,

@@ -28,7 +28,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.selftest.parity import seeded, vision
 from deltatune.selftest.parity.cases import CASES
 from deltatune.train import Trainer
-from deltatune.train.screen import Screen
+from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 
 pytestmark = [

@@ -23,12 +23,12 @@ from deltatune.plan.forecast import Forecast, Moment, forecast_step
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import blank_batch
-from deltatune.train import state
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
+from deltatune.train.saved import state
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
 from deltatune.train.tree import leaves
+from deltatune.train.updates.optimizer import build_optimizer
 
 on_cpu = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 LAYERS, HIDDEN, LENGTH = 3, 128, 192

@@ -28,9 +28,9 @@ from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import choose_loss, prepare, vision_processors
 from deltatune.train.step import Step
+from deltatune.train.updates.optimizer import build_optimizer
 
 pytest.importorskip("mlx_vlm")
 

@@ -14,9 +14,9 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
+from deltatune.train.updates.optimizer import build_optimizer
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 LAYERS, HIDDEN = 4, 256

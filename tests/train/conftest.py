@@ -22,7 +22,7 @@ from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer, loop, micro_batches
-from deltatune.train.screen import Screen
+from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
 

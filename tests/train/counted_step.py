@@ -27,10 +27,10 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.setup import choose_loss, prepare
 from deltatune.train.step import Step
 from deltatune.train.tree import leaves
+from deltatune.train.updates.optimizer import build_optimizer
 
 LENGTH, STEPS = 48, 3
 

@@ -20,8 +20,8 @@ from conftest import build_model, family_config
 from deltatune.options.config import TrainConfig
 from deltatune.plan import traced_step
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.train import bundles
 from deltatune.train.setup import prepare
+from deltatune.train.updates import bundles
 from pretended import pretended
 
 # Matrices stay separate, as they are in a model of billions of parameters.

@@ -5,9 +5,9 @@ import mlx.optimizers
 import pytest
 
 from deltatune.ops.pointwise import joining
-from deltatune.train import bundles
-from deltatune.train.bundles import TOGETHER, Bundles
 from deltatune.train.tree import leaves
+from deltatune.train.updates import bundles
+from deltatune.train.updates.bundles import TOGETHER, Bundles
 
 
 @pytest.fixture

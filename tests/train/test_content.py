@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.train import state
+from deltatune.train.saved import state
 from killed_runs import adapters
 
 

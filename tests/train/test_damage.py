@@ -10,7 +10,7 @@ from deltatune.errors import UserError
 from deltatune.lora.adapter_files import read_weights
 from deltatune.lora.tensor_files import write_tensors
 from deltatune.machine import checksum
-from deltatune.train import state
+from deltatune.train.saved import state
 
 FLIPS = 200
 

@@ -7,9 +7,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.options.config import TrainConfig
-from deltatune.train import eight_bit
-from deltatune.train.eight_bit import BLOCK, Adam8bit, AdamW8bit, dequantized, quantized, values
-from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer
+from deltatune.train.updates import eight_bit
+from deltatune.train.updates.eight_bit import BLOCK, Adam8bit, AdamW8bit, dequantized, quantized, values
+from deltatune.train.updates.optimizer import OPTIMIZERS, apply, build_optimizer
 
 KINDS = {"adam8bit": mlx.optimizers.Adam, "adamw8bit": mlx.optimizers.AdamW}
 

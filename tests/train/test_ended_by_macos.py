@@ -3,7 +3,7 @@
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.train import state
+from deltatune.train.saved import state
 
 TIMEOUT = (
     "[METAL] Command buffer execution failed: Caused GPU Timeout Error "

@@ -12,11 +12,11 @@ from deltatune.lora.experts import LoRASwitchLinear
 from deltatune.machine.compiling import without_kernels
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
-from deltatune.train import bundles
 from deltatune.train.distributed import World
-from deltatune.train.expert_updates import ActiveExperts
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step
+from deltatune.train.updates import bundles
+from deltatune.train.updates.expert_updates import ActiveExperts
+from deltatune.train.updates.optimizer import build_optimizer
 
 ADAMW = {"adamw": {"weight_decay": 0.1, "bias_correction": True}}
 

@@ -7,7 +7,8 @@ import pytest
 
 from deltatune import cli
 from deltatune.errors import UserError
-from deltatune.train import setup, state
+from deltatune.train import setup
+from deltatune.train.saved import state
 
 HOLDER = """
 import sys, time

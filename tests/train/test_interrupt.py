@@ -10,9 +10,9 @@ import threading
 import time
 
 import pytest
+from deltatune.train.ending.interrupt import StopRequest
 
-from deltatune.train import state
-from deltatune.train.interrupt import StopRequest
+from deltatune.train.saved import state
 from killed_runs import adapters
 
 # In one iteration MLX computes as long as a large model would, during which Python runs no signal handler.
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import deltatune
 import mlx.core as mx
 from deltatune.cli import main
-from deltatune.train.ending import Ending
+from deltatune.train.ending.early_end import Ending
 
 slow, products = int(sys.argv[1]), int(sys.argv[2])
 plain = Ending.waiting

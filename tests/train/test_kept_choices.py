@@ -8,7 +8,7 @@ from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.trial import timing, verdicts
 from deltatune.ops.trial.candidates import Candidate
-from deltatune.train import state
+from deltatune.train.saved import state
 from killed_runs import adapters
 
 

@@ -16,9 +16,9 @@ import pytest
 from console import SCRIPT, deltatune
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
-from deltatune.train import live
-from deltatune.train.live import LivePage, trains
-from deltatune.train.report import described, write_report
+from deltatune.train.reports import live
+from deltatune.train.reports.live import LivePage, trains
+from deltatune.train.reports.report import described, write_report
 
 RESULT = {"iterations": 20, "train_loss": 1.0, "val_loss": None, "seconds": 1.0, "tokens_per_second": 1.0}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)

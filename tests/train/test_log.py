@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.train import log
+from deltatune.train.reports import log
 
 
 def test_metrics_are_lines_of_json_cut_where_a_state_stood(tmp_path):

@@ -257,7 +257,7 @@ def test_an_error_of_a_reporting_service_loses_nothing(make_trainer, tmp_path, r
         def close(self):
             pass
 
-    monkeypatch.setattr("deltatune.train.log.open_services", lambda *_: [Service()])
+    monkeypatch.setattr("deltatune.train.reports.log.open_services", lambda *_: [Service()])
     with pytest.raises(ConnectionError) as error:
         make_trainer(save_every=100).run()
     assert "The state after iteration 6 is saved in" in error.value.__notes__[0]

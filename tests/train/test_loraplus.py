@@ -12,9 +12,9 @@ from deltatune.lora.linear import LoRALinear
 from deltatune.machine.compiling import without_kernels
 from deltatune.options.config import TrainConfig
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import OPTIMIZERS, build_optimizer
 from deltatune.train.setup import build_step
 from deltatune.train.step import full_loss
+from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
 
 RATE, RATIO = 0.01, 16.0
 SETTINGS = {"adafactor": {"relative_step": False}, "sgd": {"momentum": 0.9}, "adamw": {"bias_correction": True}}

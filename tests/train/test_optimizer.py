@@ -10,7 +10,7 @@ from mlx_lm.tuner.utils import build_schedule as upstream_schedule
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
-from deltatune.train.optimizer import OPTIMIZERS, apply, build_optimizer, build_schedule, global_norm
+from deltatune.train.updates.optimizer import OPTIMIZERS, apply, build_optimizer, build_schedule, global_norm
 
 
 def tree(seed):

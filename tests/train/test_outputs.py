@@ -153,7 +153,7 @@ def test_the_newest_copies_are_kept(make_trainer, tmp_path, keep, left):
 
 
 def test_the_oldest_copy_goes_only_after_the_new_one_is_written(make_trainer, tmp_path, monkeypatch):
-    from deltatune.train import outputs
+    from deltatune.train.saved import outputs
 
     trainer = make_trainer(save_every=2, keep=1, val_batches=0)
     plain, seen = outputs.save_adapters, []

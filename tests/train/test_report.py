@@ -11,8 +11,8 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train import curves
-from deltatune.train.report import ReportTable, RunReport, changed_options, read_metrics, render, write_report
+from deltatune.train.reports import curves
+from deltatune.train.reports.report import ReportTable, RunReport, changed_options, read_metrics, render, write_report
 
 RESULT = {
     "iterations": 30,

@@ -12,7 +12,7 @@ import pytest
 from deltatune.lora import pissa
 from deltatune.machine import blas, environment, threads
 from deltatune.machine.threads import Threads
-from deltatune.train import state
+from deltatune.train.saved import state
 from killed_runs import KILLED_AT_A_POINT
 
 

@@ -18,10 +18,10 @@ from deltatune.ops.checkpoint import checkpointed
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
-from deltatune.train.routers import RouterLosses, real_lengths, router_losses
 from deltatune.train.setup import build_step
 from deltatune.train.step import arrays, full_loss, mean_loss_and_gradients
+from deltatune.train.updates.optimizer import build_optimizer
+from deltatune.train.updates.routers import RouterLosses, real_lengths, router_losses
 from families import FAMILIES as FAMILY_OPTIONS
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")

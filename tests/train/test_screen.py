@@ -7,8 +7,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from deltatune.train.columns import Columns, duration, sparkline
-from deltatune.train.screen import Fact, Screen, fitted, gauge, train_line
+from deltatune.train.reports.columns import Columns, duration, sparkline
+from deltatune.train.reports.screen import Fact, Screen, fitted, gauge, train_line
 from deltatune.wrapping import wrapped
 
 RECORD = {

@@ -9,7 +9,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train import state
+from deltatune.train.saved import state
 
 IDENTITY = {"seed": 0}
 

@@ -12,9 +12,9 @@ from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.distributed import World
-from deltatune.train.optimizer import build_optimizer
 from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
 from deltatune.train.tree import from_host
+from deltatune.train.updates.optimizer import build_optimizer
 
 
 class Tiny(nn.Module):

@@ -133,7 +133,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     from ..data.vision.preparation import picture_options
     from ..lora.adapter_files import template_options
     from ..train.evaluate import say_loss
-    from ..train.screen import Screen
+    from ..train.reports.screen import Screen
     from ..train.setup import ready
 
     variables = template_options(adapter_path, config.chat_template_config) or None

@@ -12,8 +12,8 @@ from .flags import add_options, config_from, require
 
 if TYPE_CHECKING:
     from ..train import Result, Trainer
-    from ..train.outputs import Outputs
-    from ..train.screen import Screen
+    from ..train.reports.screen import Screen
+    from ..train.saved.outputs import Outputs
 
 
 def add(commands: Any) -> None:
@@ -60,13 +60,14 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
     """
     from ..data.batches.show import show_batch
     from ..plan.fit import check
-    from ..train import Trainer, kept_choices
+    from ..train import Trainer
     from ..train.distributed import World
     from ..train.evaluate import say_loss
-    from ..train.folder import RunFolder
-    from ..train.log import check_services
     from ..train.options_check import check_options
-    from ..train.screen import Screen
+    from ..train.reports.log import check_services
+    from ..train.reports.screen import Screen
+    from ..train.saved import kept_choices
+    from ..train.saved.folder import RunFolder
     from ..train.setup import ready, training_order
 
     world = World()
@@ -103,7 +104,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
 
 def _serve(stack: contextlib.ExitStack, trainer: Trainer, screen: Screen) -> None:
     """Show the run in a browser until `stack` ends."""
-    from ..train.live import LivePage
+    from ..train.reports.live import LivePage
 
     page = stack.enter_context(LivePage(trainer.outputs.directory, lambda: True))
     screen.say(f"Live: {page.address}")

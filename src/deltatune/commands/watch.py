@@ -31,7 +31,7 @@ def port(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C and return exit code 0."""
-    from ..train.live import LivePage, trains
+    from ..train.reports.live import LivePage, trains
 
     folder = Path(arguments.folder)
     if not (folder / "report.html").is_file():

@@ -22,10 +22,9 @@ from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
-from .rows.json_rows import json_file
 from .rows.row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.row_streams import JsonLines, hugging_face_streams
-from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, jsonl
+from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, json_file, jsonl
 from .vision.messages import VIDEO, media_kind
 from .vision.preparation import VisionProcessors
 

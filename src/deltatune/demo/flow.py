@@ -20,9 +20,9 @@ from ..errors import UserError
 from ..models.load import Loaded
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Result, Trainer
-from ..train.announce import trainable_count
-from ..train.columns import sparkline
-from ..train.report import ReportTable, write_report
+from ..train.reports.announce import trainable_count
+from ..train.reports.columns import sparkline
+from ..train.reports.report import ReportTable, write_report
 from ..train.setup import ready
 from ..train.tree import leaves
 from .screen import DemoScreen

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..train.columns import Record, duration
-from ..train.screen import Fact, Screen
+from ..train.reports.columns import Record, duration
+from ..train.reports.screen import Fact, Screen
 
 INDENT = 4
 WIDEST = 112

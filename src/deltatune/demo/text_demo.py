@@ -10,7 +10,7 @@ from ..data.prompts import prompt_tokens
 from ..layers import describe
 from ..models.answer import answer_all
 from ..models.load import Loaded
-from ..train.announce import layer_summary
+from ..train.reports.announce import layer_summary
 from . import flow, task
 from .assets import MODEL
 from .flow import Score

@@ -13,7 +13,7 @@ import yaml
 from ..data.vision.preparation import PICTURE_OPTIONS
 from ..errors import UserError
 from ..lora.adapter_files import options_of
-from ..train import state
+from ..train.saved import state
 
 CARD = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -20,8 +20,8 @@ from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig
-from ..train import state
-from ..train.screen import Fact
+from ..train.reports.screen import Fact
+from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
 from . import screen
 from .array_layout import ArrayLayout

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ..train.screen import WIDEST, Fact, panel
+from ..train.reports.screen import WIDEST, Fact, panel
 from .checkpoints import Choice
 from .device_limits import DeviceLimits
 from .forecast import Forecast, Moment

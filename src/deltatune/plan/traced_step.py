@@ -24,11 +24,11 @@ from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..train.distributed import World
-from ..train.expert_updates import ExpertGradients
-from ..train.optimizer import build_optimizer
 from ..train.setup import build_step, training
 from ..train.step import Arrays, Step, Sums, arrays
 from ..train.tree import leaves
+from ..train.updates.expert_updates import ExpertGradients
+from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation

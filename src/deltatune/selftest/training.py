@@ -25,7 +25,7 @@ from ..models.load import load
 from ..ops.trial.measure import as_float64, relative_norm
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Trainer
-from ..train.screen import Screen
+from ..train.reports.screen import Screen
 from ..train.setup import prepare
 from ..train.tree import leaves
 from .outcome import FAILED, PASSED, Check, Outcome, compared_with_bounds, not_run

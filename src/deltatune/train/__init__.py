@@ -1,7 +1,7 @@
 """Trains a model: the training loop, its compiled step, and the saved state from which a run continues."""
 
-from .interrupt import StoppedError
+from .ending.interrupt import StoppedError
 from .loop import Trainer
-from .result import Result
+from .reports.result import Result
 
 __all__ = ["Result", "StoppedError", "Trainer"]

@@ -12,7 +12,7 @@ from ..data.batches.example_stream import StreamedSplits
 from ..errors import UserError
 from ..models.vocabulary import check_examples
 from ..options.config import TrainConfig
-from .announce import trainable_count
+from .reports.announce import trainable_count
 
 
 def check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

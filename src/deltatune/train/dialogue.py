@@ -14,8 +14,8 @@ from ..errors import UserError
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
+from .ending.nonfinite import refuse_damaged
 from .evaluate import inferring
-from .nonfinite import refuse_damaged
 
 
 def generate(

@@ -20,9 +20,9 @@ from ..ops.random_state import drawing_from
 from ..patches.whole_rows import whole_rows
 from .compiled import compiled
 from .distributed import World
-from .nonfinite import refuse_damaged
+from .ending.nonfinite import refuse_damaged
 from .preferences.figures import line, means
-from .screen import Screen
+from .reports.screen import Screen
 from .setup import Run, training
 from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number

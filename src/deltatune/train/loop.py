@@ -20,25 +20,27 @@ from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
-from . import announce, content, kept_choices, nonfinite, state
 from .check import check
 from .distributed import World
-from .ending import Ending
+from .ending import nonfinite
+from .ending.early_end import Ending
 from .evaluate import Evaluation
-from .folder import RunFolder
 from .freed_memory import FreedMemory
 from .micro_batches import LONGEST, MicroBatches
-from .optimizer import build_optimizer
 from .options_check import check_updates
-from .outputs import Outputs
 from .preferences.reference import fill
-from .reporting import Reporting
-from .result import Advance, Result
-from .samples import Samples
-from .saving import Saving
-from .screen import Screen
+from .reports import announce
+from .reports.reporting import Reporting
+from .reports.result import Advance, Result
+from .reports.samples import Samples
+from .reports.screen import Screen
+from .saved import content, kept_choices, state
+from .saved.folder import RunFolder
+from .saved.outputs import Outputs
+from .saved.saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
 from .step import LossFunction
+from .updates.optimizer import build_optimizer
 
 
 class Trainer:

@@ -20,9 +20,9 @@ from ..data.batches.peekable_order import PeekableOrder
 from ..machine import backend
 from ..options.config import TrainConfig
 from .distributed import World
-from .ending import Ending
-from .result import Advance
-from .saving import Saving
+from .ending.early_end import Ending
+from .reports.result import Advance
+from .saved.saving import Saving
 from .step import Step, Sums
 from .tree import iteration_key, leaves, number
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import UserError
 from ..options.config import TrainConfig
-from .optimizer import build_optimizer
 from .preferences.objectives import objective_of
+from .updates.optimizer import build_optimizer
 
 # Of these, one step moves a number by about the learning rate whatever its gradient is.
 _STEP_IS_RATE = ("adam", "adamw", "adam8bit", "adamw8bit", "adamax", "lion", "muon")

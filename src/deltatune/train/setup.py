@@ -46,9 +46,9 @@ from .distributed import World
 from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
-from .routers import router_losses
 from .step import LossFunction, Step, chunked_loss, full_loss
 from .tree import leaves
+from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 

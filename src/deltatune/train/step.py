@@ -28,13 +28,13 @@ from ..ops.experts import routing
 from ..ops.functional import differentiated_once, undisturbed
 from ..ops.random_state import drawing_with
 from ..ops.segments import segments
-from . import optimizer as updates
-from .bundles import TOGETHER, Bundles
 from .compiled import compiled
 from .distributed import World
-from .expert_updates import ActiveExperts, ExpertGradients
-from .routers import FIGURES, RouterLosses, real_lengths
 from .tree import from_host, leaves, number, places
+from .updates import optimizer as updates
+from .updates.bundles import TOGETHER, Bundles
+from .updates.expert_updates import ActiveExperts, ExpertGradients
+from .updates.routers import FIGURES, RouterLosses, real_lengths
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4

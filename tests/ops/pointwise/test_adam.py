@@ -14,7 +14,7 @@ from deltatune.machine import backend
 from deltatune.ops.pointwise import adam
 from deltatune.ops.trial import first_use
 from deltatune.ops.trial.measure import ROUNDING
-from deltatune.train import optimizer as updates
+from deltatune.train.updates import optimizer as updates
 
 KINDS = {
     "Adam": partial(mlx.optimizers.Adam, betas=[0.8, 0.95]),

@@ -12,8 +12,8 @@ from ...layers import describe
 from ...models.load import Loaded, read_config
 from ...models.vision.generate import answer_pictures
 from ...models.vision.load import check_vision
-from ...train.announce import layer_summary
-from ...train.report import Png
+from ...train.reports.announce import layer_summary
+from ...train.reports.report import Png
 from .. import flow
 from ..flow import Score
 from ..screen import DemoScreen

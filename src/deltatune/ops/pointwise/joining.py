@@ -1,6 +1,6 @@
 """Joins many small arrays in one launch, where mx.concatenate makes one launch for each of them.
 
-train/bundles.py joins the parameters and gradients of a step with it.
+train/updates/bundles.py joins the parameters and gradients of a step with it.
 """
 
 from __future__ import annotations

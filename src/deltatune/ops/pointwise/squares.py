@@ -1,7 +1,7 @@
 """The sum of the squares of many arrays, as one launch for each array, which reads it once.
 
 MLX's operations would write an array of 16 bits again in fp32, and its squares, before they sum them.
-train/optimizer.py takes the norm of all gradients with it.
+train/updates/optimizer.py takes the norm of all gradients with it.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from ...models.load import load_model
 from ...options.config import LoraConfig, TrainConfig
 from ...patches import patched
 from ...train.distributed import World
-from ...train.optimizer import build_optimizer
 from ...train.step import LossFunction, Step, chunked_loss
 from ...train.tree import number
+from ...train.updates.optimizer import build_optimizer
 from . import seeded
 from .cases import BETAS, EPS, GROUP_SIZE, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityCase, ParityRun
 from .families import Config, Weights

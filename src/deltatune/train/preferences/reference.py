@@ -24,9 +24,9 @@ from ...options.config import TrainConfig
 from ..compiled import compiled
 from ..distributed import World
 from ..evaluate import evaluating
-from ..screen import Screen
+from ..reports.screen import Screen
+from ..saved.state import write_atomically
 from ..setup import Training, batch_order
-from ..state import write_atomically
 from ..step import Arrays, arrays
 from .answers import answers_of
 from .loss import TokenLosses

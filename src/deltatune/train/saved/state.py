@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
-from ..errors import UserError, first_line
-from ..machine import checksum
-from ..machine.atomic_files import replace_durably
-from ..ops.recomputation import Checkpoints
-from ..options.config import TrainConfig
-from .tree import leaves
+from ...errors import UserError, first_line
+from ...machine import checksum
+from ...machine.atomic_files import replace_durably
+from ...ops.recomputation import Checkpoints
+from ...options.config import TrainConfig
+from ..tree import leaves
 
 FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and

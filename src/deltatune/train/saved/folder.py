@@ -7,11 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
-from ..errors import UserError
-from ..machine.file_lock import FileLock, HeldError
-from ..options.config import TrainConfig
+from ...errors import UserError
+from ...machine.file_lock import FileLock, HeldError
+from ...options.config import TrainConfig
+from ..distributed import World
 from . import state
-from .distributed import World
 
 # What a run leaves: its weights and states, without which nothing is lost, and what it reports.
 _ADAPTERS = ("adapters.safetensors", "[0-9]" * 7 + "*_adapters.safetensors", "adapter_config.json")

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..data import Batch
-from ..errors import UserError
-from ..lora.adapter import Adapter
-from ..lora.new_rows import GrownTable
-from ..ops.functional import is_finite
-from .step import LossFunction, arrays, mean_loss_and_gradients
-from .tree import leaves
+from ...data import Batch
+from ...errors import UserError
+from ...lora.adapter import Adapter
+from ...lora.new_rows import GrownTable
+from ...ops.functional import is_finite
+from ..step import LossFunction, arrays, mean_loss_and_gradients
+from ..tree import leaves
 
 # A layer to watch: its name in messages, and its module.
 Watched = tuple[str, nn.Module]

@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 
-from ..options.config import TrainConfig
-from . import announce
-from .tree import leaves
+from ...options.config import TrainConfig
+from ..reports import announce
+from ..tree import leaves
 
 # The keys of config.json that say who wrote it, and change nothing that is computed.
 _INCIDENTAL = ("_name_or_path", "transformers_version")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .state import Progress
+from ..saved.state import Progress
 
 
 class Advance(NamedTuple):

@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..data import Batch
-from ..errors import UserError
-from ..ops.experts import routing
-from ..options.config import TrainConfig
-from ..patches.tables.experts import has_routers
+from ...data import Batch
+from ...errors import UserError
+from ...ops.experts import routing
+from ...options.config import TrainConfig
+from ...patches.tables.experts import has_routers
 
 #: What a step reports of a mixture's routers, under the names that transformers has for them.
 FIGURES = ("aux_loss", "z_loss")

@@ -17,11 +17,11 @@ import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from ..errors import UserError
-from ..lora.weights import is_switch
+from ...errors import UserError
+from ...lora.weights import is_switch
+from ..tree import leaves
 from .bundles import ELEMENTWISE
 from .optimizer import learning_rate_times
-from .tree import leaves
 
 
 class ExpertGradients(NamedTuple):

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..machine import backend, blas
-from ..options.config import TrainConfig
+from ...machine import backend, blas
+from ...options.config import TrainConfig
+from ..saved.state import write_atomically
 from . import curves
 from .log import SAMPLES
-from .state import write_atomically
 
 Row = Sequence[Any]
 # No figure of a run is larger; sums of larger ones could overflow in a plot.

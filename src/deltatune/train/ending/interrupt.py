@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ..errors import UserError
+from ...errors import UserError
 
 # A terminal that closes sends SIGHUP. Windows does not have it.
 _SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]

@@ -11,17 +11,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 
-from ..data.batches.peekable_order import PeekableOrder
-from ..errors import UserError
-from ..lora import pissa
-from ..machine import blas
-from ..ops.trial.rankings import Rankings
+from ...data.batches.peekable_order import PeekableOrder
+from ...errors import UserError
+from ...lora import pissa
+from ...machine import blas
+from ...ops.trial.rankings import Rankings
+from ..distributed import World
+from ..reports.log import Metrics
+from ..step import Step, Sums
+from ..updates.optimizer import restore
 from . import state
-from .distributed import World
-from .log import Metrics
-from .optimizer import restore
 from .outputs import Outputs
-from .step import Step, Sums
 
 
 class _Start(NamedTuple):

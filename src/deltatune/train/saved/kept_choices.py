@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..ops.trial import rankings
-from ..ops.trial.rankings import Rankings
-from ..options.config import TrainConfig
+from ...ops.trial import rankings
+from ...ops.trial.rankings import Rankings
+from ...options.config import TrainConfig
+from ..distributed import World
 from . import state
-from .distributed import World
 
 
 @contextmanager

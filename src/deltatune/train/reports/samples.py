@@ -15,9 +15,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..data.chats.answer_ends import ending_answers
-from ..data.prompts import conversation_tokens, prompt_tokens
-from ..data.rows.row_formats import (
+from ...data.chats.answer_ends import ending_answers
+from ...data.prompts import conversation_tokens, prompt_tokens
+from ...data.rows.row_formats import (
     ASSISTANT,
     Features,
     Messages,
@@ -26,23 +26,23 @@ from ..data.rows.row_formats import (
     template_options_of,
     tools_of,
 )
-from ..data.rows.sources import jsonl
-from ..data.vision.messages import media_columns, media_kind, place_media, write_videos
-from ..data.vision.preparation import media_reader
-from ..data.vision.prompt import PromptPictures
-from ..errors import UserError
-from ..models.answer import answer_one
-from ..models.generate import Sampling
-from ..models.load import Loaded
-from ..models.vision.generate import stream_with_pictures
-from ..models.vision.split import has_vision
-from ..models.vocabulary import check_prompt
-from ..options.config import TrainConfig
-from .distributed import World
-from .ending import Ending
-from .evaluate import inferring
-from .setup import vision_processors
-from .state import Progress
+from ...data.rows.sources import jsonl
+from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
+from ...data.vision.preparation import media_reader
+from ...data.vision.prompt import PromptPictures
+from ...errors import UserError
+from ...models.answer import answer_one
+from ...models.generate import Sampling
+from ...models.load import Loaded
+from ...models.vision.generate import stream_with_pictures
+from ...models.vision.split import has_vision
+from ...models.vocabulary import check_prompt
+from ...options.config import TrainConfig
+from ..distributed import World
+from ..ending.early_end import Ending
+from ..evaluate import inferring
+from ..saved.state import Progress
+from ..setup import vision_processors
 
 _REMEDY = "change this entry of sample_prompts"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..errors import UserError
+from ...errors import UserError
 from .report import STYLE, described, parse_record
 
 _PAGE = Path(__file__).with_name("live_page.html")

@@ -11,22 +11,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..data import BatchOrder, Splits
-from ..data.batches.example_stream import StreamedSplits
-from ..data.batches.stream_order import StreamOrder
-from ..layers import LayerInfo
-from ..lora.weights import is_quantized, quantization
-from ..machine import backend, blas
-from ..ops.trial.rankings import Rankings
-from ..options.config import TrainConfig
-from ..patches import PatchReport
-from ..patches.summary import summary
-from .distributed import World
+from ...data import BatchOrder, Splits
+from ...data.batches.example_stream import StreamedSplits
+from ...data.batches.stream_order import StreamOrder
+from ...layers import LayerInfo
+from ...lora.weights import is_quantized, quantization
+from ...machine import backend, blas
+from ...ops.trial.rankings import Rankings
+from ...options.config import TrainConfig
+from ...patches import PatchReport
+from ...patches.summary import summary
+from ..distributed import World
+from ..saved.state import Progress, exists, state_path
+from ..setup import Training
+from ..tree import leaves
 from .report import ReportTable
 from .screen import Fact
-from .setup import Training
-from .state import Progress, exists, state_path
-from .tree import leaves
 
 # How many earlier runs a line names before it counts the rest.
 _NAMED = 4

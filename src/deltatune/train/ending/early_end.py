@@ -7,15 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..errors import UserError
-from ..options.config import TrainConfig
-from . import ended_by_macos, state
-from .distributed import World
+from ...errors import UserError
+from ...options.config import TrainConfig
+from ..distributed import World
+from ..reports.screen import Screen
+from ..saved import state
+from ..saved.outputs import Outputs
+from ..saved.saving import Saving
 from .interrupt import StoppedError, StopRequest, leave
-from .outputs import Outputs
 from .peers import Peers
-from .saving import Saving
-from .screen import Screen
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
 # dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds.
@@ -108,7 +108,7 @@ class Ending:
                 if not self._world.main:
                     raise
                 saved = f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}."
-                too_long = ended_by_macos.explanation(error, self._config, saved)
+                too_long = _too_long_for_macos(error, self._config, saved)
                 if too_long is not None:
                     raise UserError(too_long) from error
                 error.add_note(f"{saved} Run the same command with --resume to continue.")
@@ -166,3 +166,37 @@ class Ending:
             f"{ended} of {self._world.size} ended before the run did: killed, out of memory, or its machine is gone. "
             f"What it printed may say why; {saved}."
         )
+
+
+# In the messages of Metal's errors, which MLX passes on: a command buffer ran for about five seconds, or a display that
+# was in use had to wait for it (macOS 26).
+_TIMEOUT = ("kIOGPUCommandBufferCallbackErrorTimeout", "GPU Timeout Error")
+_DISPLAY = ("kIOGPUCommandBufferCallbackErrorImpactingInteractivity", "Impacting Interactivity")
+# An environment variable of Apple's driver.
+_RELAX = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1"
+
+
+def _too_long_for_macos(error: BaseException, config: TrainConfig, saved: str) -> str | None:
+    """Return a message for the user if macOS ended a step that kept the GPU for too long; None for any other error.
+
+    Args:
+        error: What ended the step.
+        config: The options of the run.
+        saved: Says where the state is.
+    """
+    text = str(error)
+    if any(words in text for words in _TIMEOUT):
+        why = "it kept the GPU for longer than about five seconds"
+    elif any(words in text for words in _DISPLAY):
+        why = "it kept the display waiting"
+    else:
+        return None
+    half = max(1, config.max_seq_length // 2)
+    pieces = "--resume continues it"
+    if config.grad_checkpoint is False:
+        pieces = "--resume --grad-checkpoint continues it, with long rows in pieces"
+    return (
+        f"macOS ended a step because {why} ({text.strip()}). {saved} {pieces}; {_RELAX} in the environment lets macOS "
+        f"wait longer; --max-seq-length {half} (now {config.max_seq_length}) makes steps shorter, in a new run that "
+        "may begin with --resume-adapter-file."
+    )

@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_unflatten
 
-from ..machine import backend
-from ..ops.pointwise import joining
-from .tree import leaves
+from ...machine import backend
+from ...ops.pointwise import joining
+from ..tree import leaves
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a

@@ -13,13 +13,13 @@ import mlx.optimizers
 from mlx.optimizers import schedulers
 from mlx.utils import tree_map_with_path
 
-from ..errors import UserError
-from ..ops.pointwise import adam
-from ..ops.pointwise.squares import sum_of_squares
-from ..options.config import TrainConfig, nearest
-from ..options.values import Range, checked, short
+from ...errors import UserError
+from ...ops.pointwise import adam
+from ...ops.pointwise.squares import sum_of_squares
+from ...options.config import TrainConfig, nearest
+from ...options.values import Range, checked, short
+from ..tree import leaves
 from .eight_bit import Adam8bit, AdamW8bit
-from .tree import leaves
 
 Schedule = Callable[[mx.array], mx.array]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
-from .sources import DataTable, Rows, file_digest, jsonl
 
 
 def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) -> tuple[Any] | None:
@@ -52,26 +51,3 @@ def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) ->
     except RecursionError as error:
         raise UserError(f"{where}: the JSON is nested too deeply; expected {expected}.") from error
     return (value,)
-
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-def json_file(path: Path) -> DataTable:
-    """Open a .json file.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8, or holds an array that is not JSON.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
-    if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        return jsonl(path)
-    found: list[Any] = parsed(content, path, expected="an array of objects")[0]  # type: ignore[index]
-
-    def rows() -> Rows:
-        return ((f"{path} row {number}", row) for number, row in enumerate(found, 1))
-
-    return DataTable(str(path), len(found), rows, rows, lambda: file_digest(path))

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from ..wrapping import wrapped
+from ...wrapping import wrapped
+from ..preferences.figures import line as figures_line
 from .columns import Columns, Record, duration, sparkline
 from .log import SAMPLES
-from .preferences.figures import line as figures_line
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
 _SHOWN, _SHOWN_WHOLE = 100, 400

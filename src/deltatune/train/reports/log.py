@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UserError, reason
-from ..options.config import nearest
-from .state import refusal
+from ...errors import UserError, reason
+from ...options.config import nearest
+from ..saved.state import refusal
 
 Record = dict[str, Any]
 # The key under which a record of metrics.jsonl holds answers.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
-from ..machine import environment
-from .distributed import World
+from ...machine import environment
+from ..distributed import World
 
 # Seconds to connect, and seconds to wait for news of other ranks that died at the same moment.
 _CONNECT, _GRACE = 10.0, 0.3

@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..options.config import TrainConfig
+from ...options.config import TrainConfig
+from ..preferences.figures import means
+from ..saved.outputs import Outputs
+from ..saved.state import Progress
 from . import log
-from .outputs import Outputs
-from .preferences.figures import means
 from .report import ReportTable, write_report
 from .result import Result
 from .screen import Screen
-from .state import Progress
 
 # The time that is left is estimated from so many iterations.
 _RECENT = 50

@@ -1,0 +1,1 @@
+"""How a run ends before its last iteration, with its state saved: signals, errors, lost ranks, broken numbers."""
