@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-from deltatune.train.ending.interrupt import StopRequest
 
+from deltatune.train.ending.interrupt import StopRequest
 from deltatune.train.saved import state
 from killed_runs import adapters
 

@@ -4,10 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from deltatune.train.ending.nonfinite import cause, find, refuse_damaged
 
 from deltatune.data import Batch
 from deltatune.errors import UserError
+from deltatune.train.ending.nonfinite import cause, find, refuse_damaged
 from deltatune.train.step import full_loss
 
 
