@@ -25,7 +25,7 @@ import numpy as np
 
 import processes
 from deltatune.ops.kernels.launch import Launch
-from deltatune.ops.low_rank import BOUNDS, add_product, both_products, columns_product, rows_product
+from deltatune.ops.products.low_rank import BOUNDS, add_product, both_products, columns_product, rows_product
 from deltatune.ops.trial.measure import relative_error
 from machine import heading
 

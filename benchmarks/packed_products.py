@@ -20,7 +20,7 @@ import mlx.core as mx
 
 import processes
 from deltatune.machine.compiling import without_kernels
-from deltatune.ops.quantized_product import Quantization, packed_product
+from deltatune.ops.products.quantized_product import Quantization, packed_product
 from deltatune.ops.trial.measure import largest_error
 from machine import heading
 

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from deltatune.machine import backend
 from deltatune.ops import pieces
 from deltatune.ops.attention import attention
-from deltatune.ops.known_masks import MaskRule, remember
 from deltatune.ops.pieces import Carry
+from deltatune.ops.tracing.known_masks import MaskRule, remember
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import whole_rows
 from deltatune.train.setup import prepare, training

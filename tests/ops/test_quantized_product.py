@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops import quantized_product
-from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.cross_entropy import linear_cross_entropy
-from deltatune.ops.quantized_product import Quantization, packed_product, serves, unpacked
+from deltatune.ops.products import quantized_product
+from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
+from deltatune.ops.products.quantized_product import Quantization, packed_product, serves, unpacked
 
 PACKINGS = {
     **{f"affine{bits}": {"group_size": 32, "bits": bits, "mode": "affine"} for bits in (2, 3, 4, 5, 6, 8)},

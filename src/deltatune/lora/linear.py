@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from ..ops.low_rank import add_product, both_products, columns_product, rows_product
+from ..ops.products.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.recomputation import input_of
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .together import output

@@ -1,4 +1,4 @@
-"""Computes the adapters that read one input together, while a training step is traced (ops/adapted_products.py).
+"""Computes the adapters that read one input together, in a traced training step (ops/products/adapted_products.py).
 
 A layer calls its projections one by one. The first of them that is called computes the outputs of all that read the
 same array. Until the others are called, these outputs are what is known of that array (ops/tracing/known.py).
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.adapted_products import AdaptedMatrix, adapted_products
 from ..ops.functional import is_floating
-from ..ops.low_rank import covered
-from ..ops.quantized_product import Quantization, serves
+from ..ops.products.adapted_products import AdaptedMatrix, adapted_products
+from ..ops.products.low_rank import covered
+from ..ops.products.quantized_product import Quantization, serves
 from ..ops.tracing import trace
 from .adapter import Adapter
 from .weights import quantization

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.quantized_product import unpacked
+from ..ops.products.quantized_product import unpacked
 
 # The attributes of a quantised module that MLX's functions take as arguments of the same names.
 _QUANTISATION_SETTINGS = ("group_size", "bits", "mode")

@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import pieces, side_outputs
+from . import pieces
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
 from .pieces import Carry
 from .random_state import drawing_from, repeatable
-from .tracing import trace
+from .tracing import side_outputs, trace
 from .watched_calls import as_subclasses
 
 

@@ -18,7 +18,7 @@ from ..machine import backend
 from .functional import holding, trainable
 from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
-from .quantized_product import unpacked_once
+from .products.quantized_product import unpacked_once
 from .random_state import drawing_from, repeatable
 
 # A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the

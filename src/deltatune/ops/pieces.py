@@ -17,11 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from . import side_outputs
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
-from .known_masks import rule_of
 from .random_state import drawing_from, repeatable, skip
-from .tracing import trace
+from .tracing import side_outputs, trace
+from .tracing.known_masks import rule_of
 
 # The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}

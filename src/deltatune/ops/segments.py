@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
-from .known_masks import MaskRule, remember
 from .tracing import trace
+from .tracing.known_masks import MaskRule, remember
 
 
 def current() -> mx.array | None:

@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from ..ops.attention import attention
 from ..ops.functional import is_floating, promoted
-from ..ops.known_masks import MaskRule, remember, rule_of
 from ..ops.tracing import trace
+from ..ops.tracing.known_masks import MaskRule, remember, rule_of
 
 Function = Callable[..., Any]
 

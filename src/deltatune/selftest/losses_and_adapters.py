@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.kernels.launch import Execute, Launch
-from ..ops.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.pointwise.vocabulary_loss import RESULTS, differentiated, exact_losses
+from ..ops.products.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.trial.case import Case
 from ..ops.trial.measure import as_float64, relative_norm
 from .outcome import Check, Outcome, tried

@@ -22,12 +22,12 @@ from ..machine import backend
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.inputs import VisionBatch
 from ..models.vision.split import VisionArrays, vision_arrays
-from ..ops import side_outputs
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.experts import routing
 from ..ops.functional import differentiated_once, undisturbed
 from ..ops.random_state import drawing_with
 from ..ops.segments import segments
+from ..ops.tracing import side_outputs
 from .compiled import compiled
 from .distributed import World
 from .tree import from_host, leaves, number, places

@@ -13,11 +13,11 @@ import pytest
 from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
-from deltatune.ops import low_rank, quantized_product
-from deltatune.ops.adapted_products import AdaptedMatrix, adapted_products
-from deltatune.ops.low_rank import add_products, columns_products, rows_products
-from deltatune.ops.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
-from deltatune.ops.quantized_product import Quantization
+from deltatune.ops.products import low_rank, quantized_product
+from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
+from deltatune.ops.products.low_rank import add_products, columns_products, rows_products
+from deltatune.ops.products.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.products.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 from deltatune.ops.trial import first_use
 

@@ -23,7 +23,6 @@ from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
 from deltatune.ops.kernels.launch import Launch
-from deltatune.ops.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.pointwise import (
     adam,
     conv_silu,
@@ -41,6 +40,7 @@ from deltatune.ops.pointwise.rows import sum_rows, take_rows
 from deltatune.ops.pointwise.squares import sum_of_squares
 from deltatune.ops.pointwise.unpacking import BITS, unpack
 from deltatune.ops.pointwise.vocabulary_loss import vocabulary_losses
+from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 PRETENDED = load(Path(__file__).with_name("pretended_gpu.py"))

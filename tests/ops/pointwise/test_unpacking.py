@@ -15,7 +15,7 @@ from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import unpacking
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
-from deltatune.ops.quantized_product import Quantization, packed_product, unpacked
+from deltatune.ops.products.quantized_product import Quantization, packed_product, unpacked
 from deltatune.ops.trial import first_use
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]

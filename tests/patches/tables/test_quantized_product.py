@@ -8,7 +8,7 @@ import pytest
 
 from deltatune.lora import DoRALinear, LoRALinear
 from deltatune.machine import backend
-from deltatune.ops import quantized_product
+from deltatune.ops.products import quantized_product
 from deltatune.patches import PatchWarning, patched
 from deltatune.patches.tables import quantized_product as patch
 

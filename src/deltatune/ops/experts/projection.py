@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..quantized_product import unpacked
+from ..products.quantized_product import unpacked
 from . import grouped, trial_case
 from .single_rows import single_rows
 from .tiles import Chunk

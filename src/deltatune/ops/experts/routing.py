@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
-from .. import side_outputs
-from ..tracing import trace
+from ..tracing import side_outputs, trace
 
 
 def watching(lengths: mx.array, width: int, *, trained: bool) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...ops.quantized_product import ROWS, Quantization, packed_product, serves
+from ...ops.products.quantized_product import ROWS, Quantization, packed_product, serves
 from ..patch_record import Function, core_record
 from ..small_cases import describe_difference
 

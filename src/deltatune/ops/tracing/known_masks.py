@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .tracing import trace
+from . import trace
 
 
 class MaskRule(NamedTuple):

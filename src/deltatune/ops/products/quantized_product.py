@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..machine import backend
-from .functional import is_floating, promoted
-from .pointwise import unpacking
-from .tracing import trace
+from ...machine import backend
+from ..functional import is_floating, promoted
+from ..pointwise import unpacking
+from ..tracing import trace
 
 # The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
 ROWS = {"cpu": 8, "cuda": 64}

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..machine import backend
-from .kernels.launch import Execute, Launch
+from ...machine import backend
+from ..kernels.launch import Execute, Launch
+from ..pointwise.passes import LEAST
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import as_float64, random_arrays
 from .low_rank_kernels import (
     STRIPE,
     BothKernel,
@@ -24,10 +28,6 @@ from .low_rank_kernels import (
     rows_lines,
     scaled_product,
 )
-from .pointwise.passes import LEAST
-from .trial import first_use
-from .trial.case import Case
-from .trial.measure import as_float64, random_arrays
 
 # The largest rank, of which every lane has a share of the sums in its registers.
 MOST = 64

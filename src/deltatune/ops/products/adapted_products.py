@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .kernels.launch import Execute
+from ..kernels.launch import Execute
+from ..recomputation import input_of
 from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
 from .quantized_product import Quantization, matrix_gradients, rows_times
-from .recomputation import input_of
 
 # The arrays of each of several matrices.
 Weights = list[list[mx.array]]

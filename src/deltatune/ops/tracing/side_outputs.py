@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from .tracing import trace
+from . import trace
 
 
 def add(arrays: list[mx.array]) -> None:

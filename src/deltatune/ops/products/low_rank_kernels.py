@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import mlx.core as mx
 
-from ..machine import backend, nvidia
-from .functional import as_list, not_differentiated_again
-from .kernels.launch import LOW_RANK, Execute, Launch, numbers
+from ...machine import backend, nvidia
+from ..functional import as_list, not_differentiated_again
+from ..kernels.launch import LOW_RANK, Execute, Launch, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
 _LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
