@@ -18,6 +18,7 @@ from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
 from deltatune.patches import evidence
+from deltatune.patches.verify import Serving
 from deltatune.plan.process_memory import LayoutError
 from new_tokens import with_new_tokens
 
@@ -149,14 +150,18 @@ def test_a_model_and_who_holds_its_layers(tiny_checkpoint, doctor):
     path = tiny_checkpoint("qwen3_5_moe")
     text = doctor("--model", path)
     assert "4 layers: 1 attention, 3 delta; experts in 4" in text
-    assert "✓ 3 of 3 delta layers train with deltatune's: chunk in 3 on text" in text
+    assert "✓ 3 of 3 layers with gated delta train with deltatune's: chunk in 3 on text" in text
+    assert "✓ 1 of 1 layers with attention train with deltatune's: " in text
+    assert "✓ 4 of 4 layers with experts train with deltatune's: grouped in 4 on text" in text
 
 
 def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, doctor):
     path = tiny_checkpoint("qwen3_5")
-    monkeypatch.setattr(examination, "reached", lambda model: {"layers.0.linear_attn": "", "layers.1.x": "fused"})
+    told = Serving({"layers.0.linear_attn": "", "layers.1.x": "fused"}, {"layers.2": ""})
+    monkeypatch.setattr(examination, "serving", lambda model: told)
     text = doctor("--model", path)
-    assert "! 1 of 2 delta layers train with deltatune's: fused in 1 on text" in text
+    assert "! 1 of 2 layers with gated delta train with deltatune's: fused in 1 on text" in text
+    assert "✓ 0 of 1 layers with attention train with deltatune's on text" in text
     assert "layers.0.linear_attn runs other code" in text
 
 
@@ -202,7 +207,7 @@ def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_
 def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, doctor):
     monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
     text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
-    assert "✓ 3 of 3 delta layers train with deltatune's: chunk in 3 on text, through mlx-lm" in text
+    assert "✓ 3 of 3 layers with gated delta train with deltatune's: chunk in 3 on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text
 
 

@@ -177,7 +177,7 @@ def test_force_goes_on_and_says_what_serves(checkpoint, tmp_path, changed):
     assert "Gated delta: upstream's own code in 1 of 1 layers." in done.stdout
     assert "gated_delta_update stays as it is" in done.stderr
     report = (tmp_path / "out/report.html").read_text()
-    assert "What computes each gated-delta layer" in report
+    assert "What computes each layer" in report
     assert "<td>upstream&#x27;s own code in 1 of 1 layers</td>" in report
     assert (tmp_path / "out/adapters.safetensors").exists()
 

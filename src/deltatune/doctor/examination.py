@@ -16,7 +16,8 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import backend
-from ..patches import PATCHES, patched, reached
+from ..patches import PATCHES, patched
+from ..patches.verify import serving
 from ..plan.array_layout import ArrayLayout
 from ..plan.process_memory import LayoutError
 from ..upstream import Probed, probed
@@ -60,7 +61,8 @@ class Forward:
         package: The package that defines the model.
         delta: How many gated-delta layers the model has.
         unreached: Paths of the gated-delta layers that do not call deltatune's operator.
-        served: How many layers each implementation of gated_delta serves in training, by name.
+        served: For gated delta, attention and experts, how many layers each implementation serves in training, by
+            name; "" counts those that upstream's own code serves.
         kernels: The custom kernels that the forward reaches.
         untrainable: A sentence for each kernel through which training fails.
         untraced: Why the kernels are not known; None where they are.
@@ -70,7 +72,7 @@ class Forward:
     package: str
     delta: int
     unreached: list[str]
-    served: dict[str, int] = field(default_factory=dict)
+    served: dict[str, dict[str, int]] = field(default_factory=dict)
     kernels: list[ReachedKernel] = field(default_factory=list)
     untrainable: list[str] = field(default_factory=list)
     untraced: str | None = None
@@ -193,11 +195,11 @@ def _forward(data: str, model: nn.Module) -> Forward:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with patched():
-            calls = reached(model)
+            told = serving(model)
     package = type(model).__module__.partition(".")[0].replace("_", "-")
-    unreached = [name for name, ours in calls.items() if not ours]
-    served = Counter(name for name in calls.values() if name)
-    forward = Forward(data, package, len(calls), unreached, dict(served))
+    unreached = [path for path, name in told.delta.items() if not name]
+    served = {operator: dict(Counter(layers.values())) for operator, layers in told.by_operator().items()}
+    forward = Forward(data, package, len(told.delta), unreached, served)
     try:
         forward.kernels = sweep(model)
     except UserError as error:

@@ -193,13 +193,15 @@ def _model(layers: Layers) -> RenderableType:
 
 
 def _forward(table: Table, forward: Forward) -> None:
-    """Add a line that says whose code runs the gated-delta layers, and one line for each custom kernel."""
+    """Add a line for each operator that says whose code runs its layers, and one line for each custom kernel."""
     through = f"  on {forward.data}, through {forward.package}"
-    ours = forward.delta - len(forward.unreached)
-    if forward.delta:
-        sign, style = _WARNING if forward.unreached else _GOOD
-        by = ", ".join(f"{name} in {count}" for name, count in forward.served.items())
-        text = Text(f"{ours} of {forward.delta} delta layers train with deltatune's{f': {by}' if by else ''}")
+    for operator, counts in forward.served.items():
+        layers, others = sum(counts.values()), counts.get("", 0)
+        # Upstream's attention and experts are right as well, only slower; its gated delta is a loop.
+        sign, style = _WARNING if others and operator == "gated delta" else _GOOD
+        by = ", ".join(f"{name} in {count}" for name, count in counts.items() if name)
+        ours = f"{layers - others} of {layers} layers with {operator}"
+        text = Text(f"{ours} train with deltatune's{f': {by}' if by else ''}")
         text.append(through, style="dim")
         table.add_row(Text(sign, style=style), text)
     for path in forward.unreached:

@@ -35,7 +35,7 @@ from .tables import (
     residual_weights,
     sorted_rows,
 )
-from .verify import explain, reached
+from .verify import explain, reached, serving
 
 __all__ = [
     "ALWAYS",
@@ -122,7 +122,7 @@ def apply(
     """
     report = patch.apply(_records(), announce)
     if model is not None and TRAINING in uses:
-        layers, report.layers = gated_delta_layers(model), reached(model)
+        layers, report.serving = gated_delta_layers(model), serving(model)
         report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
     if model is not None and strict:
         refuse(report, model, uses)

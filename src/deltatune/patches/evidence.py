@@ -25,7 +25,7 @@ from ..machine import atomic_files, backend, environment
 from ..machine.compiling import not_compiled
 from ..ops.random_state import drawing_from
 from ..ops.trial import candidates
-from . import recurrence, whole_rows
+from . import callers
 from .holders import attribute_of, defined_function
 from .patch_record import SETTLED, Function, Patch
 from .versions import contains, installed, is_older, latest
@@ -131,8 +131,7 @@ def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
     with ExitStack() as stack:
         for context in (not_compiled(), on_cpu, candidates.without_trials(), drawing_from(mx.random.key(0))):
             stack.enter_context(context)
-        stack.enter_context(recurrence.noting_callers())
-        stack.enter_context(whole_rows.uncounted())
+        stack.enter_context(callers.noting())
         try:
             return patch.check(upstream, ours)
         except UserError:

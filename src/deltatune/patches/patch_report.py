@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .patch_record import Patch
+from .verify import Serving
 from .versions import contains, latest
 
 
@@ -55,15 +56,19 @@ class PatchReport:
         left_alone: The functions that keep their original code.
         waiting: The modules that are not imported yet; their functions are replaced when they are.
         unreached: A message for each gated-delta layer that does not call deltatune.
-        layers: For each gated-delta layer of the model that was traced, by path, the implementation of gated_delta
-            that serves it in training; "" where upstream's own code does.
+        serving: What serves each layer of the model that was traced.
     """
 
     applied: list[Applied] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
-    layers: dict[str, str] = field(default_factory=dict)
+    serving: Serving = field(default_factory=Serving)
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """What serves each gated-delta layer of the model that was traced (Serving.delta)."""
+        return self.serving.delta
 
     @property
     def complete(self) -> bool:

@@ -1,18 +1,15 @@
 """Replaces `gated_delta_update`, the function through which models of mlx-lm and mlx-vlm run their recurrence.
 
 Each call is routed to deltatune, to the original function, or to the original's forward pass with deltatune's backward
-pass. The module also counts how many calls each of the three served, and records which layers made them.
+pass. The module also counts how many calls each of the three served.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +19,7 @@ from ..ops.gated_delta import gated_delta
 from ..ops.gated_delta.choice import Call, choose
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
+from . import callers
 from .whole_rows import PROMPT_TOKENS
 
 # Who may serve a call; the keys of the counter that served() returns.
@@ -35,9 +33,6 @@ _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 # Parameters that only some versions of the original function have: options of the gates, and those of decoding.
 _OPTIONS, _DECODING = ("lower_bound", "allow_neg_eigval"), ("state_steps", "cache")
 
-# So many tokens has the row for which a noted call asks what would serve it.
-ROW = 512
-
 
 def served() -> Counter[str]:
     """How many calls of patched functions each of OURS, BACKWARD and UPSTREAM served since the last reset().
@@ -50,19 +45,6 @@ def served() -> Counter[str]:
 def reset() -> None:
     """Set the counts of served() back to zero."""
     trace.current().recurrences.clear()
-
-
-@contextmanager
-def noting_callers() -> Iterator[list[tuple[list[int], str]]]:
-    """Record which objects call patched functions within a `with` block. Calls inside it do not count outside it.
-
-    Yields:
-        A list that grows by one entry for each call: the ids of the `self` of every stack frame above that call, and
-        the implementation of gated_delta that serves it in training, on rows of ROW tokens; "" where upstream does.
-    """
-    calls: list[tuple[list[int], str]] = []
-    with trace.having(callers=calls, recurrences=Counter()):
-        yield calls
 
 
 def update(upstream: Update) -> Update:
@@ -150,30 +132,16 @@ def route(
 
 def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
     """Count a call as served by `who`, and return its `result`; `call` is its arrays and options where ours serves."""
-    told = trace.current()
-    told.recurrences[who] += 1
-    if told.callers is not None:
-        asked = call is not None and told.trials
-        told.callers.append((_selves(), _implementation(*call) if asked else ""))
+    trace.current().recurrences[who] += 1
+    callers.note("gated delta", None if call is None else lambda: _implementation(*call))
     return result
 
 
 def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
-    """The name of what serves a call with these arrays and options in training, on rows of ROW tokens."""
-    q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], ROW, *x.shape[2:])) for x in arrays[:4])
+    """The name of what serves a call with these arrays and options in training, on rows of callers.ROW tokens."""
+    q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
     return choose(Call(q, k, v, log_g, masked=False, segmented=False))[0]
-
-
-def _selves() -> list[int]:
-    """The ids of the `self` of every stack frame above this one."""
-    identities: list[int] = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if "self" in frame.f_code.co_varnames:
-            identities.append(id(frame.f_locals.get("self")))
-        frame = frame.f_back
-    return identities
 
 
 def _ours(

@@ -1,36 +1,72 @@
-"""Checks whether the gated-delta layers of a model really call deltatune.
-
-The model is traced: comparing the names of functions would miss a layer that holds another function.
-"""
+"""Asks each layer of a model what serves it: gated delta, attention and experts."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..layers import gated_delta_layers
-from . import recurrence
+from ..errors import UserError
+from ..layers import LayerInfo, describe, gated_delta_layers
+from . import callers
+from .whole_rows import whole_rows
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What serves each layer of a model in training, by the layer's path; "" where upstream's own code does.
+
+    Attributes:
+        delta: The implementation of gated_delta, for each gated-delta mixer.
+        attention: The implementation of attention, for each decoder layer that attends.
+        experts: Whose code serves the experts, for each decoder layer that has them.
+    """
+
+    delta: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
+
+    def by_operator(self) -> dict[str, dict[str, str]]:
+        """The same by the operator's name, without operators that no layer has."""
+        operators = {"gated delta": self.delta, "attention": self.attention, "experts": self.experts}
+        return {name: layers for name, layers in operators.items() if layers}
+
+
+def serving(model: nn.Module) -> Serving:
+    """Trace `model` on two tokens and see which of its layers call a patched function, and what serves them.
+
+    Args:
+        model: A model with gated-delta layers, which can be called with tokens [1, 2] and no image. Nothing is
+            evaluated. Nothing is asked of a model without such layers.
+    """
+    mixers = gated_delta_layers(model)
+    if not mixers:
+        return Serving()
+    layers = _layers(model)
+    attending = [layer for layer in layers if layer.kind == "attention"]
+    routing = [layer for layer in layers if layer.experts]
+    with callers.noting() as calls, whole_rows():
+        model(mx.array([[0, 1]]), **_absent(type(model)))
+    names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
+    return Serving(
+        {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
+        {layer.path: names.get(("attention", id(layer.module)), "") for layer in attending},
+        {layer.path: names.get(("experts", id(layer.module)), "") for layer in routing},
+    )
 
 
 def reached(model: nn.Module) -> dict[str, str]:
-    """Trace `model` on two tokens and see which of its gated-delta layers call a patched function, and what serves it.
+    """Return what serves each gated-delta layer of `model` in training: Serving.delta of serving(model)."""
+    return serving(model).delta
 
-    Args:
-        model: A model that can be called with tokens [1, 2] and no image. Nothing is evaluated.
 
-    Returns:
-        {path of a gated-delta layer: the implementation of gated_delta that serves it in training; "" for a layer
-        whose calls do not arrive at a patched function}.
-    """
-    layers = gated_delta_layers(model)
-    if not layers:
-        return {}
-    with recurrence.noting_callers() as calls:
-        model(mx.array([[0, 1]]), **_absent(type(model)))
-    serving = {identity: implementation for callers, implementation in calls for identity in callers}
-    return {path: serving.get(id(layer), "") for path, layer in layers.items()}
+def _layers(model: nn.Module) -> list[LayerInfo]:
+    try:
+        return describe(model)
+    except UserError:
+        return []  # A model without a list of layers has none that could be named.
 
 
 def _absent(model_class: type[nn.Module]) -> dict[str, None]:

@@ -19,9 +19,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.attention import attention
+from ..ops.attention.choice import AttentionCall, choose
 from ..ops.functional import is_floating, promoted
 from ..ops.tracing import trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
+from . import callers
 
 Function = Callable[..., Any]
 
@@ -65,11 +67,6 @@ def served() -> Counter[str]:
 def reset() -> None:
     """Set the counts of served() back to zero."""
     trace.current().attentions.clear()
-
-
-def uncounted() -> AbstractContextManager[None]:
-    """Within the context, calls do not count in the served() of those outside."""
-    return trace.having(attentions=Counter())
 
 
 def marking(upstream: Function) -> Function:
@@ -116,13 +113,21 @@ def attending(upstream: Function) -> Function:
             # A call of deltatune's attention that MLX's function serves is counted by whoever made it.
             if not told.attending:
                 told.attentions[UPSTREAM] += 1
+                callers.note("attention", None)
             return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
         trace.current().attentions[OURS] += 1
+        callers.note("attention", lambda: _implementation(arrays, scale, mask, sinks))
         # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.
         with trace.having(attending=True):
             return _attend(upstream, arrays, scale, mask, sinks)
 
     return scaled_dot_product_attention
+
+
+def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:
+    """The name of what serves such a call in training, on rows of callers.ROW tokens; a mask is taken for causal."""
+    q, k, v = (mx.broadcast_to(x[:, :, :1], (*x.shape[:2], callers.ROW, x.shape[3])) for x in arrays)
+    return choose(AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
 
 
 def _arrays(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array] | None:

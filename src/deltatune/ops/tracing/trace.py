@@ -39,6 +39,21 @@ class RouterWatch(NamedTuple):
 
 
 @dataclass(frozen=True)
+class NotedCall:
+    """A call of a patched function.
+
+    Attributes:
+        operator: What it computes: "gated delta", "attention" or "experts".
+        callers: The ids of the `self` of every stack frame above it.
+        implementation: The name of what serves it in training; "" where upstream's code does.
+    """
+
+    operator: str
+    callers: list[int]
+    implementation: str
+
+
+@dataclass(frozen=True)
 class Trace:
     """What the functions inside a layer are told.
 
@@ -58,8 +73,7 @@ class Trace:
             whose experts wait for their scores.
         attending: Whether deltatune's attention runs, so that what it calls itself is not served by it again.
         upstream_serves: Whether a call of the recurrence runs that upstream serves, with all that it calls.
-        callers: For each call of the recurrence so far, the ids of the objects above it, and the implementation that
-            serves it in training; None if nobody asks.
+        callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
         recurrences: How many calls of the recurrence each of those who may serve it has served.
         attentions: The same of attention.
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
@@ -84,7 +98,7 @@ class Trace:
     chosen_experts: list[mx.array] | None = None
     attending: bool = False
     upstream_serves: bool = False
-    callers: list[tuple[list[int], str]] | None = None
+    callers: list[NotedCall] | None = None
     recurrences: Counter[str] = field(default_factory=Counter)
     attentions: Counter[str] = field(default_factory=Counter)
     small_case: list[str] | None = None

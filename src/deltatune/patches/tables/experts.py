@@ -23,6 +23,7 @@ from ...machine import backend
 from ...ops.experts import expert_block, routing, swiglu
 from ...ops.tracing import trace
 from ...upstream import COMBINE
+from .. import callers
 from ..patch_record import Check, Function, Patch
 from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
 
@@ -142,11 +143,14 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     product for half precision or for matrices with a global scale (nvfp4), so the operator serves those in
     inference as well.
     """
-    if not self.training and not (backend.device() == "cpu" and _is_beyond_mlx(self, names, x)):
+    trains = self.training or callers.asked()
+    if not trains and not (backend.device() == "cpu" and _is_beyond_mlx(self, names, x)):
         return None
     projections = [known for name in names if (known := projection(self[name])) is not None]
     if len(projections) < len(names):
+        callers.note("experts", None)
         return None
+    callers.note("experts", lambda: "grouped")
     up, down, *gate = projections
     kind = type(self.activation)
     activation = swiglu if f"{kind.__module__}.{kind.__qualname__}" in _SWIGLU else self.activation

@@ -19,8 +19,8 @@ from ...lora.weights import is_quantized, quantization
 from ...machine import backend, blas
 from ...ops.trial.rankings import Rankings
 from ...options.config import TrainConfig
-from ...patches import PatchReport
 from ...patches.summary import summary
+from ...patches.verify import Serving
 from ..distributed import World
 from ..saved.state import Progress, exists, state_path
 from ..setup import Training
@@ -28,6 +28,7 @@ from ..tree import leaves
 from .report import ReportTable
 from .screen import Fact
 
+UPSTREAMS = "upstream's own code"
 # How many earlier runs a line names before it counts the rest.
 _NAMED = 4
 
@@ -74,7 +75,7 @@ def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Traini
         "model": f"{config.model}; {layer_summary(trained.layers)}",
         "trained": what_trains(model, config),
         "data": f"{data}; {examples(splits)}",
-        **({"gated delta": served(trained.patches)} if trained.patches.layers else {}),
+        **served(trained.patches.serving),
     }
 
 
@@ -133,8 +134,8 @@ def facts(
     """
     opening: list[Fact | str] = [Fact("model", f"{config.model}; {layer_summary(trained.layers)}")]
     opening.append(Fact("training", what_trains(model, config)))
-    if any(layer.kind == "delta" for layer in trained.layers):
-        opening.append(Fact("gated delta", served(trained.patches)))
+    opening += [Fact(operator, by) for operator, by in served(trained.patches.serving).items()]
+    if trained.patches.applied or trained.patches.left_alone:
         opening.append(Fact("patches", (str(trained.patches) if verbose else summary(trained.patches)).rstrip(".")))
     opening.append(Fact("device", f"{backend.device()}; BLAS: {blas.status()}"))
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
@@ -172,19 +173,24 @@ def implementations(chosen: Rankings) -> list[str]:
     return [f"{key}: {names[0]} ({chosen.reasons[key]})." for key, names in chosen.names.items()]
 
 
-def served(patches: PatchReport) -> str:
-    """Describe what computes the gated-delta layers, such as `chunk (automatic on cpu) in 18 of 18 layers`."""
-    why = backend.gated_delta_candidates()[1]
-    counts = Counter(patches.layers.values()).most_common()
-    found = [f"{name} ({why})" if name else "upstream's own code" for name, _ in counts]
-    parts = zip(found, counts, strict=True)
-    return ", and ".join(f"{name} in {number} of {len(patches.layers)} layers" for name, (_, number) in parts)
+def served(told: Serving) -> dict[str, str]:
+    """Describe what computes the layers, such as `{"gated delta": "chunk (automatic on cpu) in 18 of 18 layers"}`."""
+    why = {"gated delta": backend.gated_delta_candidates()[1], "attention": backend.attention_candidates()[1]}
+    lines = {}
+    for operator, layers in told.by_operator().items():
+        reason = f" ({why[operator]})" if operator in why else ""
+        lines[operator] = ", and ".join(
+            f"{name + reason if name else UPSTREAMS} in {number} of {len(layers)} layers"
+            for name, number in Counter(layers.values()).most_common()
+        )
+    return lines
 
 
 def layer_table(trained: Training) -> list[ReportTable]:
-    """Return the table of a report that names what computes each gated-delta layer; none without such layers."""
-    rows = [(path, name or "upstream's own code") for path, name in trained.patches.layers.items()]
-    return [ReportTable("What computes each gated-delta layer", ("layer", "by"), rows, folded=True)] if rows else []
+    """Return the table of a report that names what computes each layer; none where no layer was asked."""
+    told = trained.patches.serving.by_operator()
+    rows = [(path, name, by or UPSTREAMS) for name, layers in told.items() for path, by in layers.items()]
+    return [ReportTable("What computes each layer", ("layer", "operator", "by"), rows, folded=True)] if rows else []
 
 
 def _stored_numbers(model: nn.Module) -> int:

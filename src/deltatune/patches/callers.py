@@ -1,0 +1,61 @@
+"""Notes which layers of a model call a patched function, and what serves each call in training.
+
+The model is traced: comparing the names of functions would miss a layer that holds another function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ..ops.tracing import trace
+from ..ops.tracing.trace import NotedCall
+
+# So many tokens has the row for which a noted call asks what would serve it.
+ROW = 512
+
+
+@contextmanager
+def noting() -> Iterator[list[NotedCall]]:
+    """Note every call of a patched function within a `with` block. Calls inside it do not count outside it.
+
+    Yields:
+        A list that grows by one entry for each call.
+    """
+    calls: list[NotedCall] = []
+    with trace.having(callers=calls, recurrences=Counter(), attentions=Counter()):
+        yield calls
+
+
+def asked() -> bool:
+    """Whether calls are noted, and what serves them may be asked."""
+    told = trace.current()
+    return told.callers is not None and told.trials
+
+
+def note(operator: str, implementation: Callable[[], str] | None) -> None:
+    """Note a call of an operator, where calls are noted.
+
+    Args:
+        operator: "gated delta", "attention" or "experts".
+        implementation: Gives the name of what serves the call in training, on rows of ROW tokens; None where
+            upstream's code does.
+    """
+    calls = trace.current().callers
+    if calls is not None:
+        name = implementation() if implementation is not None and asked() else ""
+        calls.append(NotedCall(operator, _selves(), name))
+
+
+def _selves() -> list[int]:
+    """The ids of the `self` of every stack frame above this one."""
+    identities: list[int] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "self" in frame.f_code.co_varnames:
+            identities.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return identities

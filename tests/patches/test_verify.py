@@ -1,0 +1,69 @@
+"""Each layer of a model is asked what serves it: gated delta, attention and experts."""
+
+from __future__ import annotations
+
+import pytest
+from mlx_lm.models import qwen3_next
+
+from deltatune.patches import patched
+from deltatune.patches.tables import experts
+from deltatune.patches.verify import Serving, serving
+from deltatune.train import announce
+
+
+@pytest.fixture
+def mixture(tiny_model):
+    return tiny_model("qwen3_5_moe")
+
+
+def names(layers):
+    return set(layers.values())
+
+
+def test_every_operator_of_every_layer(mixture):
+    mixture.eval()
+    with patched():
+        told = serving(mixture)
+    assert (len(told.delta), len(told.attention), len(told.experts)) == (3, 1, 4)
+    assert names(told.delta) == {"chunk"}
+    # Rows of so few scores are MLX's own, called by deltatune's attention.
+    assert names(told.attention) == {"native"}
+    assert names(told.experts) == {"grouped"}
+    assert all(path.endswith("linear_attn") for path in told.delta)
+    # Asking changes neither the mode nor whose code answers.
+    assert not mixture.training
+
+
+def test_without_patches_no_layer_is_deltatunes(mixture):
+    told = serving(mixture)
+    assert names(told.delta) == names(told.attention) == names(told.experts) == {""}
+
+
+def test_a_layer_that_computes_its_attention_itself_is_upstreams(mixture, monkeypatch):
+    monkeypatch.setattr(qwen3_next, "scaled_dot_product_attention", lambda q, *others, **options: q)
+    with patched():
+        told = serving(mixture)
+    assert (names(told.delta), names(told.attention), names(told.experts)) == ({"chunk"}, {""}, {"grouped"})
+
+
+def test_a_model_without_gated_delta_is_not_asked(tiny_model):
+    """Its forward on two tokens may need pictures, or a kernel that this machine does not have."""
+    with patched():
+        assert serving(tiny_model("qwen3")) == Serving()
+
+
+def test_experts_of_an_unknown_kind_are_upstreams(mixture, monkeypatch):
+    unknown = mixture.layers[2].mlp.switch_mlp.up_proj
+    known = experts.projection
+    monkeypatch.setattr(experts, "projection", lambda each: None if each is unknown else known(each))
+    with patched():
+        told = serving(mixture)
+    assert [name for _, name in sorted(told.experts.items())] == ["grouped", "grouped", "", "grouped"]
+
+
+def test_a_run_says_it_in_a_line_an_operator():
+    told = Serving({"a": "chunk", "b": "chunk"}, {"c": "blocked", "d": ""})
+    assert announce.served(told) == {
+        "gated delta": "chunk (automatic on cpu) in 2 of 2 layers",
+        "attention": "blocked (automatic on cpu) in 1 of 2 layers, and upstream's own code in 1 of 2 layers",
+    }
