@@ -36,7 +36,7 @@ BY_IDENTITY = {
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
     "patches.holders": "functions of upstream, which live as long as their modules",
-    "patches.recurrence": "the objects above a call, while somebody asks who calls",
+    "patches.callers": "the objects above a call, while somebody asks who calls",
     "patches.verify": "the same, compared with a model's layers",
 }
 _CHANGING = {

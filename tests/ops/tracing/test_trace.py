@@ -86,7 +86,7 @@ def test_the_page_says_who_sets_and_who_reads():
     }
     found = {
         each.name: (
-            [file for file, text in texts.items() if re.search(rf"\bhaving\([^)]*\b{each.name}=", text)],
+            [file for file, text in texts.items() if re.search(rf"\bhaving\((?:[^()]|\(\))*\b{each.name}=", text)],
             [file for file, text in texts.items() if re.search(rf"\b(?:told|current\(\))\.{each.name}\b", text)],
         )
         for each in fields(trace.Trace)
