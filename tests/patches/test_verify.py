@@ -8,7 +8,7 @@ from mlx_lm.models import qwen3_next
 from deltatune.patches import patched
 from deltatune.patches.tables import experts
 from deltatune.patches.verify import Serving, serving
-from deltatune.train import announce
+from deltatune.train.reports import announce
 
 
 @pytest.fixture
