@@ -50,8 +50,10 @@ FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=doubl
 PLAIN, OPTIMISED = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 # Makes every load and store call the race detector of host.h.
-WATCH = ["-DDELTATUNE_WATCH", "-fsanitize-coverage=edge,trace-loads,trace-stores"]
-RUNTIME = Path(__file__).with_name("host.h")
+WATCHED, WATCH = ["-DDELTATUNE_WATCH"], ["-fsanitize-coverage=edge,trace-loads,trace-stores"]
+# The same for every kernel. Hopper's reads threadgroup memory for the lanes, and so is watched as they are.
+RUNTIME, RUNTIME_OF_HOPPER = "host_runtime.cpp", "hopper_runtime.cpp"
+INCLUDED = re.compile(r'#include "(\w+\.h)"\n')
 
 
 class HostError(AssertionError):
@@ -166,8 +168,10 @@ class HostMachine:
         optimised: bool = False,
     ):
         self.folder = Path(folder)
-        self.flags = FLAGS + (OPTIMISED if cuda or optimised else PLAIN) + WATCH * watch
-        self.flags += [f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else []
+        limits = WATCHED * watch + ([f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else [])
+        self.flags = FLAGS + limits + (OPTIMISED if cuda or optimised else PLAIN) + WATCH * watch
+        self.watch = watch
+        self.flags_of_runtime = [*FLAGS, *limits, "-Xclang", "-O2"]
         self.cuda = cuda
         # A loop that is not unrolled compiles sooner.
         self.text = UNROLLED.sub("", header("metal") if text is None else text)
@@ -190,23 +194,27 @@ class HostMachine:
             self.entries[entry] = function
 
     def _library(self, source: str) -> Path:
-        # host.h is half of what a kernel would take to compile.
-        header = self._compiled(RUNTIME.read_text(), "h", "pch", ["-x", "c++-header"])
+        # The header, and what runs the lanes, are more than half of what a kernel would take to compile.
+        header = self._compiled(whole("host.h"), "h", "pch", self.flags, "-x", "c++-header")
+        runtime = [self._compiled(whole(RUNTIME), "cpp", "o", self.flags_of_runtime, "-c")]
+        if self.cuda:
+            flags = self.flags_of_runtime + WATCH * self.watch
+            runtime.append(self._compiled(whole(RUNTIME_OF_HOPPER), "cpp", "o", flags, "-c"))
         # The key knows all that the header was compiled from, but for the C library's headers, which may be touched.
         included = ["-fno-validate-pch", "-include-pch", str(header)]
-        return self._compiled(source, "cpp", "so", ["-shared", *(w for flag in included for w in ("-Xclang", flag))])
+        flags = [*self.flags, "-shared", *map(str, runtime), *(word for flag in included for word in ("-Xclang", flag))]
+        return self._compiled(source, "cpp", "so", flags)
 
-    def _compiled(self, source: str, kind: str, made: str, flags: list[str]) -> Path:
+    def _compiled(self, source: str, kind: str, made: str, flags: list[str], *more: str) -> Path:
         """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there."""
-        key = hashlib.sha256("\n".join([source, *self.flags, *flags, *compiler(), version()]).encode()).hexdigest()[:16]
+        command = [*compiler(), *flags, *more]
+        key = hashlib.sha256("\n".join([source, *command, version()]).encode()).hexdigest()[:16]
         result = self.folder / f"{key}.{made}"
         if not result.exists():
             # The files carry the process's number: another process may be compiling the same text.
             file, compiled = (self.folder / f"{key}.{os.getpid()}.{each}" for each in (kind, made))
             file.write_text(source)
-            ended = subprocess.run(
-                [*compiler(), *self.flags, *flags, str(file), "-o", str(compiled)], capture_output=True, text=True
-            )
+            ended = subprocess.run([*command, str(file), "-o", str(compiled)], capture_output=True, text=True)
             if ended.returncode:
                 raise HostError(ended.stderr[:4000])
             os.replace(compiled, result)
@@ -245,6 +253,12 @@ def cuda_text(*names: str) -> str:
     files = dict.fromkeys(file for name in names for file in bodies_of(name))
     stand_ins = {file: Path(__file__).with_name(file.replace(".h", "_host.h")) for file in ("hopper.h", "fragments.h")}
     return header("metal", ()) + "".join(stand_ins.get(file, FOLDER / file).read_text() for file in files)
+
+
+def whole(name: str) -> str:
+    """Return the text of a file in this folder, with those of this folder that it includes."""
+    text = Path(__file__).with_name(name).read_text()
+    return INCLUDED.sub(lambda found: whole(found[1]), text)
 
 
 def plant(text: str, old: str, new: str) -> str:
