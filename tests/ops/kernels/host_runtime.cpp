@@ -40,7 +40,7 @@ uint3 block_position, grid_size;
 Region arena, buffers[most_buffers + 1];
 static char fault[512];
 static Group groups[most_lanes / 32];
-static int lane_count, inside;
+static int inside;
 static void* scheduler_pointer;
 static int buffer_count, arena_bytes;
 static uint64_t random_state;
@@ -54,13 +54,20 @@ uint64_t draw(uint64_t below) {
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return (z ^ (z >> 31)) % below;
 }
+static void exchange(int* order, int i) {
+  const int j = (int)draw((uint64_t)i + 1), kept = order[i];
+  order[i] = order[j];
+  order[j] = kept;
+}
 static void shuffle(int* order, int count) {
   for (int i = 0; i < count; ++i) order[i] = i;
-  for (int i = count - 1; i > 0; --i) {
-    const int j = (int)draw((uint64_t)i + 1), kept = order[i];
-    order[i] = order[j];
-    order[j] = kept;
-  }
+  for (int i = count - 1; i > 0; --i) exchange(order, i);
+}
+// Unrolled, its divisors are constants, which take no division. It is the most frequent operation of all.
+static void shuffle_group(int* order) {
+  for (int i = 0; i < 32; ++i) order[i] = i;
+#pragma clang loop unroll(full)
+  for (int i = 31; i > 0; --i) exchange(order, i);
 }
 
 void fail(const char* message, int site) {
@@ -265,7 +272,7 @@ static void release(int first, int count) {
 
 static void run_group(int group) {
   int order[32];
-  shuffle(order, 32);
+  shuffle_group(order);
   for (int i = 0; i < 32 && !fault[0]; ++i) {
     current = group * 32 + order[i];
     if (lanes[current].wait != running) continue;
@@ -276,8 +283,13 @@ static void run_group(int group) {
   if (met(group * 32, 32, in_group)) release(group * 32, 32);
 }
 
+static bool runs(int group) {
+  for (int i = group * 32; i < group * 32 + 32; ++i)
+    if (lanes[i].wait == running) return true;
+  return false;
+}
+
 static bool run_block(int count) {
-  lane_count = count;
   memset(arena.start, 0xff, threadgroup_limit);
   memset(groups, 0, sizeof groups);
   forget_accesses();
@@ -286,10 +298,10 @@ static bool run_block(int count) {
   while (!fault[0]) {
     int ready[most_lanes / 32], found = 0;
     bool same = false;
-    for (int i = 0; i < count; ++i)
-      if (lanes[i].wait == running && (!found || ready[found - 1] != i / 32)) {
-        ready[found++] = i / 32;
-        same = same || i / 32 == group;
+    for (int g = 0; g < count / 32; ++g)
+      if (runs(g)) {
+        ready[found++] = g;
+        same = same || g == group;
       }
     if (found) {
       if (!same || draw(64) == 0) group = ready[draw((uint64_t)found)];
