@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Files of about half a minute of a core and more.
+# Files of about half a minute of a core and more, and slow ones of so few tests that they would come last.
 SLOWEST = (
-    "on_metal/test_programs.py",
     "ops/kernels/test_hopper_gated_delta.py",
+    "on_metal/test_programs.py",
+    "train/test_distributed.py",
+    "train/test_peers.py",
+    "train/test_kills.py",
     "ops/kernels/test_low_rank.py",
-    "ops/kernels/test_host.py",
-    "ops/kernels/test_planted.py",
     "ops/kernels/test_hopper_expert_product.py",
     "ops/kernels/test_attention.py",
-    "train/test_distributed.py",
     "examples/test_examples.py",
     "fuzz/test_fuzz.py",
-    "ops/kernels/test_adapted_products.py",
-    "ops/kernels/test_hopper_prepare.py",
     "ops/kernels/test_kernels_compile.py",
     "train/test_interrupt.py",
-    "train/test_kills.py",
+    "ops/kernels/test_host.py",
+    "ops/kernels/test_adapted_products.py",
+    "ops/kernels/test_planted.py",
+    "ops/kernels/test_hopper_prepare.py",
     "demo/vision/test_run.py",
     "demo/test_run.py",
     "docs/test_as_typed.py",
@@ -36,7 +37,12 @@ SLOWEST = (
     "ops/kernels/test_expert_product.py",
     "benchmarks/test_long_run.py",
     "commands/test_run.py",
+    "commands/test_chat.py",
+    "commands/test_data_formats.py",
     "machine/test_startup.py",
+    "train/test_folder.py",
+    "train/test_buffers.py",
+    "commands/test_answer_ends.py",
 )
 
 

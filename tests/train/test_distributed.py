@@ -1,5 +1,7 @@
 """Tests that several ranks under mlx.launch train as one process does on the same global batches."""
 
+import shutil
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -41,32 +43,30 @@ def same(tmp_path, read_metrics):
 
 
 @pytest.mark.parametrize("backend", ["ring", "mpi"])
-def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, tmp_path, backend):
+def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path, backend):
     """The first launch ends inside an accumulation, so that the state holds each rank's own gradients."""
     first = launch(shared | {"iters": 3}, backend=backend)
     assert first.returncode == 0, first.stderr
     assert "4 a batch, 2 on each of 2 ranks" in first.stdout
     assert first.stdout.count("Iter 3/3") == 1
+    shutil.copytree(tmp_path / "two", tmp_path / "fewer")
     second = launch(shared, "--resume", backend=backend)
     assert "Resuming after iteration 3 of 5" in second.stdout, second.stderr
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
     same("one", "two")
+    # One rank takes the state of two, which knows nothing of how they spoke to one another.
+    if backend == "ring":
+        make_trainer(**shared | {"adapter_path": str(tmp_path / "fewer"), "resume": True}).run()
+        assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
+        same("one", "fewer")
 
 
-@pytest.mark.parametrize("more", [True, False])
-def test_a_run_resumes_on_another_number_of_ranks(make_trainer, launch, shared, same, screen_text, tmp_path, more):
+def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, same, tmp_path):
     """The first part of the run ends inside an accumulation of 2."""
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
-    part, rest = shared | {"iters": 3}, shared | {"resume": True}
-    if more:
-        make_trainer(**part).run()
-        done = launch(rest)
-        assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
-    else:
-        done = launch(part)
-        assert "Iter 3/3" in done.stdout, done.stderr
-        make_trainer(**rest).run()
-        assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
+    make_trainer(**shared | {"iters": 3}).run()
+    done = launch(shared | {"resume": True})
+    assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
     same("one", "two")
 
 
