@@ -8,6 +8,7 @@ choose within an expression. Functions that nothing but such statements names ar
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,8 +135,8 @@ def statements(package: Path) -> list[Statement]:
         for reader in readers:
             for name, of_mac, function in reader.uses:
                 users.setdefault(name, []).append(of_mac or any(part in whole for part in function.split(".")))
-        defined = [name for reader in readers for name in reader.functions]
-        new = {name for name in defined if defined.count(name) == 1 and users.get(name) and all(users[name])} - whole
+        defined = Counter(name for reader in readers for name in reader.functions)
+        new = {name for name, times in defined.items() if times == 1 and users.get(name) and all(users[name])} - whole
         if not new:
             break
         whole |= new
