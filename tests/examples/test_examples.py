@@ -30,7 +30,7 @@ def run(folder, *command):
     # The programs of the environment in which the tests run come first, as where a user has activated it.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     words, environment = [*map(str, command)], os.environ | {"PATH": path}
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=480, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -102,10 +102,10 @@ def test_several_processes_train_together(tmp_path):
 
 def test_a_fine_tuned_model_gives_the_answers_it_was_taught(tmp_path):
     found = run_notebook(tmp_path, "fine_tune_and_chat", "result.train_loss", "answers", "ANSWERS")
-    assert found["result.train_loss"] < 0.7
-    # Rounding differs between machines, so not every answer is asked to be right after so few steps.
-    right = [found["answers"][question] == answer for question, answer in found["ANSWERS"].items()]
-    assert any(right)
+    assert found["answers"] == found["ANSWERS"]
+    assert len(found["answers"]) == 4
+    # Far below what an answer with a wrong token would leave, so that rounding on another machine changes none.
+    assert found["result.train_loss"] < 0.05
 
 
 def test_the_operator_agrees_with_the_reference(tmp_path):

@@ -1,0 +1,86 @@
+"""Trains the demo's model with other ranks, learning rates and numbers of lines, and asks it held-out messages.
+
+usage: python benchmarks/choosing.py [--updates 60] [--questions 60] RESULTS.jsonl
+
+Each run makes the same number of updates of 16 lines. One thing at a time differs from the middle: rank 8, learning
+rate 5e-3 (cosine to a twenty-fifth of it) and all 4,000 lines. A result is a line of RESULTS.jsonl; runs that are in it
+already are not repeated. At the end all are printed as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deltatune  # noqa: F401  (before mlx)
+
+# isort: split
+from deltatune.config import LoraConfig
+from deltatune.demo import flow, task
+from deltatune.demo.assets import MODEL
+from deltatune.demo.text_demo import ask
+from deltatune.train import Trainer
+from deltatune.train.screen import Screen
+from deltatune.train.setup import ready
+from machine import heading
+
+MIDDLE = {"rank": 8, "rate": 5e-3, "lines": 4000}
+RUNS = [
+    MIDDLE,
+    *(MIDDLE | {"rate": rate} for rate in (1e-3, 2e-2, 2e-4)),
+    *(MIDDLE | {"lines": lines} for lines in (60, 240, 960)),
+    *(MIDDLE | {"rank": rank} for rank in (1, 32)),
+]
+
+
+def measure(run: dict[str, Any], updates: int, questions: int, folder: Path) -> dict[str, Any]:
+    """Losses and the share of right answers after a run."""
+    items = task.write(folder / "data", test=questions)["test"]
+    lines = folder / "data" / "train.jsonl"
+    kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
+    lines.write_text("".join(kept), encoding="utf-8")
+    config = flow.options(MODEL, folder, updates, (run["rate"], run["rate"] / 25))
+    config.lora_parameters = LoraConfig(rank=run["rank"], scale=2.0)
+    config.steps_per_eval = updates
+    prepared = ready(config)
+    prepared.prepare()
+    result = Trainer.of(prepared, Screen(shown=False)).run()
+    score = ask(prepared.loaded, items)
+    found = {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": score.accuracy}
+    return run | {"updates": updates, "questions": questions} | found
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as a table of Markdown."""
+    rows = ["| rank | learning rate | lines | training loss | validation loss | right |", "|---|---|---|---|---|---|"]
+    for each in results:
+        losses = f"{each['train_loss']:.3f} | {each['val_loss']:.3f}"
+        rows.append(f"| {each['rank']} | {each['rate']:g} | {each['lines']:,} | {losses} | {each['right']:.0%} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("results", type=Path)
+    arguments = parser.parse_args()
+    done = arguments.results.read_text(encoding="utf-8").splitlines() if arguments.results.exists() else []
+    results = [json.loads(line) for line in done]
+    for run in RUNS:
+        wanted = run | {"updates": arguments.updates, "questions": arguments.questions}
+        if any(wanted.items() <= each.items() for each in results):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(measure(run, arguments.updates, arguments.questions, Path(folder)))
+        with arguments.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(results[-1]) + "\n")
+        print(json.dumps(results[-1]), flush=True)
+    print(f"\n{heading()}\n\n{table(results)}")
+
+
+if __name__ == "__main__":
+    main()
