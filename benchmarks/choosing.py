@@ -18,12 +18,12 @@ from typing import Any
 import deltatune  # noqa: F401  (before mlx)
 
 # isort: split
-from deltatune.config import LoraConfig
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
 from deltatune.demo.text_demo import ask
+from deltatune.options.config import LoraConfig
 from deltatune.train import Trainer
-from deltatune.train.screen import Screen
+from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import ready
 from machine import heading
 
