@@ -26,8 +26,8 @@ _startup.prepare()
 
 # The module that defines each public name, relative to this package.
 _MODULES = {
-    "LoraConfig": "config",
-    "TrainConfig": "config",
+    "LoraConfig": "options.config",
+    "TrainConfig": "options.config",
     "Trainer": "train",
     "attention": "ops.attention",
     "convert_to_lora": "lora",
