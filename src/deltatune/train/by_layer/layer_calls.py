@@ -1,0 +1,177 @@
+"""Records how a model calls its layers, and lets somebody else serve those calls.
+
+A step by layers needs a model in three parts: what comes before the layers, the layers, and what comes behind them. No
+family is known here by name. The model's own forward pass runs with other functions in the place of its layers: with
+one that only records the calls, the part before the layers is left; with one that returns given hidden states from the
+last layer, the part behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import UserError
+from ...ops.functional import is_floating
+from ...ops.known_masks import MaskRule, remember, rule_of
+from ...ops.watched_calls import calls_through
+
+# Called as serve(index, call, arguments, options) in the place of the call of a layer, whose own is `call`.
+Serve = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+class Given(NamedTuple):
+    """An array that a layer is given beside its hidden states.
+
+    Attributes:
+        at: Its place among the arrays that all layers are given.
+        rule: Whether it is a mask that hides what a MaskRule says.
+        window: The rule's window.
+        read: The rule's `read`.
+        documents: The place of the rule's segments among the arrays; None without.
+    """
+
+    at: int
+    rule: bool = False
+    window: int | None = None
+    read: bool = False
+    documents: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a layer beside its hidden states: constants, and places of arrays.
+
+    Attributes:
+        positional: Those behind the hidden states.
+        keywords: Those with names.
+    """
+
+    positional: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def arguments(self, arrays: Sequence[mx.array]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments around `arrays`; what was known of masks is known of theirs."""
+        made: dict[Given, mx.array] = {}
+
+        def around(value: Any) -> Any:
+            if not isinstance(value, Given):
+                return value
+            if value not in made:
+                made[value] = arrays[value.at]
+                if value.rule:
+                    documents = None if value.documents is None else arrays[value.documents]
+                    remember(made[value], MaskRule(value.window, documents, value.read))
+            return made[value]
+
+        return [around(value) for value in self.positional], {name: around(value) for name, value in self.keywords}
+
+
+@dataclass
+class Recorder:
+    """Serves layers by recording how they are called; each returns the hidden states that it is given.
+
+    Attributes:
+        calls: The calls so far.
+        arrays: The arrays beside the hidden states, each once.
+        hidden: What the first layer was given.
+        last: What the layer called last has returned.
+    """
+
+    calls: list[LayerCall] = field(default_factory=list)
+    arrays: list[mx.array] = field(default_factory=list)
+    hidden: mx.array | None = None
+    last: mx.array | None = None
+
+    def __call__(self, index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Record a call.
+
+        Raises:
+            UserError: The model does not hand the hidden states from layer to layer, or gives a layer something else
+                than masks and constants.
+        """
+        del call
+        x = arguments[0] if arguments else None
+        if index != len(self.calls) or not isinstance(x, mx.array) or (self.calls and x is not self.last):
+            raise UserError(
+                "memory: this model computes something between its layers, and a step by layers hands the output of "
+                "each to the next as it is; leave memory out."
+            )
+        if self.hidden is None:
+            self.hidden = x
+        positional = tuple(map(self._taken, arguments[1:]))
+        self.calls.append(LayerCall(positional, tuple((name, self._taken(value)) for name, value in options.items())))
+        self.last = x
+        return x
+
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, _CONSTANTS):
+            return value
+        if not isinstance(value, mx.array) or is_floating(value):
+            kind = "an array of floats" if isinstance(value, mx.array) else f"a {type(value).__name__}"
+            raise UserError(
+                f"memory: the layers of this model are given {kind} beside their hidden states, which a step by layers "
+                "has no gradient for; leave memory out."
+            )
+        rule = rule_of(value)
+        if rule is None:
+            return Given(self._place(value))
+        documents = None if rule.segments is None else self._place(rule.segments)
+        return Given(self._place(value), True, rule.window, rule.read, documents)
+
+    def _place(self, array: mx.array) -> int:
+        for place, other in enumerate(self.arrays):
+            if other is array:
+                return place
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+
+class LayerCalls:
+    """Lets somebody else serve the calls of layers.
+
+    Args:
+        layers: The layers of a model, in order.
+        otherwise: Serves a call that nobody else serves.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], otherwise: Serve):
+        self._layers, self._otherwise = list(layers), otherwise
+        self._index = {id(layer): index for index, layer in enumerate(self._layers)}
+        self._serve: Serve = otherwise
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the context, calls of the layers are served as served_by() says, and else by `otherwise`."""
+
+        def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> Any:
+            return self._serve(self._index[id(layer)], call, arguments, options)
+
+        with calls_through(self._layers, around):
+            yield
+
+    @contextmanager
+    def served_by(self, serve: Serve) -> Iterator[None]:
+        """Within the context, `serve` serves the calls."""
+        before, self._serve = self._serve, serve
+        try:
+            yield
+        finally:
+            self._serve = before
+
+
+def own(_index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Serve a layer by itself."""
+    return call(*arguments, **options)
+
+
+def passed_on(_index: int, _call: Callable[..., Any], arguments: tuple[Any, ...], _options: dict[str, Any]) -> Any:
+    """Serve a layer by returning the hidden states that it is given."""
+    return arguments[0]

@@ -1,0 +1,168 @@
+"""Compiles one function for all layers of a model that compute alike, with their arrays as its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import UserError
+from ...ops import side_outputs
+from ...ops.functional import is_floating, undisturbed
+from ...ops.random_state import drawing_with
+from ...ops.tracing import trace
+from ..tree import Place, leaves
+from .layer_calls import LayerCall
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
+
+
+def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
+    """Yield the dotted path and the place of each array in a tree of modules, dicts and lists, in order.
+
+    Unlike a module's parameters(), these are all its arrays, also those whose names begin with an underscore.
+    """
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in entries:
+        if isinstance(value, mx.array):
+            yield f"{prefix}{key}", Place(tree, key)
+        else:
+            yield from array_places(value, f"{prefix}{key}.")
+
+
+def signature(tree: Any) -> Any:
+    """Return what two layers must share to compute the same function of their arrays, as a hashable value.
+
+    It is their classes, their attributes, and the shapes and dtypes of the arrays that array_places() finds. Of an
+    object that cannot be looked into, they must share the very same.
+    """
+    if isinstance(tree, mx.array):
+        return tree.shape, str(tree.dtype)
+    if isinstance(tree, nn.Module):
+        attributes = tuple((name, _attribute(value)) for name, value in sorted(vars(tree).items()))
+        return type(tree), attributes, tuple((key, signature(value)) for key, value in tree.items())
+    if type(tree) is dict:
+        return tuple((key, signature(value)) for key, value in tree.items())
+    return tuple(map(signature, tree)) if type(tree) is list else _attribute(tree)
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, _CONSTANTS):
+        return type(value), str(value)
+    if isinstance(value, (set, frozenset)) and all(isinstance(each, str) for each in value):
+        return frozenset(value)
+    return tuple(map(_attribute, value)) if type(value) in (tuple, list) else id(value)
+
+
+class Told(NamedTuple):
+    """The arrays of the batch that the functions inside a layer read in the trace; None for those that they do not.
+
+    Attributes:
+        documents: The documents of a packed batch, [B, T].
+        real: Which positions hold tokens that count for routers, [B, T].
+    """
+
+    documents: mx.array | None
+    real: mx.array | None
+
+
+class LayerFunction:
+    """The forward and the backward pass of all layers with one signature, called in one way.
+
+    The first of these layers runs, with the arrays of the one that is asked for in the place of its own. MLX compiles a
+    pass once for each set of shapes.
+
+    Args:
+        layer: The layer that runs.
+        call: How the model calls it.
+        collects: Whether the layer's side outputs are wanted.
+    """
+
+    def __init__(self, layer: nn.Module, call: LayerCall, collects: bool):
+        self._layer, self._call, self._collects = layer, call, collects
+        found = dict(array_places(layer))
+        self._places = list(found.values())
+        floating = [path for path, array in leaves(layer.trainable_parameters()) if is_floating(array)]
+        trained = set(floating)
+        #: The paths of the arrays that train, in the order in which backward() returns their gradients.
+        self.trained = [path for path in found if path in trained]
+        self._trained = [at for at, path in enumerate(found) if path in trained]
+        self.forward: Callable[..., Any] = mx.compile(self._forward)
+        self.backward: Callable[..., Any] = mx.compile(self._backward)
+
+    def _forward(
+        self, arrays: Sequence[mx.array], x: mx.array, others: Sequence[mx.array], told: Sequence[Any], key: mx.array
+    ) -> tuple[mx.array, list[mx.array], mx.array]:
+        """Return the layer's output, its side outputs, and the key with which the next one draws."""
+        with self._holding(arrays, told):
+            return self._run(x, others, key)
+
+    def _backward(
+        self,
+        arrays: Sequence[mx.array],
+        x: mx.array,
+        others: Sequence[mx.array],
+        told: Sequence[Any],
+        key: mx.array,
+        dy: mx.array,
+        d_sides: Sequence[mx.array],
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Return the gradients of x and of the arrays that train, from those of the output and the side outputs."""
+
+        def outputs(x: mx.array, *trained: mx.array) -> list[mx.array]:
+            held = list(arrays)
+            for at, array in zip(self._trained, trained, strict=True):
+                held[at] = array
+            with self._holding(held, told):
+                y, sides, _ = self._run(x, others, key)
+            return [y, *sides]
+
+        # A checkpoint runs the layer again when `outputs` has returned, with the frozen arrays that it holds then.
+        with self._holding(arrays, told):
+            _, (dx, *gradients) = mx.vjp(outputs, [x, *(arrays[at] for at in self._trained)], [dy, *d_sides])
+        return dx, gradients
+
+    def _run(
+        self, x: mx.array, others: Sequence[mx.array], key: mx.array
+    ) -> tuple[mx.array, list[mx.array], mx.array]:
+        positional, keywords = self._call.arguments(others)
+        state = [key]
+        with drawing_with(state), side_outputs.collecting(self._collects) as sides:
+            y = self._layer(x, *positional, **keywords)
+        if not isinstance(y, mx.array) or y.shape != x.shape:
+            raise UserError(
+                f"memory: {type(self._layer).__name__} returns more than its hidden states, and a step by layers hands "
+                "these alone from layer to layer; leave memory out."
+            )
+        return y, sides, state[0]
+
+    @contextmanager
+    def _holding(self, arrays: Sequence[mx.array], told: Sequence[Any]) -> Iterator[None]:
+        """Within the context, the layer holds `arrays`, and the trace what the layer is told of the batch."""
+        before = [place.array for place in self._places]
+        with undisturbed(self._layer), _telling(Told(*told)):
+            self._hold(arrays)
+            try:
+                yield
+            finally:
+                # undisturbed() leaves arrays in lists.
+                self._hold(before)
+
+    def _hold(self, arrays: Sequence[mx.array]) -> None:
+        for place, array in zip(self._places, arrays, strict=True):
+            place.array = array
+
+
+@contextmanager
+def _telling(told: Told) -> Iterator[None]:
+    """Within the context, the trace holds the arrays of the batch that the compiled function was given."""
+    with ExitStack() as stack:
+        stack.enter_context(trace.having(segments=told.documents))
+        if told.real is not None:
+            watch = trace.current().routers
+            assert watch is not None
+            stack.enter_context(trace.having(routers=watch._replace(real=told.real)))
+        yield

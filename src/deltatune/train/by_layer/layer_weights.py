@@ -1,0 +1,125 @@
+"""Hands out the arrays of one layer after another; those that do not stay in memory are read while others compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..tree import Place, leaves
+from .layer_functions import array_places
+from .stored_weights import StoredWeights
+
+
+@dataclass
+class DiskTime:
+    """What reading has cost so far.
+
+    Attributes:
+        waited: The seconds that a pass waited for weights.
+        read: The bytes that were read.
+    """
+
+    waited: float = 0.0
+    read: int = 0
+
+
+class LayerWeights:
+    """The arrays of a model's layers, of which some layers' frozen weights stay on the disk.
+
+    What a layer holds beside these weights, such as adapters, stays in memory, and so does all that is outside the
+    layers. The model's own arrays in the place of weights on the disk are lazy, and are never computed.
+
+    Args:
+        stored: Which arrays of the model lie in its files.
+        model: The model, made trainable.
+        layers: Its layers, in order.
+        streamed: The positions of the layers whose weights stay on the disk.
+
+    Attributes:
+        disk: What reading has cost.
+    """
+
+    def __init__(
+        self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]
+    ):
+        self._stored, self.disk = stored, DiskTime()
+        self._places = [[place for _, place in array_places(layer)] for layer in layers]
+        self._names: list[dict[int, str]] = [
+            {at: name for at, place in enumerate(places) if (name := stored.name_of(place.array)) is not None}
+            if index in streamed
+            else {}
+            for index, places in enumerate(self._places)
+        ]
+        self._held: tuple[int, list[mx.array]] | None = None
+        self._ahead: tuple[int, list[mx.array]] | None = None
+        streamed = {name for names in self._names for name in names.values()}
+        by_path = [(path, stored.name_of(array)) for path, array in leaves(model.parameters())]
+        self._by_path = {path: name for path, name in by_path if name in streamed}
+        self._settle(model)
+
+    def _settle(self, model: nn.Module) -> None:
+        """Compute what stays in memory, a layer at a time, and leave the rest lazy."""
+        for places, names in zip(self._places, self._names, strict=True):
+            mx.eval([place.array for at, place in enumerate(places) if at not in names])
+            # What was computed may have been computed from weights, as DoRA's lengths are: these are left lazy again.
+            for at, array in zip(names, self._stored.lazily(list(names.values())), strict=True):
+                places[at].array = array
+        inside = {id(place.array) for places in self._places for place in places}
+        mx.eval([place.array for _, place in array_places(model) if id(place.array) not in inside])
+        self._stored.forget()
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer's weights stay on the disk."""
+        return any(self._names)
+
+    def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
+        """Yield the arrays of the layers in `order`, as array_places() lists them.
+
+        While a layer is in use, the next one is read that does not stay in memory. The last layer that was read is
+        kept, so that a pass in the opposite order begins with it.
+
+        Raises:
+            UnreadableWeights: The files have changed, or cannot be read.
+        """
+        for at, index in enumerate(order):
+            if self._names[index] and (self._held is None or self._held[0] != index):
+                self._held = None
+                self._held = index, self._arrived(index)
+            following = (other for other in order[at + 1 :] if self._names[other])
+            self._start(next((other for other in following if self._held is None or other != self._held[0]), None))
+            read = dict(zip(self._names[index], self._held[1], strict=True)) if self._names[index] else {}
+            yield [read.get(place, each.array) for place, each in enumerate(self._places[index])]
+
+    def _start(self, index: int | None) -> None:
+        """Start to read a layer, unless one is being read."""
+        if index is None or self._ahead is not None:
+            return
+        started = time.perf_counter()
+        self._ahead = index, self._stored.started(list(self._names[index].values()))
+        self.disk.waited += time.perf_counter() - started
+
+    def _arrived(self, index: int) -> list[mx.array]:
+        """Wait for the weights of a layer."""
+        if self._ahead is None or self._ahead[0] != index:
+            self._ahead = None
+            self._start(index)
+        assert self._ahead is not None
+        arrays, self._ahead = self._ahead[1], None
+        started = time.perf_counter()
+        self._stored.wait(arrays)
+        self.disk.waited += time.perf_counter() - started
+        self.disk.read += sum(array.nbytes for array in arrays)
+        return arrays
+
+    def numbers(self, path: str, array: mx.array) -> mx.array:
+        """Return the parameter at a path of the model, which holds `array`: that array, or one that is read anew."""
+        if path not in self._by_path:
+            return array
+        read = self._stored.lazily([self._by_path[path]])
+        self._stored.wait(read)
+        return read[0]

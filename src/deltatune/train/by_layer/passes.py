@@ -1,0 +1,284 @@
+"""Computes the loss of a batch and its gradients by one layer after another, with the bits of a step as a whole.
+
+The forward pass keeps the input of each layer. The backward pass takes the layers in reverse, computes each again, and
+collects the gradients of what trains in it. A layer runs as it does in a step whose layers are checkpointed, with the
+same operations and the same random keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from ...lora.together import together
+from ...ops.experts import routing
+from ...ops.functional import differentiated_once, undisturbed
+from ...ops.random_state import drawing_with
+from ...ops.segments import segments
+from ...ops.tracing import trace
+from ...patches.whole_rows import whole_rows
+from ..compiled import compiled
+from ..routers import RouterLosses
+from ..step import Arrays, LossFunction, loss_of
+from ..tree import leaves, places
+from .layer_calls import LayerCalls, Recorder, own, passed_on
+from .layer_functions import LayerFunction, Told, array_places, signature
+from .layer_weights import LayerWeights
+
+
+class _Around:
+    """The parts of a model around its layers, compiled for batches of one kind.
+
+    Args:
+        passes: The passes that they are part of.
+        routers: What is added to the mean loss for the routers of a mixture.
+    """
+
+    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
+        self._passes, self._routers = passes, routers
+        self.recorded = Recorder()
+        state = [passes.model.state]
+        self.before: Callable[..., Any] = compiled(self._before, state)
+        self.behind: Callable[..., Any] = compiled(self._behind, state)
+        self.loss: Callable[..., Any] = compiled(passes.loss_behind, state)
+        self.before_again: Callable[..., Any] = compiled(self._before_again, state)
+
+    def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Return the hidden states before the layers, the next key, and what layers are given beside them."""
+        self.recorded, hidden, key = self._passes.recorded(batch, key)
+        return hidden, key, self.recorded.arrays
+
+    def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> list[mx.array]:
+        """Return the gradients of what trains outside the layers, from those of the hidden states before them."""
+
+        def hidden(*outer: mx.array) -> list[mx.array]:
+            with self._passes.holding_outer(outer):
+                return [self._passes.recorded(batch, key)[1]]
+
+        return mx.vjp(hidden, self._passes.outer(), [dx])[1]
+
+    def _behind(self, batch: Arrays, x: mx.array, key: mx.array, sides: list[mx.array]) -> tuple[Any, ...]:
+        """Return the sums of losses and weights, the figures, and the gradients of the mean loss.
+
+        These are of the hidden states x behind the layers, of the layers' side outputs, and of what trains outside.
+        """
+
+        def mean(given: dict[str, Any]) -> tuple[mx.array, ...]:
+            with self._passes.holding_outer(given["outer"]):
+                total, weight, *figures = self._passes.loss_behind(batch, given["x"], key)
+            quotient = total / mx.where(weight > 0, weight, 1.0)
+            if self._routers is not None:
+                added, reported = self._routers.of(given["sides"], weight)
+                quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+            return quotient, total, weight, *figures
+
+        given = {"x": x, "sides": sides, "outer": self._passes.outer()}
+        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(given)
+        return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of a layer needs of its forward pass: its input, its key, and its side outputs' number."""
+
+    x: mx.array
+    key: mx.array
+    sides: int
+
+
+class LayerPasses:
+    """Computes losses and gradients of a model by layers.
+
+    Args:
+        model: The model, set up by setup.training() with every layer checkpointed.
+        layers: Its layers, in order.
+        loss: The loss that is trained.
+        weights: What the layers' weights are read from.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], loss: LossFunction, weights: LayerWeights):
+        self.model, self._layers, self._loss, self._weights = model, list(layers), loss, weights
+        self._calls = LayerCalls(layers, self._read)
+        self._arounds: dict[Any, _Around] = {}
+        self._functions: dict[Any, LayerFunction] = {}
+        self._signatures: dict[bool, list[Any]] = {}
+        paths = {id(module): path for path, module in model.named_modules()}
+        self._paths = [paths[id(layer)] for layer in layers]
+        inside = tuple(f"{path}." for path in self._paths)
+        trained = [path for path, _ in leaves(model.trainable_parameters())]
+        self._outer = places(model, [path for path in trained if not path.startswith(inside)])
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Within the context, a layer of the model reads its weights when it is called, whoever calls it."""
+        with self._calls.watched():
+            yield
+
+    def evaluate(self, batch: Arrays) -> tuple[mx.array, ...]:
+        """Return the sum of losses and the sum of weights of a batch, as train/evaluate.py computes them."""
+        key = mx.random.key(0)
+        with self._telling(batch, None, None, trains=False) as told:
+            around = self._around(batch, told, None)
+            x, key, others = around.before(batch, key)
+            for index, arrays in enumerate(self._weights.along(range(len(self._layers)))):
+                x, _, key = self._function(index, around, told).forward(arrays, x, others, told, key)
+                mx.eval(x, key)
+            return around.loss(batch, x, key)
+
+    def gradients(
+        self,
+        batch: Arrays,
+        parameters: Any,
+        key: mx.array,
+        routers: RouterLosses | None = None,
+        lengths: mx.array | None = None,
+    ) -> tuple[Any, ...]:
+        """Return what step.mean_loss_and_gradients() does, computed.
+
+        Args:
+            batch: The batch.
+            parameters: What the model uses in the place of its trainable parameters.
+            key: The key from which the batch draws.
+            routers: What is added to the mean for the routers of a mixture.
+            lengths: With `routers`, how many positions of each row hold tokens, [B].
+        """
+        trainable = self.model.trainable_parameters()
+        try:
+            with undisturbed(self.model), self._telling(batch, routers, lengths, trains=True) as told:
+                self.model.update(parameters)
+                return self._both_passes(batch, self._around(batch, told, routers), told, key)
+        finally:
+            # Arrays in lists within a module, which undisturbed() leaves.
+            self.model.update(trainable)
+
+    def _both_passes(self, batch: Arrays, around: _Around, told: Told, first_key: mx.array) -> tuple[Any, ...]:
+        count, lowest = len(self._layers), self._lowest()
+        reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
+        x, key, others = around.before(batch, first_key)
+        kept: list[_Kept] = []
+        sides: list[mx.array] = []
+        for index in range(count):
+            function = self._function(index, around, told)
+            y, more, next_key = function.forward(next(reading), x, others, told, key)
+            mx.eval(y, more, next_key)
+            kept.append(_Kept(x, key, len(more)))
+            sides += more
+            x, key = y, next_key
+        del y
+        total, weight, figures, dx, d_sides, d_outer = around.behind(batch, x, key, sides)
+        mx.eval(total, weight, figures, dx, d_sides, d_outer)
+        del x
+        gradients = dict(zip(self._outer, d_outer, strict=True))
+        for index in reversed(range(lowest, count)):
+            function, (x, key, number) = self._function(index, around, told), kept.pop()
+            cut = len(d_sides) - number
+            d_sides, d_own = d_sides[:cut], d_sides[cut:]
+            dx, found = function.backward(next(reading), x, others, told, key, dx, d_own)
+            # The lowest layer's input needs no gradient, unless something before it trains.
+            mx.eval(found, dx if index > lowest or d_outer else [])
+            gradients |= {f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, found, strict=True)}
+        if d_outer:
+            before = around.before_again(batch, first_key, dx)
+            gradients |= {path: gradients[path] + more for path, more in zip(self._outer, before, strict=True)}
+            mx.eval([gradients[path] for path in self._outer])
+        return total, weight, tree_unflatten(list(gradients.items())), *figures
+
+    def _lowest(self) -> int:
+        """The first layer that the backward pass reaches: the first in which something trains, or 0 if more does."""
+        if self._outer:
+            return 0
+        trained = (index for index, layer in enumerate(self._layers) if leaves(layer.trainable_parameters()))
+        return next(trained, len(self._layers))
+
+    def outer(self) -> list[mx.array]:
+        """Return what trains outside the layers."""
+        return [place.array for place in self._outer.values()]
+
+    @contextmanager
+    def holding_outer(self, arrays: Sequence[mx.array]) -> Iterator[None]:
+        """Within the context, the model holds `arrays` in the place of outer()."""
+        before = self.outer()
+        try:
+            for place, array in zip(self._outer.values(), arrays, strict=True):
+                place.array = array
+            yield
+        finally:
+            for place, array in zip(self._outer.values(), before, strict=True):
+                place.array = array
+
+    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array, mx.array]:
+        """Run the model with layers that are only recorded; return these, their first input, and the key before it."""
+        recorder, keys = Recorder(), []
+
+        def serve(*call: Any) -> Any:
+            keys.append(state[0])
+            return recorder(*call)
+
+        state = [key]
+        with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
+            loss_of(self._loss, batch)
+        assert recorder.hidden is not None
+        return recorder, recorder.hidden, keys[0]
+
+    def loss_behind(self, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
+        """Return the loss where the last layer returns x, and what follows draws from `key`."""
+        last, state = len(self._layers) - 1, [key]
+
+        def serve(index: int, *call: Any) -> Any:
+            if index < last:
+                return passed_on(index, *call)
+            state[0] = key
+            return x
+
+        with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
+            return loss_of(self._loss, batch)
+
+    @contextmanager
+    def _telling(
+        self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
+    ) -> Iterator[Told]:
+        """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
+        inputs, packed = batch[0], batch[3]
+        with ExitStack() as stack:
+            stack.enter_context(whole_rows())
+            stack.enter_context(segments(packed))
+            stack.enter_context(self._calls.served_by(own))
+            if trains:
+                stack.enter_context(differentiated_once())
+                stack.enter_context(together(self.model))
+            if routers is not None and lengths is not None:
+                stack.enter_context(routing.watching(lengths, inputs.shape[1], trained=routers.trained))
+            watch = trace.current().routers
+            yield Told(packed, None if watch is None else watch.real)
+
+    def _around(self, batch: Arrays, told: Told, routers: RouterLosses | None) -> _Around:
+        shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
+        kind = shapes, self.model.training, told.real is not None
+        return self._arounds.setdefault(kind, _Around(self, routers))
+
+    def _function(self, index: int, around: _Around, told: Told) -> LayerFunction:
+        """The function of a layer, which it shares with those that compute alike."""
+        trains = self.model.training
+        if trains not in self._signatures:
+            self._signatures[trains] = [signature(layer) for layer in self._layers]
+        collects = told.real is not None
+        call = around.recorded.calls[index]
+        kind = self._signatures[trains][index], call, collects, told.documents is not None
+        if kind not in self._functions:
+            self._functions[kind] = LayerFunction(self._layers[index], call, collects)
+        return self._functions[kind]
+
+    def _read(self, index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Serve a layer, as a decoder calls it, with weights that are read for the call."""
+        layer = self._layers[index]
+        with undisturbed(layer):
+            arrays = next(self._weights.along([index, (index + 1) % len(self._layers)]))
+            for (_, place), array in zip(array_places(layer), arrays, strict=True):
+                place.array = array
+            y = call(*arguments, **options)
+            mx.eval(y)
+        return y

@@ -1,0 +1,109 @@
+"""Reads the frozen weights of a model from its checkpoint's files, as often as they are needed.
+
+MLX loads a checkpoint lazily: an array that was loaded is read when it is first used. What was read once stays in
+memory. So the model is loaded again, lazily, whenever an array is needed that was used before. What mlx-lm makes of the
+files' tensors (joined experts, transposed convolutions) is thereby made again, and no layout of files is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import UserError, first_line
+from ...machine.page_cache import PageCache
+from ...models.checkpoint_files import WEIGHTS
+from ...models.load import load_model
+from ..tree import leaves
+
+
+class UnreadableWeights(UserError):
+    """The files of a model have changed or cannot be read any more, while a run reads them."""
+
+
+class StoredWeights:
+    """The arrays of a model that was loaded lazily, and the way to have them again.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model as it was loaded. Call it before adapters are added, so that all its arrays are the files'.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):
+        self._path, self._trust = path, trust_remote_code
+        # The arrays are held, since an id is an array's only while the array lives.
+        self._given = {id(array): (name, array) for name, array in leaves(model.parameters())}
+        self._files = sorted(path.glob(WEIGHTS))
+        self._versions = list(map(_version, self._files))
+        self._cache = PageCache(self._files)
+        # Files are read on a stream of their own, beside what computes.
+        self._stream = mx.new_stream(mx.cpu)
+        self._unread: dict[str, mx.array] = {}
+
+    def name_of(self, array: mx.array) -> str | None:
+        """Return the name of an array that the model was loaded with; None for any other array."""
+        found = self._given.get(id(array))
+        return None if found is None else found[0]
+
+    def forget(self) -> None:
+        """Let go of the arrays that the model was loaded with; name_of() knows none of them any more."""
+        self._given.clear()
+
+    def lazily(self, names: Sequence[str]) -> list[mx.array]:
+        """Return arrays that are read when they are used.
+
+        Raises:
+            UnreadableWeights: The files have changed, or are gone.
+        """
+        if any(name not in self._unread for name in names):
+            self._load()
+        return [self._unread.pop(name) for name in names]
+
+    def started(self, names: Sequence[str]) -> list[mx.array]:
+        """Return arrays that are being read."""
+        arrays = self.lazily(names)
+        try:
+            mx.async_eval(arrays)
+        except RuntimeError as error:
+            raise self._unreadable(error) from error
+        return arrays
+
+    def wait(self, arrays: Sequence[mx.array]) -> None:
+        """Wait until `arrays` are read, and keep what was read out of the system's page cache.
+
+        Raises:
+            UnreadableWeights: They cannot be read.
+        """
+        try:
+            mx.eval(arrays)
+        except RuntimeError as error:
+            raise self._unreadable(error) from error
+        self._check()
+        self._cache.drop()
+
+    def _load(self) -> None:
+        self._check()
+        with mx.stream(self._stream):
+            model, _ = load_model(self._path, trust_remote_code=self._trust, lazy=True)
+        self._unread = dict(leaves(model.parameters()))
+
+    def _check(self) -> None:
+        for file, version in zip(self._files, self._versions, strict=True):
+            try:
+                now = _version(file)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if now != version:
+                raise UnreadableWeights(f"{file}: the file has changed while the run reads the model's weights from it")
+
+    def _unreadable(self, error: Exception) -> UnreadableWeights:
+        return UnreadableWeights(f"{self._path}: the model's weights cannot be read any more ({first_line(error)})")
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
