@@ -80,6 +80,10 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, got {text!r}")
 
 
+# The options whose flags take something else than their type says.
+_CONVERT = {"clear_cache_threshold": size, "memory": size, "chat_template_config": _template_variables}
+
+
 def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
     """Return the flag of an option with this metadata."""
     flag = metadata.get("flag")
@@ -105,7 +109,7 @@ def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) 
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         convert: Callable[[str], Any] = {"int": int, "float": float}.get(kind.split(" ")[0], str)
-        convert = {"clear_cache_threshold": size, "chat_template_config": _template_variables}.get(field.name, convert)
+        convert = _CONVERT.get(field.name, convert)
         choices = field.metadata["choices"] or None
         several = "+" if kind.startswith("list") else None
         metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON"}

@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
+from ..options.config import TrainConfig
 from ..machine import startup
 from .flags import add_options, config_from, require
 
@@ -32,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         startup.leave_torch_out()
     from rich.console import Console
 
+    if config.memory is not None:
+        return _bounded(config)
     from ..plan.fit import examine
     from ..plan.screen import PlanLines, PlanPanel
     from ..plan.search import fits
@@ -43,3 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         plan = examine(config, shown=PlanLines(partial(print, flush=True), arguments.verbose))
     return 0 if fits(plan.forecast, plan.limits) else 1
+
+
+def _bounded(config: TrainConfig) -> int:
+    """Print where the weights of a run are whose memory is bounded; the exit code is 1 if the bound is too low."""
+    from ..plan import placement
+    from ..train.setup import ready
+
+    run = ready(config, lazy=True)
+    try:
+        placed = placement.placed(run)
+    except placement.TooLittleMemoryError as error:
+        print(error)
+        return 1
+    for fact in placed.placement.said():
+        print(fact)
+    return 0

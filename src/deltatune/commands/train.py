@@ -59,7 +59,8 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
         How the run ended, or None where `show` stopped it.
     """
     from ..data.batches.show import show_batch
-    from ..plan.fit import check
+    from ..plan import placement
+    from ..plan.fit import Checked, check
     from ..train import Trainer
     from ..train.distributed import World
     from ..train.evaluate import say_loss
@@ -81,23 +82,29 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
         for line in check_options(config):
             screen.say(line)
         screen.say(f"Loading {config.model}")
-        run = ready(config, world=world)
+        run = ready(config, world=world, lazy=config.memory is not None)
         config = run.config
         if show:
             if world.main:
                 show_batch(next(training_order(run.splits, config)), run.loaded.tokenizer)
             return None
-        for line in run.prepare():
+        placed = None if config.memory is None else placement.placed(run)
+        for line in run.prepare() if placed is None else placed.lines:
             screen.say(line)
-        trainer = Trainer.of(run, screen, folder)
-        checked = check(run, force=config.force)
+        weights = None if placed is None else placed.weights(run)
+        if weights is not None:
+            stack.callback(weights.close)
+        trainer = Trainer.of(run, screen, folder, weights)
+        checked = check(run, force=config.force) if placed is None else Checked(placed.placement.said(), None)
         for fact in checked.said:
             screen.say(fact)
         if serve and world.main:
             _serve(stack, trainer, screen)
         result = trainer.run(checkpoints=checked.checkpoints)
+        if weights is not None:
+            screen.say(weights.disk.said(result.seconds))
         if config.test:
-            say_loss("Test", run, run.splits.test, screen)
+            say_loss("Test", run, run.splits.test, screen, weights)
         _say_saved(screen, config, result, trainer.outputs)
         return result
 

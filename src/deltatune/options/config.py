@@ -295,6 +295,13 @@ class TrainConfig:
         "default MLX keeps what the next step needs",
         range=Range(least=0, most=2**63 - 1),
     )
+    memory: int | None = option(
+        None,
+        _RUN,
+        "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit stay on the disk and "
+        "are read in every pass; implies grad_checkpoint",
+        range=Range(least=1, most=2**63 - 1),
+    )
     report_to: str | None = option(
         None,
         _SAVE,
@@ -340,6 +347,7 @@ class TrainConfig:
         if self.chat_template_config is not None:
             checked_options(self.chat_template_config, "chat_template_config")
         self._check_streaming()
+        self._check_memory()
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.early_stopping is not None and self.val_batches == 0:
@@ -364,3 +372,15 @@ class TrainConfig:
             raise UserError(
                 f"shuffle_buffer: expected at least batch_size, which is {self.batch_size}, got {self.shuffle_buffer}."
             )
+
+    def _check_memory(self) -> None:
+        """Refuse what does not train while frozen weights stay on the disk."""
+        refused = {
+            "fine_tune_type: full trains them": self.fine_tune_type == "full",
+            "from_scratch trains them": self.from_scratch,
+            "init: pissa changes them": self.lora_parameters.init == "pissa",
+            f"the loss {self.loss} does not run by layers yet": self.loss != "sft",
+        }
+        for reason, applies in refused.items():
+            if self.memory is not None and applies:
+                raise UserError(f"memory leaves frozen weights on the disk, and {reason}; leave one of them out.")

@@ -18,6 +18,8 @@ from ..layers import gated_delta_layers
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
 from ..patches.whole_rows import whole_rows
+from .by_layer.layer_step import by_layers
+from .by_layer.layer_weights import LayerWeights
 from .compiled import compiled
 from .distributed import World
 from .ending.nonfinite import refuse_damaged
@@ -60,15 +62,23 @@ class Evaluation:
         loss: The loss.
         world: The ranks of the run.
         figures: The names of what a preference loss reports besides its sums.
+        by_layers: Computes the loss of a batch in the place of `loss`, with the model's layers one after another.
 
     Attributes:
         figures: The means of the last evaluation, by name.
     """
 
-    def __init__(self, model: nn.Module, loss: LossFunction, world: World, figures: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        world: World,
+        figures: Sequence[str] = (),
+        by_layers: Callable[[Arrays], tuple[mx.array, ...]] | None = None,
+    ):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
         self.figures: dict[str, float] = {}
-        self._compiled = compiled(self._trace, [model.state])
+        self._compiled = by_layers or compiled(self._trace, [model.state])
 
     def __call__(
         self,
@@ -108,20 +118,28 @@ class Evaluation:
             return loss_of(self._loss, batch)
 
 
-def say_loss(name: str, run: Run, examples: Sequence[Example], screen: Screen) -> float:
+def say_loss(
+    name: str, run: Run, examples: Sequence[Example], screen: Screen, weights: LayerWeights | None = None
+) -> float:
     """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures.
+
+    Layers read their weights from `weights`, where these stay on the disk.
 
     Raises:
         UserError: If the loss is not finite because a tensor of the model is not.
     """
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
-    with training(run.model, config) as trained:
-        evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures)
+    with (
+        training(run.model, config, compare=weights is None) as trained,
+        by_layers(run.model, config, trained, weights) as (trained, passes),
+    ):
+        by_pass = None if passes is None else passes.evaluate
+        evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures, by_pass)
         loss = evaluation(run.order(examples), config.test_batches)
     assert loss is not None
     if not math.isfinite(loss):
-        refuse_damaged(run.model)
+        refuse_damaged(run.model, weights)
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss

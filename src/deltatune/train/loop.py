@@ -20,6 +20,9 @@ from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from .by_layer.layer_step import by_layers, step_of
+from .by_layer.layer_weights import LayerWeights
+from .by_layer.passes import LayerPasses
 from .check import check
 from .distributed import World
 from .ending import nonfinite
@@ -58,6 +61,7 @@ class Trainer:
         screen: Where progress is printed; standard output by default.
         folder: The output folder, if the caller has taken it already.
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
+        weights: What the layers' weights are read from, where `config.memory` bounds the run (plan/placement.py).
 
     Raises:
         UserError: For anything that the user can correct.
@@ -81,8 +85,9 @@ class Trainer:
         screen: Screen | None = None,
         folder: RunFolder | None = None,
         processor: Any = None,
+        weights: LayerWeights | None = None,
     ):
-        self.model, self.splits = model, splits
+        self.model, self.splits, self._weights = model, splits, weights
         self.world = world or World()
         check(model, tokenizer, config, splits)
         self._train_order = training_order(splits, config, self.world)
@@ -95,7 +100,7 @@ class Trainer:
         self._folder = folder or RunFolder(config, self.world)
         self.outputs = Outputs(model, tokenizer, config, model_config)
         self._optimizer = build_optimizer(config)
-        self._facts = content.facts(model, config, model_config)
+        self._facts = content.facts(model, config, model_config, weights)
         identity = state.fingerprint(config, model=config.model, **self._facts)
         self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
         self._reporting = Reporting(config, self.outputs, self.screen, self.world.main)
@@ -104,11 +109,17 @@ class Trainer:
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
 
     @classmethod
-    def of(cls, run: Run, screen: Screen | None = None, folder: RunFolder | None = None) -> Trainer:
+    def of(
+        cls,
+        run: Run,
+        screen: Screen | None = None,
+        folder: RunFolder | None = None,
+        weights: LayerWeights | None = None,
+    ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
-        return cls(*given, world=run.world, screen=screen, folder=folder, **more)
+        return cls(*given, world=run.world, screen=screen, folder=folder, weights=weights, **more)
 
     def run(self, *, checkpoints: Checkpoints | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
@@ -126,7 +137,10 @@ class Trainer:
             self._saving.chosen = stack.enter_context(kept_choices.kept(config))
             kept_choices.agree(self._saving.chosen, world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
-            trained = stack.enter_context(training(self.model, config, checkpoints=checkpoints))
+            trained = stack.enter_context(
+                training(self.model, config, checkpoints=checkpoints, compare=self._weights is None)
+            )
+            trained, passes = stack.enter_context(by_layers(self.model, config, trained, self._weights))
             for fact in announce.facts(
                 self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
             ):
@@ -139,7 +153,7 @@ class Trainer:
             self._reporting.about = announce.about(self.model, config, self.splits, trained)
             self._reporting.tables = announce.layer_table(trained)
             self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-            self._prepare(trained)
+            self._prepare(trained, passes)
             keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
             stack.callback(self._reporting.close)
             stack.enter_context(self._ending)
@@ -165,15 +179,16 @@ class Trainer:
         """The progress of the run, as it is saved."""
         return self._saving.progress
 
-    def _prepare(self, trained: Training) -> None:
+    def _prepare(self, trained: Training, passes: LayerPasses | None) -> None:
         config, world, loss = self.config, self.world, trained.loss
         self.model.train()
         if backend.device() == "metal":
             mx.set_wired_limit(backend.gpu_memory())
         self._loss: LossFunction = loss
-        self._step = build_step(self.model, self._optimizer, loss, config, world)
+        self._step = build_step(self.model, self._optimizer, loss, config, world, step_of(passes))
         self._figures = trained.figures + self._step.reports
-        self._evaluation = Evaluation(self.model, loss, world, trained.figures)
+        by_pass = None if passes is None else passes.evaluate
+        self._evaluation = Evaluation(self.model, loss, world, trained.figures, by_pass)
         self._saving.begin(self._step)
         given = self._step, self._saving, self._ending, self._order, config, world
         self._micro_batches = MicroBatches(self.model, self._optimizer, *given)
@@ -357,13 +372,16 @@ class Trainer:
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        damage = nonfinite.damage(self.model)
+        damage = nonfinite.damage(self.model, self._weights)
         worth_saving = damage is None or nonfinite.trained_is_finite(self.model)
         if worth_saving:
             self._saving.save_last_update()
         if damage is not None:
             kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at}: {what}: {damage}{kept}")
-        cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
+        if self._weights is None:
+            cause = nonfinite.cause(self.model, self._loss, batches, self._watched)
+        else:
+            cause = "where is not looked for with --memory"
         kept = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
         raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", kept)

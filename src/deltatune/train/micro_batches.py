@@ -151,5 +151,9 @@ class MicroBatches:
 
 
 def may_start_early(world: World, config: TrainConfig) -> bool:
-    """Whether iterations may be started early: on one NVIDIA GPU, if no update waits for which experts had tokens."""
-    return backend.device() == "cuda" and world.size == 1 and config.expert_updates != "active"
+    """Whether iterations may be started early: on one NVIDIA GPU, if no update waits for which experts had tokens.
+
+    A step by layers is computed when it returns, so that nothing is gained.
+    """
+    by_layers = config.memory is not None
+    return backend.device() == "cuda" and world.size == 1 and config.expert_updates != "active" and not by_layers

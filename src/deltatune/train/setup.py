@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,10 +249,15 @@ def with_iterations(config: TrainConfig, order: BatchOrder | StreamOrder) -> Tra
 
 
 def build_step(
-    model: nn.Module, optimizer: mlx.optimizers.Optimizer, loss: LossFunction, config: TrainConfig, world: World
+    model: nn.Module,
+    optimizer: mlx.optimizers.Optimizer,
+    loss: LossFunction,
+    config: TrainConfig,
+    world: World,
+    kind: Callable[..., Step] = Step,
 ) -> Step:
-    """Build the training step that `config` describes, inside training()."""
-    return Step(
+    """Build the training step that `config` describes, inside training(); `kind` is its class."""
+    return kind(
         model,
         optimizer,
         loss,
@@ -269,17 +274,14 @@ def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
     """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
     if config.loraplus_lr_ratio is None:
         return {}
-    rates = {path: config.loraplus_lr_ratio for path, _ in leaves(model.trainable_parameters()) if _is_b(path)}
+    trained = leaves(model.trainable_parameters())
+    rates = {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}
     if not rates:
         raise UserError(
             "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
             "trains here; use fine_tune_type: lora, or leave it out."
         )
     return rates
-
-
-def _is_b(path: str) -> bool:
-    return path.endswith(".lora_b")
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:

@@ -361,24 +361,25 @@ class Step:
             loss, weight, gradients, *figures = mean_loss_and_gradients(
                 self._model, self._loss, batch, used, self.routers, lengths
             )
+        return loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
+
+    def added(self, accumulated: Any, gradients: Any, weight: mx.array, parameters: Any) -> Any:
+        """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
         gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
             gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
-        if backend.device() == "cuda":
-            # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
-            gradients = tree_map(mx.contiguous, gradients)
-        return loss, weight, gradients, *figures
+        # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
+        return tree_map(mx.contiguous, gradients) if backend.device() == "cuda" else gradients
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
         """Return the new parameters in joined form, the same in the model's form by path, and the norm.
 
         With active experts, the fields of ExpertGradients come fourth.
         """
-        optimizer, rates, divisor = self._optimizer, self.bundles.rate, mx.array(1.0)
-        if self._weighted:
-            divisor = mx.where(weight > 0, weight, 1.0)
+        optimizer, rates = self._optimizer, self.bundles.rate
+        divisor = mx.where(weight > 0, weight, 1.0) if self._weighted else mx.array(1.0)
         experts: dict[str, mx.array] = {}
         if self._active is not None:
             gradients, experts = self._active.split(gradients)

@@ -90,14 +90,13 @@ class Recorder:
     hidden: mx.array | None = None
     last: mx.array | None = None
 
-    def __call__(self, index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def __call__(self, index: int, _call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Record a call.
 
         Raises:
             UserError: The model does not hand the hidden states from layer to layer, or gives a layer something else
                 than masks and constants.
         """
-        del call
         x = arguments[0] if arguments else None
         if index != len(self.calls) or not isinstance(x, mx.array) or (self.calls and x is not self.last):
             raise UserError(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import UserError
 from ...ops import side_outputs
 from ...ops.functional import is_floating, undisturbed
 from ...ops.random_state import drawing_with
@@ -125,18 +124,11 @@ class LayerFunction:
             _, (dx, *gradients) = mx.vjp(outputs, [x, *(arrays[at] for at in self._trained)], [dy, *d_sides])
         return dx, gradients
 
-    def _run(
-        self, x: mx.array, others: Sequence[mx.array], key: mx.array
-    ) -> tuple[mx.array, list[mx.array], mx.array]:
+    def _run(self, x: mx.array, others: Sequence[mx.array], key: mx.array) -> tuple[mx.array, list[mx.array], mx.array]:
         positional, keywords = self._call.arguments(others)
         state = [key]
         with drawing_with(state), side_outputs.collecting(self._collects) as sides:
             y = self._layer(x, *positional, **keywords)
-        if not isinstance(y, mx.array) or y.shape != x.shape:
-            raise UserError(
-                f"memory: {type(self._layer).__name__} returns more than its hidden states, and a step by layers hands "
-                "these alone from layer to layer; leave memory out."
-            )
         return y, sides, state[0]
 
     @contextmanager

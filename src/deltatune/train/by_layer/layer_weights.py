@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..tree import Place, leaves
+from ..tree import leaves
 from .layer_functions import array_places
 from .stored_weights import StoredWeights
+
+# A run that waits for a larger share of its time is told how to wait less.
+_MUCH = 0.1
 
 
 @dataclass
@@ -25,6 +28,14 @@ class DiskTime:
 
     waited: float = 0.0
     read: int = 0
+
+    def said(self, seconds: float) -> str:
+        """Return a line for the end of a run that has computed for so many seconds."""
+        share = self.waited / seconds if seconds else 0.0
+        advice = ""
+        if share > _MUCH:
+            advice = " More tokens an iteration (--batch-size, --max-seq-length, --pack) would hide it."
+        return f"Waited {self.waited:.1f} s for the disk ({share:.0%}), which gave {self.read / 1e9:,.2f} GB.{advice}"
 
 
 class LayerWeights:
@@ -43,22 +54,18 @@ class LayerWeights:
         disk: What reading has cost.
     """
 
-    def __init__(
-        self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]
-    ):
+    def __init__(self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]):
         self._stored, self.disk = stored, DiskTime()
         self._places = [[place for _, place in array_places(layer)] for layer in layers]
-        self._names: list[dict[int, str]] = [
-            {at: name for at, place in enumerate(places) if (name := stored.name_of(place.array)) is not None}
-            if index in streamed
-            else {}
-            for index, places in enumerate(self._places)
-        ]
+        self._names: list[dict[int, str]] = [{} for _ in layers]
+        for index in streamed:
+            names = {at: stored.name_of(place.array) for at, place in enumerate(self._places[index])}
+            self._names[index] = {at: name for at, name in names.items() if name is not None}
         self._held: tuple[int, list[mx.array]] | None = None
         self._ahead: tuple[int, list[mx.array]] | None = None
-        streamed = {name for names in self._names for name in names.values()}
+        on_disk = {name for names in self._names for name in names.values()}
         by_path = [(path, stored.name_of(array)) for path, array in leaves(model.parameters())]
-        self._by_path = {path: name for path, name in by_path if name in streamed}
+        self._by_path = {path: name for path, name in by_path if name is not None and name in on_disk}
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:
@@ -72,10 +79,10 @@ class LayerWeights:
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in inside])
         self._stored.forget()
 
-    @property
-    def streams(self) -> bool:
-        """Whether any layer's weights stay on the disk."""
-        return any(self._names)
+    def close(self) -> None:
+        """Let go of what was read, and of the files."""
+        self._held = self._ahead = None
+        self._stored.close()
 
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
         """Yield the arrays of the layers in `order`, as array_places() lists them.
@@ -84,16 +91,19 @@ class LayerWeights:
         kept, so that a pass in the opposite order begins with it.
 
         Raises:
-            UnreadableWeights: The files have changed, or cannot be read.
+            UnreadableWeightsError: The files have changed, or cannot be read.
         """
         for at, index in enumerate(order):
-            if self._names[index] and (self._held is None or self._held[0] != index):
-                self._held = None
-                self._held = index, self._arrived(index)
-            following = (other for other in order[at + 1 :] if self._names[other])
-            self._start(next((other for other in following if self._held is None or other != self._held[0]), None))
-            read = dict(zip(self._names[index], self._held[1], strict=True)) if self._names[index] else {}
-            yield [read.get(place, each.array) for place, each in enumerate(self._places[index])]
+            places, names = self._places[index], self._names[index]
+            arrays = [place.array for place in places]
+            if names:
+                if self._held is None or self._held[0] != index:
+                    self._held = None
+                    self._held = index, self._arrived(index)
+                for place, array in zip(names, self._held[1], strict=True):
+                    arrays[place] = array
+            self._start(next((other for other in order[at + 1 :] if self._names[other] and other != index), None))
+            yield arrays
 
     def _start(self, index: int | None) -> None:
         """Start to read a layer, unless one is being read."""

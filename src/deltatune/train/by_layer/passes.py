@@ -8,13 +8,14 @@ same operations and the same random keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from ...errors import UserError
 from ...lora.together import together
 from ...ops.experts import routing
 from ...ops.functional import differentiated_once, undisturbed
@@ -23,7 +24,7 @@ from ...ops.segments import segments
 from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
 from ..compiled import compiled
-from ..routers import RouterLosses
+from ..updates.routers import RouterLosses
 from ..step import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
 from .layer_calls import LayerCalls, Recorder, own, passed_on
@@ -98,10 +99,13 @@ class LayerPasses:
         layers: Its layers, in order.
         loss: The loss that is trained.
         weights: What the layers' weights are read from.
+
+    Attributes:
+        loss: The loss.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], loss: LossFunction, weights: LayerWeights):
-        self.model, self._layers, self._loss, self._weights = model, list(layers), loss, weights
+        self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
         self._calls = LayerCalls(layers, self._read)
         self._arounds: dict[Any, _Around] = {}
         self._functions: dict[Any, LayerFunction] = {}
@@ -118,14 +122,50 @@ class LayerPasses:
         with self._calls.watched():
             yield
 
+    def passing_on(self) -> AbstractContextManager[None]:
+        """Within the context, layers return their input, so that the rest of the model runs without their weights."""
+        return self._calls.served_by(passed_on)
+
+    def check(self, *, packed: bool) -> None:
+        """Check on a few tokens how the model calls its layers, without computing anything.
+
+        Args:
+            packed: Whether batches are packed.
+
+        Raises:
+            UserError: The layers cannot be computed one by one.
+        """
+        recorder, blank = Recorder(), mx.zeros((1, 8), mx.int32)
+
+        def serve(index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            x = recorder(index, call, arguments, options)
+            y = call(*arguments, **options)
+            if not isinstance(y, mx.array) or y.shape != x.shape:
+                raise UserError(
+                    f"memory: {type(self._layers[index]).__name__} returns something else than hidden states, and a "
+                    "step by layers hands these alone from layer to layer; leave memory out."
+                )
+            recorder.last = y
+            return y
+
+        batch: Arrays = blank, blank, mx.ones((1, 8)), blank if packed else None, None, None
+        with undisturbed(self.model), self._telling(batch, None, None, trains=False), self._calls.served_by(serve):
+            loss_of(self.loss, batch)
+        if len(recorder.calls) != len(self._layers):
+            raise UserError(
+                f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
+                "layers calls each of them once; leave memory out."
+            )
+
     def evaluate(self, batch: Arrays) -> tuple[mx.array, ...]:
         """Return the sum of losses and the sum of weights of a batch, as train/evaluate.py computes them."""
         key = mx.random.key(0)
         with self._telling(batch, None, None, trains=False) as told:
             around = self._around(batch, told, None)
             x, key, others = around.before(batch, key)
-            for index, arrays in enumerate(self._weights.along(range(len(self._layers)))):
-                x, _, key = self._function(index, around, told).forward(arrays, x, others, told, key)
+            reading = self._weights.along(range(len(self._layers)))
+            for index in range(len(self._layers)):
+                x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
                 mx.eval(x, key)
             return around.loss(batch, x, key)
 
@@ -220,7 +260,7 @@ class LayerPasses:
 
         state = [key]
         with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
-            loss_of(self._loss, batch)
+            loss_of(self.loss, batch)
         assert recorder.hidden is not None
         return recorder, recorder.hidden, keys[0]
 
@@ -235,7 +275,7 @@ class LayerPasses:
             return x
 
         with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
-            return loss_of(self._loss, batch)
+            return loss_of(self.loss, batch)
 
     @contextmanager
     def _telling(

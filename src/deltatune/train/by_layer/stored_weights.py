@@ -20,7 +20,7 @@ from ...models.load import load_model
 from ..tree import leaves
 
 
-class UnreadableWeights(UserError):
+class UnreadableWeightsError(UserError):
     """The files of a model have changed or cannot be read any more, while a run reads them."""
 
 
@@ -53,11 +53,16 @@ class StoredWeights:
         """Let go of the arrays that the model was loaded with; name_of() knows none of them any more."""
         self._given.clear()
 
+    def close(self) -> None:
+        """Let the system cache the files again."""
+        self._unread.clear()
+        self._cache.close()
+
     def lazily(self, names: Sequence[str]) -> list[mx.array]:
         """Return arrays that are read when they are used.
 
         Raises:
-            UnreadableWeights: The files have changed, or are gone.
+            UnreadableWeightsError: The files have changed, or are gone.
         """
         if any(name not in self._unread for name in names):
             self._load()
@@ -76,7 +81,7 @@ class StoredWeights:
         """Wait until `arrays` are read, and keep what was read out of the system's page cache.
 
         Raises:
-            UnreadableWeights: They cannot be read.
+            UnreadableWeightsError: They cannot be read.
         """
         try:
             mx.eval(arrays)
@@ -98,10 +103,10 @@ class StoredWeights:
             except OSError as error:
                 raise self._unreadable(error) from error
             if now != version:
-                raise UnreadableWeights(f"{file}: the file has changed while the run reads the model's weights from it")
+                raise UnreadableWeightsError(f"{file}: the file has changed while the run reads weights from it")
 
-    def _unreadable(self, error: Exception) -> UnreadableWeights:
-        return UnreadableWeights(f"{self._path}: the model's weights cannot be read any more ({first_line(error)})")
+    def _unreadable(self, error: Exception) -> UnreadableWeightsError:
+        return UnreadableWeightsError(f"{self._path}: the weights cannot be read any more ({first_line(error)})")
 
 
 def _version(file: Path) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from ...errors import UserError
 from ...options.config import TrainConfig
+from ..by_layer.stored_weights import UnreadableWeightsError
 from ..distributed import World
 from ..reports.screen import Screen
 from ..saved import state
@@ -88,10 +89,16 @@ class Ending:
         """Save the state of the last update if an exception other than UserError leaves the `with` block.
 
         Raises:
-            UserError: If macOS ended a step that took too long.
+            UserError: If macOS ended a step that took too long, or the model's files cannot be read any more.
         """
         try:
             yield
+        except UnreadableWeightsError as error:
+            self._saving.save_last_update()
+            raise UserError(
+                f"{error}. The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}; "
+                "mend the files and give --resume."
+            ) from error
         except UserError:
             raise
         except Exception as error:

@@ -18,6 +18,7 @@ from ...errors import UserError
 from ...lora.adapter import Adapter
 from ...lora.new_rows import GrownTable
 from ...ops.functional import is_finite
+from ..by_layer.layer_weights import LayerWeights
 from ..step import LossFunction, arrays, mean_loss_and_gradients
 from ..tree import leaves
 
@@ -25,13 +26,14 @@ from ..tree import leaves
 Watched = tuple[str, nn.Module]
 
 
-def damage(model: nn.Module) -> str | None:
+def damage(model: nn.Module, weights: LayerWeights | None = None) -> str | None:
     """Describe the tensors of `model` that are not finite, which no option and no data can mend; None if all are.
 
+    `weights` reads those of the model's arrays that stay on the disk.
     Updates that are not finite are never made, so such a tensor comes from the checkpoint.
     """
     tensors = leaves(model.parameters())
-    damaged = [name for name, leaf in tensors if not is_finite(leaf)]
+    damaged = [name for name, leaf in tensors if not is_finite(weights.numbers(name, leaf) if weights else leaf)]
     if not damaged:
         return None
     return (
@@ -40,9 +42,9 @@ def damage(model: nn.Module) -> str | None:
     )
 
 
-def refuse_damaged(model: nn.Module) -> None:
+def refuse_damaged(model: nn.Module, weights: LayerWeights | None = None) -> None:
     """Raise a UserError with the description of the damage if a tensor of `model` is not finite."""
-    description = damage(model)
+    description = damage(model, weights)
     if description is not None:
         raise UserError(description)
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import xxhash
 
 from ...options.config import TrainConfig
+from ..by_layer.layer_weights import LayerWeights
 from ..reports import announce
 from ..tree import leaves
 
@@ -22,13 +23,18 @@ from ..tree import leaves
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
-def facts(model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None) -> dict[str, str | None]:
-    """Return what state.fingerprint adds to the options: digests of structure, config.json, weights and adapters."""
+def facts(
+    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: LayerWeights | None = None
+) -> dict[str, str | None]:
+    """Return what state.fingerprint adds to the options: digests of structure, config.json, weights and adapters.
+
+    `weights` reads those of the model's arrays that stay on the disk.
+    """
     adapter = config.resume_adapter_file
     return {
         "model_tensors": announce.structure(model),
         "model_config": None if model_config is None else config_digest(model_config),
-        "model_content": weights_digest(model, config),
+        "model_content": weights_digest(model, config, weights),
         "adapter_weights": None if adapter is None else file_digest(adapter),
     }
 
@@ -39,7 +45,7 @@ def config_digest(model_config: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
-def weights_digest(model: nn.Module, config: TrainConfig) -> str:
+def weights_digest(model: nn.Module, config: TrainConfig, weights: LayerWeights | None = None) -> str:
     """Return a digest of all numbers of the checkpoint; it takes about the time of reading them from memory.
 
     Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a
@@ -50,7 +56,8 @@ def weights_digest(model: nn.Module, config: TrainConfig) -> str:
     digest = xxhash.xxh3_128()
     for name, leaf in [] if config.from_scratch else given:
         digest.update(name.encode())
-        numbers: Any = leaf.reshape(-1).view(mx.uint8)
+        array = leaf if weights is None else weights.numbers(name, leaf)
+        numbers: Any = array.reshape(-1).view(mx.uint8)
         digest.update(memoryview(numbers))
     return digest.hexdigest()
 

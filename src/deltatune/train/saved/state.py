@@ -51,6 +51,7 @@ FREE_OPTIONS = {
     "resume",
     "overwrite",
     "clear_cache_threshold",
+    "memory",
     "report_to",
     "project_name",
     "trust_remote_code",

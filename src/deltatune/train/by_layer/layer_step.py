@@ -1,0 +1,96 @@
+"""Sets a run up whose frozen layers may stay on the disk, and makes its training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...options.config import TrainConfig
+from ...data.batches.packing import row_capacity
+from ...errors import UserError
+from ...models.document_isolation import check_packing
+from ..compiled import compiled
+from ..setup import Training, choose_loss
+from ..step import Arrays, Step
+from .layer_weights import LayerWeights
+from .passes import LayerPasses
+
+
+class LayerStep(Step):
+    """A training step whose micro-batches are computed by layers, and are done when micro_batch() returns.
+
+    Args:
+        given: What Step takes.
+        passes: Compute a micro-batch.
+        options: What Step takes.
+    """
+
+    def __init__(self, *given: Any, passes: LayerPasses, **options: Any):
+        super().__init__(*given, **options)
+        self._passes = passes
+        self._add = compiled(self.added, [])
+
+    def on_arrays(
+        self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, Any]:
+        parameters = self.parameters()
+        used = self.bundles.part(parameters, used=True)
+        loss, weight, gradients, *self.figures = self._passes.gradients(
+            batch, used, self.random[0], self.routers, lengths
+        )
+        return loss, weight, self._add(accumulated, gradients, weight, parameters)
+
+
+def step_of(passes: LayerPasses | None) -> Callable[..., Step]:
+    """Return the class of a run's step, for setup.build_step()."""
+    return Step if passes is None else partial(LayerStep, passes=passes)
+
+
+@contextmanager
+def by_layers(
+    model: nn.Module, config: TrainConfig, trained: Training, weights: LayerWeights | None
+) -> Iterator[tuple[Training, LayerPasses | None]]:
+    """Within the context, the layers of `model` read their weights from `weights` when they are called.
+
+    Args:
+        model: The model, set up by setup.training() without comparing its parts.
+        config: The options of the run.
+        trained: What setup.training() yields.
+        weights: What the weights are read from; None for a run that has all of them in memory.
+
+    MLX gives freed memory back before it would hold more than `config.memory`.
+
+    Yields:
+        What was set up, and the passes of a step; None for a model that stays in memory as a whole.
+
+    Raises:
+        UserError: The model's layers cannot be computed one by one, or its packed documents influence each other.
+    """
+    if weights is None:
+        if config.memory is not None:
+            raise UserError(
+                "memory: which weights stay on the disk is not chosen. Give the Trainer "
+                "deltatune.plan.placement.placed(run).weights(run), or leave memory out."
+            )
+        yield trained, None
+        return
+    if config.pack:
+        check_packing(model, row_capacity(config))
+    passes = LayerPasses(model, [layer.module for layer in trained.layers], trained.loss, weights)
+    assert config.memory is not None
+    before = mx.set_memory_limit(config.memory)
+    try:
+        with passes.served():
+            with passes.passing_on():
+                passes.loss, kind = choose_loss(model)
+            passes.check(packed=config.pack)
+            compiled_by = f"{trained.compiled}, one layer at a time"
+            yield dataclasses.replace(trained, loss=passes.loss, loss_kind=kind, compiled=compiled_by), passes
+    finally:
+        mx.set_memory_limit(before)
