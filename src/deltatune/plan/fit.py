@@ -15,6 +15,7 @@ from ..data import Splits
 from ..data.preferences.preference import SLOTS
 from ..data.vision.media import largest_batch
 from ..errors import UserError
+from ..layers import describe
 from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
@@ -23,11 +24,13 @@ from ..options.config import TrainConfig
 from ..train.reports.screen import Fact
 from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
+from ..train.tree import leaves
 from . import screen
 from .array_layout import ArrayLayout
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
+from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
 from .search import Largest, RunForecast, fits, largest
 
@@ -160,7 +163,7 @@ def check(run: Run, *, force: bool = False) -> Checked:
     said: list[Fact | str] = [] if choice is None else [screen.checkpoints(choice)]
     said.append(screen.memory(plan, limits))
     if not fits(plan, limits):
-        message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}"
+        message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}{_from_disk(run, limits, layout)}"
         if not force:
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
@@ -262,6 +265,28 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
     if found.value:
         return f"It fits with {words}--max-seq-length {found.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
+
+
+def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
+    """A sentence on the option that leaves frozen layers on the disk, if the run would fit with it; else nothing."""
+    config, room = dataclasses.replace(run.config, grad_checkpoint=True), limits.bytes
+    if room is None or run.image is not None or run.world.size > 1:
+        return ""
+    try:
+        config = dataclasses.replace(config, memory=room)
+    except UserError:
+        return ""
+    layers = [layer.module for layer in describe(run.model)]
+    frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
+    peak = _step(run.model, config, *shape(run), run.splits, layout).bytes.amount
+    if left_on_disk(peak, frozen, room) is None:
+        return ""
+    given = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
+    return f" As it is, it fits with --memory {given}, which leaves layers on the disk and reads them in every pass."
+
+
+def _bytes(tree: Any) -> int:
+    return sum(array.nbytes for _, array in leaves(tree))
 
 
 def _step(

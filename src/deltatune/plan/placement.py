@@ -24,6 +24,7 @@ from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .fit import shape
 from .forecast import Forecast, forecast_step
+from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size
 
@@ -85,34 +86,6 @@ class Placement:
         return [Fact("memory", memory), Fact("disk", disk)]
 
 
-def held(peak: int, layers: tuple[int, ...], streamed: tuple[int, ...]) -> int:
-    """Return the peak of a step that holds two of the layers on the disk at a time.
-
-    Args:
-        peak: the peak with all weights in memory.
-        layers: the bytes of each layer's frozen weights.
-        streamed: the positions of the layers on the disk.
-    """
-    sizes = sorted(layers[at] for at in streamed)
-    return peak - sum(sizes) + sum(sizes[-2:])
-
-
-def spread(count: int, resident: int) -> tuple[int, ...]:
-    """Return which of `count` layers stay on the disk where `resident` stay in memory, evenly between the others."""
-    kept = {(2 * at + 1) * count // (2 * resident) for at in range(resident)}
-    return tuple(at for at in range(count) if at not in kept)
-
-
-def choose(peak: int, layers: tuple[int, ...], memory: int) -> tuple[int, ...] | None:
-    """Return the fewest layers on the disk with which a step stays within `memory`; None if it never does."""
-    count = len(layers)
-    for resident in range(count, -1, -1):
-        streamed = spread(count, resident) if resident else tuple(range(count))
-        if held(peak, layers, streamed) <= memory:
-            return streamed
-    return None
-
-
 class TooLittleMemoryError(UserError):
     """`memory` is less than a run takes with all of its layers but two on the disk."""
 
@@ -159,17 +132,18 @@ def placed(run: Run) -> Placed:
     stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
     run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
+    stored.find(model)
     layers = [layer.module for layer in describe(model)]
     sizes = tuple(
-        sum(place.array.nbytes for _, place in array_places(layer) if stored.name_of(place.array) is not None)
-        for layer in layers
+        sum(place.array.nbytes for path, place in array_places(layer.module, f"{layer.path}.") if path in stored.names)
+        for layer in describe(model)
     )
     try:
         plan = forecast_step(model, config, *shape(run), ArrayLayout.measured())
     except LayoutError as error:
         raise UserError(f"memory: this version of MLX cannot be planned for ({error}); leave memory out.") from error
     assert config.memory is not None
-    streamed = choose(plan.bytes.amount, sizes, config.memory)
+    streamed = left_on_disk(plan.bytes.amount, sizes, config.memory)
     if streamed is None:
         least = held(plan.bytes.amount, sizes, tuple(range(len(sizes))))
         raise TooLittleMemoryError(

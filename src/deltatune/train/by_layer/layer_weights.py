@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..tree import leaves
+from ..tree import Place
 from .layer_functions import array_places
 from .stored_weights import StoredWeights
 
@@ -45,7 +45,7 @@ class LayerWeights:
     layers. The model's own arrays in the place of weights on the disk are lazy, and are never computed.
 
     Args:
-        stored: Which arrays of the model lie in its files.
+        stored: Which arrays of the model lie in its files (find() was called).
         model: The model, made trainable.
         layers: Its layers, in order.
         streamed: The positions of the layers whose weights stay on the disk.
@@ -56,16 +56,18 @@ class LayerWeights:
 
     def __init__(self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]):
         self._stored, self.disk = stored, DiskTime()
-        self._places = [[place for _, place in array_places(layer)] for layer in layers]
-        self._names: list[dict[int, str]] = [{} for _ in layers]
-        for index in streamed:
-            names = {at: stored.name_of(place.array) for at, place in enumerate(self._places[index])}
-            self._names[index] = {at: name for at, name in names.items() if name is not None}
+        self._places: list[list[Place]] = []
+        self._names: list[dict[int, str]] = []
+        paths = {id(module): path for path, module in model.named_modules()}
+        for index, layer in enumerate(layers):
+            found = {f"{paths[id(layer)]}.{path}": place for path, place in array_places(layer)}
+            self._places.append(list(found.values()))
+            names = {at: stored.names[path] for at, path in enumerate(found) if path in stored.names}
+            self._names.append(names if index in streamed else {})
         self._held: tuple[int, list[mx.array]] | None = None
         self._ahead: tuple[int, list[mx.array]] | None = None
         on_disk = {name for names in self._names for name in names.values()}
-        by_path = [(path, stored.name_of(array)) for path, array in leaves(model.parameters())]
-        self._by_path = {path: name for path, name in by_path if name is not None and name in on_disk}
+        self._by_path = {path: name for path, name in stored.names.items() if name in on_disk}
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:
@@ -77,7 +79,6 @@ class LayerWeights:
                 places[at].array = array
         inside = {id(place.array) for places in self._places for place in places}
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in inside])
-        self._stored.forget()
 
     def close(self) -> None:
         """Let go of what was read, and of the files."""

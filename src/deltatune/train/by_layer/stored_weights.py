@@ -18,6 +18,7 @@ from ...machine.page_cache import PageCache
 from ...models.checkpoint_files import WEIGHTS
 from ...models.load import load_model
 from ..tree import leaves
+from .layer_functions import array_places
 
 
 class UnreadableWeightsError(UserError):
@@ -31,12 +32,16 @@ class StoredWeights:
         path: The folder of the checkpoint.
         model: The model as it was loaded. Call it before adapters are added, so that all its arrays are the files'.
         trust_remote_code: Whether Python code in the checkpoint may run.
+
+    Attributes:
+        names: The name of each of these arrays by its path in the prepared model, once find() was called.
     """
 
     def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):
         self._path, self._trust = path, trust_remote_code
         # The arrays are held, since an id is an array's only while the array lives.
         self._given = {id(array): (name, array) for name, array in leaves(model.parameters())}
+        self.names: dict[str, str] = {}
         self._files = sorted(path.glob(WEIGHTS))
         self._versions = list(map(_version, self._files))
         self._cache = PageCache(self._files)
@@ -44,14 +49,14 @@ class StoredWeights:
         self._stream = mx.new_stream(mx.cpu)
         self._unread: dict[str, mx.array] = {}
 
-    def name_of(self, array: mx.array) -> str | None:
-        """Return the name of an array that the model was loaded with; None for any other array."""
-        found = self._given.get(id(array))
-        return None if found is None else found[0]
+    def find(self, model: nn.Module) -> None:
+        """Find the arrays in the model, after adapters were added and before anything is traced or computed.
 
-    def forget(self) -> None:
-        """Let go of the arrays that the model was loaded with; name_of() knows none of them any more."""
-        self._given.clear()
+        They are found by identity, which they lose when MLX traces a function of the model.
+        """
+        found = [(path, self._given.get(id(place.array))) for path, place in array_places(model)]
+        self.names = {path: given[0] for path, given in found if given is not None}
+        self._given = {}
 
     def close(self) -> None:
         """Let the system cache the files again."""

@@ -1,0 +1,33 @@
+"""Computes which layers stay on the disk where a step by layers has so much memory, and what it then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def held(peak: int, layers: Sequence[int], streamed: Sequence[int]) -> int:
+    """Return the peak of a step that holds two of the layers on the disk at a time.
+
+    Args:
+        peak: the peak with all weights in memory.
+        layers: the bytes of each layer's frozen weights.
+        streamed: the positions of the layers on the disk.
+    """
+    sizes = sorted(layers[at] for at in streamed)
+    return peak - sum(sizes) + sum(sizes[-2:])
+
+
+def spread(count: int, resident: int) -> tuple[int, ...]:
+    """Return which of `count` layers stay on the disk where `resident` stay in memory, evenly between the others."""
+    kept = {(2 * at + 1) * count // (2 * resident) for at in range(resident)}
+    return tuple(at for at in range(count) if at not in kept)
+
+
+def left_on_disk(peak: int, layers: Sequence[int], memory: int) -> tuple[int, ...] | None:
+    """Return the fewest layers on the disk with which a step stays within `memory`; None if it never does."""
+    count = len(layers)
+    for resident in range(count, -1, -1):
+        streamed = spread(count, resident) if resident else tuple(range(count))
+        if held(peak, layers, streamed) <= memory:
+            return streamed
+    return None

@@ -1,0 +1,162 @@
+"""Tests whole runs whose memory is bounded: their bits, what they say, and how they end."""
+
+import dataclasses
+import os
+import re
+import shutil
+
+import pytest
+
+from console import deltatune
+from deltatune.cli import main
+from deltatune.commands.train import train
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.errors import UserError
+from deltatune.plan.placement import TooLittleMemoryError
+from deltatune.train.by_layer.stored_weights import StoredWeights
+from killed_runs import result
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint):
+    """Layers of 0.8 MB each, which are most of what a step holds."""
+    return tiny_checkpoint("qwen3_5", num_hidden_layers=6, full_attention_interval=3, intermediate_size=1024)
+
+
+@pytest.fixture
+def config(model, data_folder, tmp_path):
+    return TrainConfig(
+        model=str(model),
+        data=str(data_folder),
+        adapter_path=str(tmp_path / "out"),
+        iters=4,
+        batch_size=1,
+        max_seq_length=32,
+        num_layers=4,
+        grad_checkpoint=True,
+        grad_accumulation_steps=2,
+        learning_rate=1e-2,
+        steps_per_eval=2,
+        val_batches=2,
+        save_every=1,
+        lora_parameters=LoraConfig(rank=2, dropout=0.1),
+    )
+
+
+@pytest.fixture(scope="module")
+def least():
+    """least(config) -> the smallest memory that a run is given, as its refusal says."""
+
+    def found(config):
+        with pytest.raises(TooLittleMemoryError) as refused:
+            train(dataclasses.replace(config, memory=1000))
+        return int(float(re.search(r"tokens take ([\d.]+) MB", str(refused.value))[1]) * 1e6) + 100_000
+
+    return found
+
+
+def in_folder(config, folder, **changes):
+    return dataclasses.replace(config, adapter_path=str(folder), **changes)
+
+
+def adapters(folder):
+    return (folder / "adapters.safetensors").read_bytes()
+
+
+def test_a_bounded_run_and_its_continuations_have_the_bits_of_one_without(config, least, tmp_path, capsys):
+    """Every layer on the disk, some of them, none: begun in one way and continued in another."""
+    all_of_them = least(config)
+    more = all_of_them + 1_600_000
+    train(in_folder(config, tmp_path / "whole", test=True))
+    whole = capsys.readouterr().out
+    train(in_folder(config, tmp_path / "bounded", memory=all_of_them, test=True))
+    said = capsys.readouterr().out
+    assert "6 of 6 layers" in said
+    assert re.search(r"Waited \d+\.\d s for the disk \(\d+%\), which gave 0\.0[1-9] GB", said)
+    assert re.search(r"Test loss .*", said)[0] == re.search(r"Test loss .*", whole)[0]
+    for name, (first, then) in {"whole, then more": (None, more), "bounded, then whole": (all_of_them, None)}.items():
+        train(in_folder(config, tmp_path / name, memory=first, iters=3))
+        train(in_folder(config, tmp_path / name, memory=then, resume=True))
+    assert re.search("[1-5] of 6 layers", capsys.readouterr().out)
+    for name in ("bounded", "whole, then more", "bounded, then whole"):
+        assert adapters(tmp_path / name) == adapters(tmp_path / "whole"), name
+    assert result(tmp_path / "bounded") == result(tmp_path / "whole")
+
+
+def test_a_bound_that_everything_fits_within_changes_nothing(config, tmp_path, capsys):
+    train(in_folder(config, tmp_path / "whole", iters=2))
+    train(in_folder(config, tmp_path / "bounded", iters=2, memory=10**9))
+    said = capsys.readouterr().out
+    assert "all weights stay in memory" in said
+    assert "for the disk" not in said
+    assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+
+
+def test_samples_come_from_the_disk_too(config, least, tmp_path, capsys):
+    asked = {"sample_prompts": ["question 3"], "sample_max_tokens": 4, "iters": 2}
+    train(in_folder(config, tmp_path / "whole", **asked))
+    whole = re.findall("Iter .*sample.*", capsys.readouterr().out)
+    train(in_folder(config, tmp_path / "bounded", memory=least(config), **asked))
+    assert re.findall("Iter .*sample.*", capsys.readouterr().out) == whole
+    assert len(whole) == 2
+    assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+
+
+def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, model, tmp_path, monkeypatch):
+    """The run is continued when the file is as it was."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    memory, weights = least(config), copy / "model.safetensors"
+    kept = weights.stat().st_mtime_ns
+    train(in_folder(config, tmp_path / "whole"))
+    options = {"model": str(copy), "memory": memory, "save_every": 100}
+    plain, reads = StoredWeights.started, []
+
+    def started(self, names):
+        reads.append(names)
+        if len(reads) == 40:
+            os.utime(weights, ns=(1, 1))
+        return plain(self, names)
+
+    monkeypatch.setattr(StoredWeights, "started", started)
+    with pytest.raises(UserError, match=r"has changed while .* state after iteration 2 is saved .* --resume"):
+        train(in_folder(config, tmp_path / "out", **options))
+    monkeypatch.undo()
+    os.utime(weights, ns=(kept, kept))
+    train(in_folder(config, tmp_path / "out", resume=True, **options))
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
+
+
+@pytest.mark.bad_input("`--memory` that is too small for the run")
+def test_too_little_memory_is_said_by_plan_and_by_train(config, tmp_path, capsys):
+    flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--memory", "1MB"]
+    assert main(["plan", *flags]) == 1
+    said = r"memory: 1\.0 MB is too little\. .* take [\d.]+ MB; give more"
+    assert re.search(rf"^{said}", capsys.readouterr().out, re.MULTILINE)
+    trained = deltatune("train", *flags, "--adapter-path", tmp_path / "none")
+    assert trained.returncode == 2
+    assert re.match(rf"deltatune: {said}", trained.stderr)
+    assert not (tmp_path / "none" / "adapters.safetensors").exists()
+
+
+def test_plan_says_what_is_read(config, least, capsys):
+    flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--max-seq-length", "32"]
+    flags += ["--num-layers", "4", "--rank", "2", "--memory", str(least(config))]
+    assert main(["plan", *flags]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^Memory: [\d.]+ MB planned of [\d.]+ MB \(--memory\); 1 x 32 tokens; 6 of 6 layers", said, re.M)
+    assert re.search(r"^Disk: [78]\.[0-9] MB read in each iteration, [\d.]+ s at the [\d.,]+ .B a second", said, re.M)
+
+
+@pytest.mark.bad_input("`--memory` together with {what}")
+@pytest.mark.parametrize(
+    ("what", "options"),
+    {
+        "full fine-tuning": {"fine_tune_type": "full"},
+        "training from scratch": {"from_scratch": True, "fine_tune_type": "full"},
+        "a preference loss": {"loss": "dpo"},
+        "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
+    }.items(),
+)
+def test_what_does_not_run_by_layers_is_refused(what, options):
+    with pytest.raises(UserError, match=r"memory leaves frozen weights on the disk, and .*; leave one of them out"):
+        TrainConfig(memory=10**9, **options)

@@ -1,0 +1,119 @@
+"""Tests what is read, when, and what happens where it cannot be read any more."""
+
+import os
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.layers import describe
+from deltatune.models.load import load
+from deltatune.train.by_layer.layer_functions import array_places
+from deltatune.train.by_layer.layer_weights import DiskTime, LayerWeights
+from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
+from deltatune.train.content import weights_digest
+from deltatune.train.setup import prepare
+
+CONFIG = TrainConfig(num_layers=-1, lora_parameters=LoraConfig(rank=2))
+
+
+@pytest.fixture
+def folder(tiny_checkpoint, tmp_path):
+    return shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "model")
+
+
+def weights_of(folder, streamed, config=CONFIG):
+    model = load(folder, lazy=True).model
+    stored = StoredWeights(folder, model)
+    prepare(model, config)
+    stored.find(model)
+    return model, LayerWeights(stored, model, [layer.module for layer in describe(model)], streamed)
+
+
+def started(weights, monkeypatch):
+    """The layers whose reading is started, in order."""
+    found = []
+    plain = weights._start
+
+    def start(index):
+        if index is not None and weights._ahead is None:
+            found.append(index)
+        plain(index)
+
+    monkeypatch.setattr(weights, "_start", start)
+    return found
+
+
+def test_a_layer_is_read_while_the_one_before_is_in_use(folder, monkeypatch):
+    _, weights = weights_of(folder, [0, 2, 3])
+    order, read = [0, 1, 2, 3, 3, 2, 1, 0], started(weights, monkeypatch)
+    ahead = []
+    for _ in weights.along(order):
+        ahead.append(None if weights._ahead is None else weights._ahead[0])
+    assert ahead == [2, 2, 3, 2, 2, 0, 0, None]
+    assert read == [0, 2, 3, 2, 0]
+    # The next pass begins with the layer at which this one ended.
+    next(weights.along(order))
+    assert read == [0, 2, 3, 2, 0, 2]
+    weights.close()
+
+
+def test_the_arrays_are_those_of_the_files(folder):
+    whole = [[place.array for _, place in array_places(layer.module)] for layer in describe(load(folder).model)]
+    _, weights = weights_of(folder, range(4), TrainConfig(lora_parameters=LoraConfig(keys=["*.q_proj"])))
+    for _ in range(3):
+        for layer, expected in zip(weights.along(range(4)), whole, strict=True):
+            found = {array.shape: [] for array in layer}
+            for array in layer:
+                found[array.shape].append(array)
+            assert all(any(mx.array_equal(array, each) for each in found[array.shape]) for array in expected)
+    assert weights.disk.read > 2 * sum(array.nbytes for layer in whole for array in layer)
+    weights.close()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_digest_of_a_model_is_the_same_from_the_disk(folder, kind):
+    config = TrainConfig(num_layers=-1, fine_tune_type=kind, lora_parameters=LoraConfig(rank=2))
+    model = load(folder).model
+    prepare(model, config)
+    streamed, weights = weights_of(folder, [0, 1, 3], config)
+    assert weights_digest(model, config) == weights_digest(streamed, config, weights)
+    weights.close()
+
+
+def rewritten(file):
+    os.utime(file, ns=(1, 1))
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [rewritten, cut, os.remove])
+@pytest.mark.parametrize("moment", ["before the next pass", "within a pass"])
+def test_files_that_change_end_the_reading(folder, change, moment):
+    _, weights = weights_of(folder, range(4))
+    passes = weights.along([*range(4), *range(4)])
+    for _ in range(4 if moment == "before the next pass" else 1):
+        next(passes)
+    change(folder / "model.safetensors")
+    with pytest.raises(UnreadableWeightsError, match=str(folder)):
+        list(passes)
+    weights.close()
+
+
+def test_a_read_that_fails_is_no_zero(folder, monkeypatch):
+    """The disk that fails shows the file as it was."""
+    _, weights = weights_of(folder, range(4))
+    monkeypatch.setattr(StoredWeights, "_check", lambda self: None)
+    passes = weights.along(range(4))
+    next(passes)
+    cut(folder / "model.safetensors")
+    with pytest.raises(UnreadableWeightsError, match="cannot be read any more"):
+        list(passes)
+
+
+def test_a_run_that_waits_is_told_how_to_wait_less():
+    assert DiskTime(0.5, 3_000_000_000).said(100.0) == "Waited 0.5 s for the disk (0%), which gave 3.00 GB."
+    assert "--batch-size" in DiskTime(50.0, 1).said(100.0)

@@ -1,0 +1,221 @@
+"""Tests that a step by layers has the bits of a step as a whole, for every family and way of training."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+
+from deltatune.config import LoraConfig, TrainConfig
+from deltatune.data import Batch
+from deltatune.errors import UserError
+from deltatune.models.load import load
+from deltatune.ops.random_state import drawing_with
+from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.by_layer.passes import LayerPasses
+from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.compiled import compiled
+from deltatune.train.distributed import World
+from deltatune.train.evaluate import Evaluation
+from deltatune.train.routers import real_lengths, router_losses
+from deltatune.train.setup import prepare, training
+from deltatune.train.step import arrays, mean_loss_and_gradients
+from deltatune.train.tree import leaves
+
+ROWS, LENGTH = 2, 24
+
+
+def batch(packed=False, seed=0):
+    """Two rows: three documents in each, or one that fills its row and one that does not."""
+    tokens = np.random.default_rng(seed).integers(3, 300, (ROWS, LENGTH + 1)).astype(np.int32)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    if packed:
+        segments = np.repeat(np.arange(3, dtype=np.int32), 8)[None].repeat(ROWS, 0)
+        return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, (("x",),) * ROWS, ((8, 8, 8),) * ROWS)
+    weights[1, 17:] = 0
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, None, (("x",),) * ROWS, ((LENGTH,), (17,)))
+
+
+def loaded(folder, config):
+    """A model whose adapters change something, and which of its arrays lie in the files."""
+    model = load(folder, lazy=True).model
+    stored = StoredWeights(folder, model)
+    prepare(model, config)
+    stored.find(model)
+
+    def drawn(path, array):
+        key = mx.random.key(sum(path.encode()))
+        return array + 0.05 * mx.random.normal(array.shape, key=key) if path.endswith("lora_b") else array
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+    return model, stored
+
+
+def whole(folder, config, given):
+    """Loss, weight, gradients and figures of a compiled step with checkpoints, and the loss of an evaluation."""
+    model, stored = loaded(folder, config)
+    stored.close()
+    with training(model, config, compare=False) as trained:
+        model.train()
+        routers, key = router_losses(model, config), [mx.random.key(7)]
+        lengths = real_lengths(given) if routers else None
+
+        def step(batch, parameters, lengths):
+            with drawing_with(key):
+                return mean_loss_and_gradients(model, trained.loss, batch, parameters, routers, lengths)
+
+        found = compiled(step, [model.state, key], [key])(arrays(given), model.trainable_parameters(), lengths)
+        mx.eval(found)
+        return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
+
+
+def by_layers(folder, config, given, streamed=None):
+    """The same by layers, computed twice, and what has been read."""
+    model, stored = loaded(folder, config)
+    with training(model, config, compare=False) as trained:
+        model.train()
+        layers = [layer.module for layer in trained.layers]
+        weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
+        passes = LayerPasses(model, layers, trained.loss, weights)
+        routers = router_losses(model, config)
+        lengths = real_lengths(given) if routers else None
+        with passes.served():
+            passes.check(packed=config.pack)
+            for _ in range(2):
+                found = passes.gradients(
+                    arrays(given), model.trainable_parameters(), mx.random.key(7), routers, lengths
+                )
+                loss = evaluated(model, Evaluation(model, trained.loss, World(), by_layers=passes.evaluate), given)
+        weights.close()
+        return found, loss, weights, passes
+
+
+def evaluated(model, evaluation, given):
+    class Order:
+        batches_per_epoch = 1
+
+        def epoch(self):
+            yield given
+
+    return evaluation(Order())
+
+
+def options(folder, **changes):
+    config = TrainConfig(
+        model=str(folder), num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4, scale=2.0)
+    )
+    lora = {name: changes.pop(name) for name in ("dropout", "keys") if name in changes}
+    return dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, **lora), **changes)
+
+
+def assert_same_bits(one, other):
+    names, others = dict(leaves(one[2])), dict(leaves(other[2]))
+    assert names.keys() == others.keys()
+    assert [name for name in names if not mx.array_equal(names[name], others[name])] == []
+    for array, same in zip([*one[:2], *one[3:]], [*other[:2], *other[3:]], strict=True):
+        assert mx.array_equal(array, same)
+    assert all(bool(mx.abs(gradient).max() > 0) for gradient in names.values())
+
+
+CASES = {
+    "dense": ("qwen3_5", {}),
+    "DoRA": ("qwen3_5", {"fine_tune_type": "dora"}),
+    "dropout in packed rows": ("qwen3_5", {"dropout": 0.2, "pack": True}),
+    "noise, and an embedding that trains and is the head": (
+        "qwen3_5",
+        {"keys": ["*.q_proj", "language_model.model.embed_tokens"], "neftune_noise_alpha": 5.0},
+    ),
+    "experts": ("qwen3_5_moe", {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}),
+    "upper layers alone": ("qwen3_next", {"num_layers": 2}),
+    "a gate per channel": ("kimi_linear", {"dropout": 0.1, "pack": True}),
+    "another family": ("olmo_hybrid", {"pack": True}),
+    "windows": ("gemma3_text", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_checkpoint, case):
+    family, changes = CASES[case]
+    folder = tiny_checkpoint(family)
+    config, given = options(folder, **changes), batch(packed=changes.get("pack", False))
+    expected, loss = whole(folder, config, given)
+    found, same_loss, weights, _ = by_layers(folder, config, given)
+    assert_same_bits(expected, found)
+    assert loss == same_loss
+    assert weights.disk.read > 0
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_four_bit_weights_stream_with_the_same_bits(tiny_checkpoint, dtype):
+    folder = tiny_checkpoint("qwen3_5", quantize={}, dtype=dtype)
+    config, given = options(folder), batch()
+    assert_same_bits(whole(folder, config, given)[0], by_layers(folder, config, given)[0])
+
+
+def test_layers_that_stay_are_not_read(tiny_checkpoint):
+    folder = tiny_checkpoint("qwen3_5")
+    config, given = options(folder), batch()
+    expected, _ = whole(folder, config, given)
+    found, _, weights, _ = by_layers(folder, config, given, streamed=[1, 3])
+    assert_same_bits(expected, found)
+    _, _, every, _ = by_layers(folder, config, given)
+    assert 0 < weights.disk.read < every.disk.read
+
+
+def test_layers_that_compute_alike_share_one_function(tiny_checkpoint):
+    """Three recurrent layers and one with attention; training and evaluation have functions of their own."""
+    folder = tiny_checkpoint("qwen3_5")
+    *_, passes = by_layers(folder, options(folder), batch())
+    assert len(passes._functions) == 4
+
+
+def test_two_batches_of_other_shapes_and_rules(tiny_checkpoint):
+    """What was compiled for a packed batch must not serve one of whole documents, nor the other way round."""
+    folder = tiny_checkpoint("qwen3_5")
+    config = options(folder)
+    model, stored = loaded(folder, config)
+    batches = [batch(packed=True), batch(), batch(packed=True, seed=1)]
+    with training(model, config, compare=False) as trained:
+        model.train()
+        expected = [mean_loss_and_gradients(model, trained.loss, arrays(each)) for each in batches]
+        mx.eval(expected)
+        weights = LayerWeights(stored, model, [layer.module for layer in trained.layers], range(4))
+        passes = LayerPasses(model, [layer.module for layer in trained.layers], trained.loss, weights)
+        with passes.served():
+            for given, wanted in zip(batches, expected, strict=True):
+                found = passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
+                assert_same_bits(wanted, found)
+        weights.close()
+
+
+def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):
+    folder = tiny_checkpoint("qwen3_5", num_hidden_layers=8, intermediate_size=4096)
+    config, given = options(folder, num_layers=1), batch()
+    model, stored = loaded(folder, config)
+    layer = 3 * 64 * 4096 * 4
+    with training(model, config, compare=False) as trained:
+        model.train()
+        layers = [layer.module for layer in trained.layers]
+        before = mx.get_active_memory()
+        weights = LayerWeights(stored, model, layers, range(8))
+        assert mx.get_active_memory() - before < layer
+        passes = LayerPasses(model, layers, trained.loss, weights)
+        with passes.served():
+            for _ in range(2):
+                passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
+                mx.synchronize()
+                assert mx.get_active_memory() - before < 2.5 * layer
+            model.eval()
+            assert model(mx.zeros((1, 4), mx.int32)).shape[1] == 4
+            mx.synchronize()
+            assert mx.get_active_memory() - before < 3.5 * layer
+        weights.close()
+
+
+@pytest.mark.bad_input("`--memory` for a model whose layers cannot be computed one by one")
+def test_a_model_with_more_between_its_layers_is_refused(tiny_checkpoint):
+    """kimi_k3 hands a container of all outputs from layer to layer."""
+    folder = tiny_checkpoint("kimi_k3")
+    with pytest.raises(UserError, match=r"memory: .*layers.* leave memory out"):
+        by_layers(folder, options(folder), batch())
