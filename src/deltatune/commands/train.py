@@ -91,9 +91,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
         placed = None if config.memory is None else placement.placed(run)
         for line in run.prepare() if placed is None else placed.lines:
             screen.say(line)
-        weights = None if placed is None else placed.weights(run)
-        if weights is not None:
-            stack.callback(weights.close)
+        weights = None if placed is None else placed.weights(run, stack)
         trainer = Trainer.of(run, screen, folder, weights)
         checked = check(run, force=config.force) if placed is None else Checked(placed.placement.said(), None)
         for fact in checked.said:

@@ -7,6 +7,7 @@ are in memory at a time, one in use and one that is being read.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -61,10 +62,12 @@ class Placement:
         The layer at which the passes turn round is read once, and one at which the backward pass ends is there when the
         next forward pass begins with it.
         """
+        if len(self.streamed) < 2:
+            return 0
         backward = [at for at in self.streamed if at >= self.lowest]
         both = sum(self.layers[at] for at in [*self.streamed, *backward])
         once = {self.streamed[-1], self.streamed[0]} if backward == list(self.streamed) else set(backward[-1:])
-        return both - sum(self.layers[at] for at in once) if len(self.streamed) > 1 else 0
+        return both - sum(self.layers[at] for at in once)
 
     def said(self) -> list[Fact | str]:
         """Return what to tell the user; this reads from the disk for a second."""
@@ -103,13 +106,16 @@ class Placed(NamedTuple):
     lines: list[str]
     stored: StoredWeights
 
-    def weights(self, run: Run) -> LayerWeights | None:
-        """Read what stays in memory; return where the layers' weights are read from, or None if all stay."""
+    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
+        """Read what stays in memory; return where the layers' weights are read from, or None if all stay.
+
+        The files are closed with `stack`.
+        """
         layers = [layer.module for layer in describe(run.model)]
         weights = LayerWeights(self.stored, run.model, layers, self.placement.streamed)
+        stack.callback(weights.close)
         if self.placement.streamed:
             return weights
-        weights.close()
         run.config = dataclasses.replace(run.config, memory=None)
         return None
 

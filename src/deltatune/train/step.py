@@ -281,9 +281,7 @@ class Step:
 
     def zeros(self) -> Any:
         """Return the start of an accumulation: fp32 zeros, or None if every micro-batch is an update."""
-        if not self._accumulates:
-            return None
-        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.parameters())
+        return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.parameters()) if self._accumulates else None
 
     def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
         """Return the sum of losses, the sum of weights, and `accumulated` plus the gradients of the sum of losses.

@@ -146,9 +146,9 @@ def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_checkpoint, case):
     assert weights.disk.read > 0
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_four_bit_weights_stream_with_the_same_bits(tiny_checkpoint, dtype):
-    folder = tiny_checkpoint("qwen3_5", quantize={}, dtype=dtype)
+@pytest.mark.parametrize(("quantize", "dtype"), [({}, mx.float32), ({}, mx.bfloat16), (None, mx.bfloat16)])
+def test_weights_of_four_and_sixteen_bits_stream_with_the_same_bits(tiny_checkpoint, quantize, dtype):
+    folder = tiny_checkpoint("qwen3_5", quantize=quantize, dtype=dtype)
     config, given = options(folder), batch()
     assert_same_bits(whole(folder, config, given)[0], by_layers(folder, config, given)[0])
 

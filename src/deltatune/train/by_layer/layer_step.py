@@ -76,7 +76,7 @@ def by_layers(
         if config.memory is not None:
             raise UserError(
                 "memory: which weights stay on the disk is not chosen. Give the Trainer "
-                "deltatune.plan.placement.placed(run).weights(run), or leave memory out."
+                "deltatune.plan.placement.placed(run).weights(run, stack), or leave memory out."
             )
         yield trained, None
         return
