@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 from typing import Any
 
-from ..options.config import TrainConfig
 from ..machine import startup
+from ..options.config import TrainConfig
 from .flags import add_options, config_from, require
 
 

@@ -10,8 +10,8 @@ import pytest
 from console import deltatune
 from deltatune.cli import main
 from deltatune.commands.train import train
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.errors import UserError
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from killed_runs import result

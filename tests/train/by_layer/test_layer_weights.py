@@ -6,13 +6,13 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.layers import describe
 from deltatune.models.load import load
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.by_layer.layer_functions import array_places
 from deltatune.train.by_layer.layer_weights import DiskTime, LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
-from deltatune.train.content import weights_digest
+from deltatune.train.saved.content import weights_digest
 from deltatune.train.setup import prepare
 
 CONFIG = TrainConfig(num_layers=-1, lora_parameters=LoraConfig(rank=2))

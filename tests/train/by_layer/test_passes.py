@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map_with_path
 
-from deltatune.config import LoraConfig, TrainConfig
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.ops.random_state import drawing_with
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.passes import LayerPasses
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
 from deltatune.train.evaluate import Evaluation
-from deltatune.train.routers import real_lengths, router_losses
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import arrays, mean_loss_and_gradients
 from deltatune.train.tree import leaves
+from deltatune.train.updates.routers import real_lengths, router_losses
 
 ROWS, LENGTH = 2, 24
 

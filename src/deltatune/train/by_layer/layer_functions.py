@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...ops import side_outputs
 from ...ops.functional import is_floating, undisturbed
 from ...ops.random_state import drawing_with
-from ...ops.tracing import trace
+from ...ops.tracing import side_outputs, trace
 from ..tree import Place, leaves
 from .layer_calls import LayerCall
 

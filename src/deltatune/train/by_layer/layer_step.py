@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...options.config import TrainConfig
 from ...data.batches.packing import row_capacity
 from ...errors import UserError
 from ...models.document_isolation import check_packing
+from ...options.config import TrainConfig
 from ..compiled import compiled
 from ..setup import Training, choose_loss
 from ..step import Arrays, Step

@@ -24,9 +24,9 @@ from ...ops.segments import segments
 from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
 from ..compiled import compiled
-from ..updates.routers import RouterLosses
 from ..step import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
+from ..updates.routers import RouterLosses
 from .layer_calls import LayerCalls, Recorder, own, passed_on
 from .layer_functions import LayerFunction, Told, array_places, signature
 from .layer_weights import LayerWeights
