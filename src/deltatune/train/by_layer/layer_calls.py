@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from ...errors import UserError
 from ...ops.functional import is_floating
-from ...ops.known_masks import MaskRule, remember, rule_of
+from ...ops.tracing.known_masks import MaskRule, remember, rule_of
 from ...ops.watched_calls import calls_through
 
 # Called as serve(index, call, arguments, options) in the place of the call of a layer, whose own is `call`.
