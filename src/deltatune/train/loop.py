@@ -20,9 +20,9 @@ from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from .by_layer.layer_passes import LayerPasses
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
-from .by_layer.passes import LayerPasses
 from .check import check
 from .distributed import World
 from .ending import nonfinite

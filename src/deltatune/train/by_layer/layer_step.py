@@ -18,8 +18,8 @@ from ...options.config import TrainConfig
 from ..compiled import compiled
 from ..setup import Training, choose_loss
 from ..step import Arrays, Step
+from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
-from .passes import LayerPasses
 
 
 class LayerStep(Step):

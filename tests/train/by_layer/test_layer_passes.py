@@ -12,8 +12,8 @@ from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.ops.random_state import drawing_with
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.by_layer.passes import LayerPasses
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
