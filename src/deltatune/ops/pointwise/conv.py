@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..causal_conv import causal_conv
 from ..kernels.launch import ABSENT, Outputs
 from ..trial.measure import Kind
-from .layer_passes import LEAST, Arrays, Passes
 from .pass_launch import Execute, Pass
+from .passes import LEAST, Arrays, Passes
 
 # The filter lengths K that the kernels support, and the largest head that they norm.
 TAPS, LARGEST_HEAD = (2, 3, 4), 256

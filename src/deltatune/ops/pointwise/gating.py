@@ -7,8 +7,8 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .layer_passes import Arrays, Passes
 from .pass_launch import Execute, Pass, size_of
+from .passes import Arrays, Passes
 
 # The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
 LEAST = 2**10

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..kernels.launch import ABSENT, Outputs
 from ..recomputation import large_enough
-from .layer_passes import Arrays, Passes
 from .norms import WIDTHS
 from .pass_launch import Execute, Pass
+from .passes import Arrays, Passes
 
 # The supported rotary dimensions: two elements that turn together are in lanes whose numbers differ in one bit.
 ROTARY = (16, 32, 64, 128, 256)

@@ -8,8 +8,8 @@ import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
 from ..recomputation import large_enough
-from .layer_passes import Arrays, Passes
 from .pass_launch import Execute, Pass, pieces_of
+from .passes import Arrays, Passes
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)

@@ -17,8 +17,8 @@ from ..recomputation import is_small_case, note
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .layer_passes import BOUNDS, LEAST
 from .pass_launch import Execute, Pass
+from .passes import BOUNDS, LEAST
 
 # How many elements one lane holds.
 _LANE = 8

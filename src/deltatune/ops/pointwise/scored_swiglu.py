@@ -14,8 +14,8 @@ from ..kernels.launch import Arrays, Outputs
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .layer_passes import BOUNDS, LEAST
 from .pass_launch import Execute, Pass
+from .passes import BOUNDS, LEAST
 
 # How many lanes share a row, and how many elements a lane takes at a time.
 _LANES, _PIECE = 32, 8

@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from ..kernels.launch import Outputs
 from ..recomputation import large_enough
-from .layer_passes import Arrays, Passes
 from .pass_launch import Execute, Pass, pieces_of
+from .passes import Arrays, Passes
 
 
 def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.array:

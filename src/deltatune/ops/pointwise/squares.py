@@ -16,8 +16,8 @@ from ..kernels.launch import Arrays
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import as_float64, random_arrays
-from .layer_passes import BOUNDS
 from .pass_launch import Execute, Pass, size_of
+from .passes import BOUNDS
 
 # The fewest lanes of a launch, which make one block, and the most, which fill the largest GPU.
 _FEWEST, _MOST = 128, 2**17

@@ -14,8 +14,8 @@ from ..kernels.launch import Arrays, Outputs
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .layer_passes import BOUNDS, LEAST
 from .pass_launch import Execute, Pass, size_of
+from .passes import BOUNDS, LEAST
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)

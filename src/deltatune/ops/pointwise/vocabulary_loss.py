@@ -16,7 +16,7 @@ from ..kernels.launch import Arrays, Execute, Launch, Outputs, Values
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import as_float64, random_arrays
-from .layer_passes import BOUNDS, LEAST
+from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.
 GROUPS = 16

@@ -18,7 +18,7 @@ from ..recomputation import is_small_case, note
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .layer_passes import BOUNDS, LEAST
+from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
 GROUPS, _OF_A_GROUP = 4, 512
