@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.layers import describe, gated_delta_layers
+from deltatune.layers import describe, gated_delta_layers, logits_of
 
 DELTA = ["delta", "delta", "delta", "attention"]
 
@@ -65,3 +68,15 @@ def test_a_subclass_elsewhere_is_found_through_its_base(tiny_model):
 def test_no_layers_is_the_users_mistake():
     with pytest.raises(UserError, match="layers"):
         describe(nn.Linear(2, 2))
+
+
+def test_text_goes_through_models_that_require_pictures_and_answer_with_an_object():
+    class Seeing(nn.Module):
+        def __call__(self, tokens, pixel_values, mask=None, **more):
+            assert (pixel_values, mask) == (more.get("pictures"), None)
+            return SimpleNamespace(logits=mx.ones((*tokens.shape, 7)))
+
+    tokens = mx.zeros((2, 3), mx.int32)
+    assert logits_of(Seeing(), tokens).shape == (2, 3, 7)
+    assert logits_of(Seeing(), tokens, pixel_values=1, pictures=1).shape == (2, 3, 7)
+    assert logits_of(nn.Embedding(5, 4), tokens).shape == (2, 3, 4)

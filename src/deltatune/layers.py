@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import UserError
@@ -60,6 +63,26 @@ def layer_paths(model: nn.Module) -> list[str]:
         raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
     paths = {id(module): path for path, module in model.named_modules()}
     return [paths[id(layer)] for layer in layers if layer is not None]
+
+
+def without_pictures(model: nn.Module) -> dict[str, None]:
+    """Return the arguments that a model of mlx-vlm requires for a text without pictures: those without a default."""
+    required = [p for p in inspect.signature(type(model).__call__).parameters.values() if p.default is p.empty]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The first two are the model itself and its tokens.
+    return {parameter.name: None for parameter in required[2:] if parameter.kind in kinds}
+
+
+def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
+    """Call a model on text, and return its logits [B, T, vocabulary].
+
+    Args:
+        model: A model of mlx-lm, or of mlx-vlm, whose models may require pictures and answer with an object.
+        tokens: Token ids [B, T].
+        keywords: Further arguments of the model, which come before None for pictures.
+    """
+    output = model(tokens, **{**without_pictures(model), **keywords})
+    return output if isinstance(output, mx.array) else output.logits
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ a forward pass whose result nobody evaluates only builds a graph, whatever the s
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..layers import without_pictures
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
 from ..ops.watched_calls import as_subclasses
@@ -56,14 +56,6 @@ def _run_forward_passes(model: nn.Module) -> None:
     for training, length in ((True, 2), (False, 2), (False, 1)):
         model.train(training)
         model(mx.zeros((1, length), dtype=mx.int32), **without_pictures(model))
-
-
-def without_pictures(model: nn.Module) -> dict[str, None]:
-    """Return the arguments that a model of mlx-vlm requires for a text without pictures: those without a default."""
-    required = [p for p in inspect.signature(type(model).__call__).parameters.values() if p.default is p.empty]
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    # The first two are the model itself and its tokens.
-    return {parameter.name: None for parameter in required[2:] if parameter.kind in kinds}
 
 
 class _StandIn(nn.Module):

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError, first_line
-from ..layers import describe
+from ..layers import describe, logits_of
 from ..ops.segments import segments
 from .drawn_weights import drawn_weights
 
@@ -101,8 +101,7 @@ def _measure(model: nn.Module, first: int, second: int, draw: int) -> tuple[floa
     rows = mx.concatenate([mx.concatenate(pair, axis=1) for pair in ([one, tested], [other, tested], [tested, one])])
     followed, leading = [0] * first + [1] * second, [0] * second + [1] * first
     with segments(mx.array([followed, followed, leading], mx.int32)):
-        output = model(rows)
-    logits = (output if isinstance(output, mx.array) else output.logits).astype(mx.float32)
+        logits = logits_of(model, rows).astype(mx.float32)
     after_one, after_other, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     size = mx.abs(alone).mean()
     influence = mx.sort(mx.abs(after_one - after_other).mean(axis=1) / size)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..layers import layer_paths
+from ..layers import layer_paths, logits_of
 
 Backbone = Callable[..., mx.array]
 
@@ -94,7 +94,7 @@ class Head(nn.Module):
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         stand_in = _StandIn(parent[name], lambda *_, **__: rows)
         with _in_place_of(parent, name, stand_in):
-            logits = _logits(model(mx.zeros(rows.shape[:2], mx.int32)))
+            logits = logits_of(model, mx.zeros(rows.shape[:2], mx.int32))
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
@@ -148,10 +148,6 @@ def _ancestors(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return chain
 
 
-def _logits(output: Any) -> mx.array:
-    return output if isinstance(output, mx.array) else output.logits
-
-
 def _backbone(model: nn.Module, parent: nn.Module, name: str) -> Callable[..., Any]:
     """A function that runs `model` and returns the output of its trunk, with `both` the logits as well.
 
@@ -167,7 +163,7 @@ def _backbone(model: nn.Module, parent: nn.Module, name: str) -> Callable[..., A
 
         trunk = parent[name]
         with _in_place_of(parent, name, _StandIn(trunk, answer)):
-            logits = _logits(model(tokens, **keywords))
+            logits = logits_of(model, tokens, **keywords)
         usable = len(outputs) == 1 and isinstance(outputs[0], mx.array) and outputs[0].ndim == 3
         hidden = outputs[0] if usable else None
         return (hidden, logits) if both else hidden
@@ -199,7 +195,7 @@ def _parts(model: nn.Module, chain: list[tuple[nn.Module, str]], hidden: mx.arra
         for label, (owner, key, _) in beside.items():
             dict.__setitem__(owner, key, stand_ins[label])
         try:
-            model(mx.zeros(hidden.shape[:2], mx.int32))
+            logits_of(model, mx.zeros(hidden.shape[:2], mx.int32))
         finally:
             for owner, key, child in beside.values():
                 dict.__setitem__(owner, key, child)

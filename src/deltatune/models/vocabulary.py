@@ -15,9 +15,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
-from ..layers import layer_paths
+from ..layers import layer_paths, logits_of, without_pictures
 from ..lora.adapter import Adapter
-from ..lora.directly_read import without_pictures
 from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
 from ..lora.weights import dense_rows
 from ..ops.functional import undisturbed
@@ -208,8 +207,7 @@ def _first_untrained(loaded: Loaded, table: nn.Module, rows: int) -> int:
 def _logit_count(model: nn.Module) -> int:
     with undisturbed(model):
         # Nothing is computed: the shape is known without evaluation.
-        output = model(mx.zeros((1, 2), mx.int32))
-    return (output if isinstance(output, mx.array) else output.logits).shape[-1]
+        return logits_of(model, mx.zeros((1, 2), mx.int32)).shape[-1]
 
 
 def with_vocab_size(config: dict[str, Any], old: int, new: int) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..layers import LayerInfo, describe, gated_delta_layers
+from ..layers import LayerInfo, describe, gated_delta_layers, logits_of
 from . import callers
 from .whole_rows import whole_rows
 
@@ -48,7 +47,7 @@ def serving(model: nn.Module) -> Serving:
     attending = [layer for layer in layers if layer.kind == "attention"]
     routing = [layer for layer in layers if layer.experts]
     with callers.noting() as calls, whole_rows():
-        model(mx.array([[0, 1]]), **_absent(type(model)))
+        logits_of(model, mx.array([[0, 1]]))
     names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
     return Serving(
         {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
@@ -67,13 +66,6 @@ def _layers(model: nn.Module) -> list[LayerInfo]:
         return describe(model)
     except UserError:
         return []  # A model without a list of layers has none that could be named.
-
-
-def _absent(model_class: type[nn.Module]) -> dict[str, None]:
-    """None for what a model requires beside the tokens: some of mlx-vlm's require pixel values, and text has none."""
-    _, _, *others = inspect.signature(model_class.__call__).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {each.name: None for each in others if each.default is each.empty and each.kind in named}
 
 
 def explain(path: str, layer: nn.Module) -> str:

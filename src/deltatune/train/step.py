@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from ..data import Batch
+from ..layers import logits_of
 from ..lora.linear import factor_dtypes
 from ..lora.together import together
 from ..machine import backend
@@ -72,8 +73,7 @@ def full_loss(model: nn.Module) -> LossFunction:
     """Make a cross-entropy loss over all logits of `model` at once, for a model whose head cannot be split off."""
 
     def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        logits = model(inputs).astype(mx.float32)
-        losses = nn.losses.cross_entropy(logits, targets)
+        losses = nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
         return (losses * weights).sum(), weights.sum()
 
     return loss

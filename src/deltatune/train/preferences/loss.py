@@ -7,6 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...layers import logits_of
 from ...models.vision.split import VisionArrays
 from ...ops.cross_entropy import linear_token_losses
 from ...options.config import TrainConfig
@@ -42,7 +43,7 @@ def full_token_losses(model: nn.Module) -> TokenLosses:
     """Return the tokens' losses of a model whose head cannot be split off, from all of its logits at once."""
 
     def losses(inputs: mx.array, targets: mx.array) -> mx.array:
-        return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
+        return nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
 
     return losses
 
