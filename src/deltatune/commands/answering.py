@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..options.answers import AnswerOptions
 from ..options.chat_template import parsed_options
-from ..options.values import Range, fix, short
+from ..options.values import short
 
 if TYPE_CHECKING:
     from ..models.generate import Sampling
@@ -38,48 +38,11 @@ def add_sampling(add: Any, max_tokens: int) -> None:
     add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
 
 
-def range_field(default: Any, **limits: float) -> Any:
-    """A field that is a number within these limits."""
-    return dataclasses.field(default=default, metadata={"range": Range(**limits)})  # type: ignore[arg-type]
+def sampling_of(options: AnswerOptions) -> Sampling:
+    """Return how each token is chosen."""
+    from ..models.generate import Sampling
 
-
-def text_field() -> Any:
-    """A field that is a text, which may be empty, or None."""
-    return dataclasses.field(default=None, metadata={"empty": True})
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerOptions:
-    """The options with which a model answers, under the names that mlx_lm.generate and mlx_lm.chat give them.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
-
-    model: str
-    _: dataclasses.KW_ONLY
-    adapter_path: str | None = None
-    system_prompt: str | None = text_field()
-    max_tokens: int = range_field(100, least=1)
-    temp: float = range_field(0.0, least=0)
-    top_p: float = range_field(1.0, above=0, most=1)
-    min_p: float = range_field(0.0, least=0, most=1)
-    top_k: int = range_field(0, least=0)
-    seed: int | None = range_field(None, least=0, most=2**64 - 1)
-    chat_template_config: str | None = None
-    extra_eos_token: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        fix(self)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How each token is chosen."""
-        from ..models.generate import Sampling
-
-        return Sampling(self.temp, self.top_p, self.min_p, self.top_k)
+    return Sampling(options.temp, options.top_p, options.min_p, options.top_k)
 
 
 def trained_template_options(options: AnswerOptions) -> dict[str, Any]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
+from ..options.answers import ChatOptions
 from .answering import (
-    AnswerOptions,
     add_sampling,
     check_served,
     check_tokens,
-    range_field,
+    sampling_of,
     trained_template_options,
 )
 from .flags import add_adapter, add_model, given
@@ -40,25 +39,8 @@ def add(commands: Any) -> None:
     add_adapter(parser)
     parser.add_argument("--compare", action="store_true", help="ask the base too, and print its answers first")
     parser.add_argument("--system-prompt", type=str, metavar="TEXT", help="system message at the beginning")
-    add_sampling(parser.add_argument, 256)
+    add_sampling(parser.add_argument, ChatOptions.max_tokens)
     parser.set_defaults(call=run, parser=parser)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatOptions(AnswerOptions):
-    """The options of `chat`.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
-
-    max_tokens: int = range_field(256, least=1)
-    compare: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compare and self.adapter_path is None:
-            raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -186,6 +168,6 @@ class Chat:
             loaded,
             system_prompt=options.system_prompt,
             max_tokens=options.max_tokens,
-            sampling=options.sampling,
+            sampling=sampling_of(options),
             template_options=self._template,
         )

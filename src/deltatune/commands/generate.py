@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from mimetypes import guess_type
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
+from ..options.answers import GenerateOptions
 from .answering import (
-    AnswerOptions,
     add_sampling,
     check_served,
     check_tokens,
-    range_field,
-    text_field,
+    sampling_of,
     trained_template_options,
 )
 from .flags import add_adapter, add_model, given
@@ -45,7 +43,7 @@ def add(commands: Any) -> None:
     )
     add("--system-prompt", type=str, metavar="TEXT", help="system message that goes before the prompt")
     add("--prefill-response", type=str, metavar="TEXT", help="text with which the answer begins")
-    add_sampling(add, 100)
+    add_sampling(add, GenerateOptions.max_tokens)
     add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
     _add_media(add)
     add(
@@ -100,31 +98,6 @@ def _true_or_false(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions(AnswerOptions):
-    """The options of `generate`.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
-
-    prompt: str
-    prefill_response: str | None = text_field()
-    ignore_chat_template: bool = False
-    image: tuple[str, ...] = ()
-    video: tuple[str, ...] = ()
-    min_pixels: int | None = range_field(None, least=1)
-    max_pixels: int | None = range_field(None, least=1)
-    fps: float | None = range_field(None, above=0)
-    video_max_frames: int | None = range_field(None, least=1)
-    verbose: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ignore_chat_template and self.chat_template_config is not None:
-            raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
-
-
 def generate(options: GenerateOptions) -> str:
     """Print the model's answer as it is generated, and return it.
 
@@ -165,7 +138,7 @@ def generate(options: GenerateOptions) -> str:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
-    sampling = options.sampling
+    sampling = sampling_of(options)
     answer: Iterator[Any]
     if pictures:
         answer = stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, options.max_tokens, sampling)
