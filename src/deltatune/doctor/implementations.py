@@ -103,11 +103,11 @@ def of_attention() -> list[Finding]:
     """Compare `blocked`, the fused kernels and, where it may serve, MLX's own attention with the definition."""
     names, _ = backend.attention_candidates()
     blocked = [judged(trial_case.trial_case(shape), attention_blocked, "blocked") for shape in _heads()]
-    found = [_finding(verdict, "right" if verdict.passed else "wrong") for verdict in blocked]
+    of_blocked = [_finding(verdict, "right" if verdict.passed else "wrong") for verdict in blocked]
     if backend.device() == "cpu":
-        return found
+        return of_blocked
     fast = [name for name in ("fused", "native") if name == "fused" or name in names]
-    return found + [_fast(_ATTENTION, name, call, names) for name in fast for call in _attention_calls()]
+    return of_blocked + [_fast(_ATTENTION, name, call, names) for name in fast for call in _attention_calls()]
 
 
 @dataclass

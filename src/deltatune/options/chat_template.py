@@ -36,8 +36,8 @@ def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[s
     names = [name for name in options if not isinstance(name, str)]
     if names:
         raise UserError(f"{where}: expected names of variables, got {short(names[0])}.")
-    if own := options.keys() & (_OWN if prompt else _OWN | _OF_PROMPTS):
-        raise UserError(f"{where}: {min(own)!r} is set by this command; leave it out.")
+    if refused := options.keys() & (_OWN if prompt else _OWN | _OF_PROMPTS):
+        raise UserError(f"{where}: {min(refused)!r} is set by this command; leave it out.")
     if not isinstance(options.get(THINKING, True), bool):
         raise UserError(f"{where}: {THINKING}: expected true or false, got {short(options[THINKING])}.")
     try:

@@ -132,7 +132,7 @@ def nearest(word: str, known: list[str]) -> str:
 
     The dashes before a flag do not count, since they make any two short flags alike.
     """
-    by_name = {each.lstrip("-"): each for each in known}
+    by_name = {name.lstrip("-"): name for name in known}
     closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.5)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
@@ -171,13 +171,13 @@ _NAMED = 8
 def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
     """Check a mapping as `build` does, without making the dataclass. One message names all that is wrong in it."""
     fields = fields_of(cls)
-    found = unknown_names(values, list(fields), where)
+    messages = unknown_names(values, list(fields), where)
     for name, value in values.items():
         if name in fields:
-            with _kept_in(found):
+            with _kept_in(messages):
                 checked(value, *fields[name], f"{where}: {name}" if where else name)
-    if found:
-        raise UserError("\n".join(found))
+    if messages:
+        raise UserError("\n".join(messages))
 
 
 def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[str]:

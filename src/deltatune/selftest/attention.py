@@ -54,23 +54,23 @@ class AttentionWorkload:
         draw = np.random.default_rng(0)
         (heads, key_heads), values = self.heads, self.value_size or self.size
         sizes = {"q": (heads, self.size), "k": (key_heads, self.size), "v": (key_heads, values), "dy": (heads, values)}
-        found = {
+        arrays = {
             name: mx.array(draw.normal(size=(1, count, self.length, size)).astype(np.float32)).astype(
                 getattr(mx, self.dtype)
             )
             for name, (count, size) in sizes.items()
         }
         if self.with_sinks:
-            found["sinks"] = mx.array(draw.normal(size=heads).astype(np.float32))
-        return found
+            arrays["sinks"] = mx.array(draw.normal(size=heads).astype(np.float32))
+        return arrays
 
     def options(self) -> dict[str, Any]:
         """The other arguments; segments are an array of NumPy."""
-        found: dict[str, Any] = {"scale": self.size**-0.5, "causal": self.causal, "window": self.window}
+        options: dict[str, Any] = {"scale": self.size**-0.5, "causal": self.causal, "window": self.window}
         if self.documents:
             starts = np.random.default_rng(1).uniform(size=(1, self.length)) < 0.02
-            found["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
-        return found
+            options["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
+        return options
 
     @property
     def bound(self) -> float:

@@ -138,11 +138,11 @@ def _truth(arrays: _Arrays, indices: mx.array, dy: mx.array, names: list[str]) -
         exact = {name: array.astype(mx.float64) for name, array in arrays.items()}
         fixed = {name: array for name, array in exact.items() if name not in names}
 
-        def block(*given: mx.array) -> mx.array:
-            named = fixed | dict(zip(names, given, strict=True))
+        def block(*trained: mx.array) -> mx.array:
+            named = fixed | dict(zip(names, trained, strict=True))
             y = mx.zeros(named["x"].shape, mx.float64)
             for expert in range(named["up.weight"].shape[0]):
-                tokens, slots = (mx.array(each.astype(np.int32)) for each in np.nonzero(chosen == expert))
+                tokens, slots = (mx.array(places.astype(np.int32)) for places in np.nonzero(chosen == expert))
                 if tokens.size:
                     part = _expert(named, expert, named["x"][tokens])
                     y = y.at[tokens].add(named["scores"][tokens, slots][:, None] * part)

@@ -76,13 +76,13 @@ class Workload:
             "dy": draw.normal(size=values),
         }
         floats["dstate"] = draw.normal(size=floats["initial_state"].shape)
-        found: dict[str, Any] = {name: self._rounded(name, x) for name, x in floats.items()}
-        found |= {"mask": None, "segments": None}
+        arrays: dict[str, Any] = {name: self._rounded(name, x) for name, x in floats.items()}
+        arrays |= {"mask": None, "segments": None}
         if self.documents:
             mask = np.ones((self.rows, self.length), bool)
             mask[0, self.length // 3 : self.length // 2] = False
-            found |= {"mask": mask, "segments": draw_segments(draw, self.rows, self.length)}
-        return found
+            arrays |= {"mask": mask, "segments": draw_segments(draw, self.rows, self.length)}
+        return arrays
 
     def _rounded(self, name: str, x: np.ndarray) -> np.ndarray:
         exact = x.astype(np.float32)

@@ -97,8 +97,8 @@ def reference_turned_heads(
     # MLX's own cosine has the digits of fp32 alone, in float64 too.
     cosine, sine = (mx.array(of(angles), dtype=mx.float64) for of in (np.cos, np.sin))
     rows = (x[..., :width] * inverse_rms(x[..., :width], eps) * weight).swapaxes(1, 2)
-    one, other, rest = mx.split(rows, [half, rotary_dims], axis=-1)
-    y = mx.concatenate([one * cosine - other * sine, other * cosine + one * sine, rest], axis=-1)
+    one, other, unturned = mx.split(rows, [half, rotary_dims], axis=-1)
+    y = mx.concatenate([one * cosine - other * sine, other * cosine + one * sine, unturned], axis=-1)
     return (y, mx.sigmoid(x[..., width:])) if gated else (y,)
 
 
@@ -214,9 +214,9 @@ def compare(pass_: PointwiseCase, dtype: mx.Dtype, execute: Callable[[Any], list
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[mx.array]]:
-    def call(*given: mx.array) -> list[mx.array]:
-        made = function(*given)
-        return list(made) if isinstance(made, tuple) else [made]
+    def call(*arrays: mx.array) -> list[mx.array]:
+        results = function(*arrays)
+        return list(results) if isinstance(results, tuple) else [results]
 
     return call
 

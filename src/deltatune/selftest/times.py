@@ -71,22 +71,22 @@ def _size(length: int, key_heads: int, value_heads: int, dtype: str) -> Workload
 
 def measure(name: str, function: Callable, quick: bool) -> list[Timing]:
     """Measure an implementation, which was found right before, from the smallest size to the largest."""
-    found: list[Timing] = []
+    timings: list[Timing] = []
     a_token = 0.0
     for workload in sizes(quick):
         timing = partial(Timing, name, workload.name, workload.length)
         reason = _too_much(name, workload, a_token)
         if reason is not None:
-            found.append(timing(skipped=reason))
+            timings.append(timing(skipped=reason))
             continue
         try:
             milliseconds, peak = _timed(function, workload)
         except FAILURES as error:
-            found.append(timing(skipped=f"does not run: {first_line(error)[:200]}"))
+            timings.append(timing(skipped=f"does not run: {first_line(error)[:200]}"))
             break
         a_token = milliseconds / 1e3 / workload.length
-        found.append(timing(milliseconds=milliseconds, peak_bytes=peak))
-    return found
+        timings.append(timing(milliseconds=milliseconds, peak_bytes=peak))
+    return timings
 
 
 def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
@@ -110,7 +110,7 @@ def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
     mx.eval(floats, dy)
 
     def call() -> None:
-        outputs, gradients = mx.vjp(lambda *given: function(*given)[0], floats, [dy])
+        outputs, gradients = mx.vjp(lambda *arrays: function(*arrays)[0], floats, [dy])
         mx.eval(outputs, gradients)
 
     call()
@@ -158,7 +158,7 @@ def _native(quick: bool, timings: list[Timing]) -> Outcome:
     k, v = (mx.zeros((1, 1, heads, size.head_size)) for heads in (size.key_heads, size.value_heads))
     reason = native.unsupported(k, v, mx.zeros((1, 1, size.value_heads)))
     if reason is not None:
-        timings += [Timing(NATIVE, each.name, each.length, skipped=reason) for each in sizes(quick)]
+        timings += [Timing(NATIVE, size.name, size.length, skipped=reason) for size in sizes(quick)]
         return not_run(reason)
     return _checked(NATIVE, native.gated_delta_native, quick, timings)
 

@@ -64,7 +64,7 @@ class Passes:
         """
         if is_small_case():
             return True
-        return first_use.is_right(self.trial_case, kinds, run=execute, given=others)
+        return first_use.is_right(self.trial_case, kinds, run=execute, arrays=others)
 
     def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Execute]:
         """Return the case of random arguments of these kinds, and others; `plain` computes its truth in fp32."""

@@ -105,25 +105,25 @@ def choose(
         names = (last, *others) if known[:1] == [last] else (*others, last)
     measured = backend.compares_times()
     compares = measured and known is None and not forced and (run is None or run.by_time)
-    found = _right(operator, names, candidate_of, first=not compares, forced=forced)
-    ranked, notes = list(found.right), found.notes
-    tried = any(candidate.checked and not candidate.trusted for candidate in found.right.values())
+    serving = _right(operator, names, candidate_of, first=not compares, forced=forced)
+    ranked, notes = list(serving.right), serving.notes
+    tried = any(candidate.checked and not candidate.trusted for candidate in serving.right.values())
     if (compares and len(ranked) > 1) or (forced and measured and tried):
-        ranked, words = _by_time(operator, found.right)
+        ranked, words = _by_time(operator, serving.right)
         notes = notes + words
     reason = "; ".join([why, *notes])
-    if run is not None and known is None and (compares or tried or found.refused):
+    if run is not None and known is None and (compares or tried or serving.refused):
         run.reasons[key] = reason
         if not forced:
-            run.names[key] = ranked if compares else [name for name in names if name not in found.refused]
+            run.names[key] = ranked if compares else [name for name in names if name not in serving.refused]
     message = f"{operator.name}: {ranked[0]} ({reason})"
     if _is_new(message):
         logger.info(message)
-    return ranked[0], found.right[ranked[0]].function
+    return ranked[0], serving.right[ranked[0]].function
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Serving:
     """The implementations that support a call and pass their checks, the names of those that fail, and why not."""
 
     right: dict[str, Candidate]
@@ -138,31 +138,31 @@ def _right(
     *,
     first: bool,
     forced: bool,
-) -> _Found:
+) -> _Serving:
     """Return what of `names` serves a call: the `first` alone, or all. A single name may be forced."""
-    found = _Found({}, [], [])
+    serving = _Serving({}, [], [])
     for name in names:
         candidate = candidate_of(name)
         if isinstance(candidate, str):
             if forced:
                 raise UserError(f"{operator.variable}={name} cannot serve this call: {candidate}.")
-            found.notes.append(f"{name} does not support this call: {candidate}")
+            serving.notes.append(f"{name} does not support this call: {candidate}")
             continue
         untried = candidate.checked is None or candidate.trusted
         verdict = None if untried else verdict_on(operator, name, candidate)
         if verdict is None or verdict.passed:
-            found.right[name] = candidate
+            serving.right[name] = candidate
             if first:
                 break
         elif forced:
             raise UserError(f"{operator.variable}={name}: {verdict}. Unset it for the automatic choice.")
         else:
             _tell(operator.name, verdict, preferred=name == names[0])
-            found.refused.append(name)
-            found.notes.append(f"{name} fails its check")
-    if not found.right:
+            serving.refused.append(name)
+            serving.notes.append(f"{name} fails its check")
+    if not serving.right:
         raise AssertionError(f"{names[-1]} supports every call")
-    return found
+    return serving
 
 
 def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]:
@@ -182,7 +182,7 @@ def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]
     return on_each
 
 
-def said(found: dict[str, Verdict]) -> str:
+def said(timed: dict[str, Verdict]) -> str:
     """Return the times in words, such as `fused 3.1 ms, chunk 9.0 ms`."""
 
     def words(name: str, verdict: Verdict) -> str:
@@ -190,7 +190,7 @@ def said(found: dict[str, Verdict]) -> str:
             return f"{name} not timed"
         return timing.words(name, verdict.seconds, verdict.same_bits)
 
-    return ", ".join(words(name, verdict) for name, verdict in found.items())
+    return ", ".join(words(name, verdict) for name, verdict in timed.items())
 
 
 def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str], list[str]]:
@@ -198,11 +198,11 @@ def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str]
 
     Where none does, all are ranked.
     """
-    found = times(operator, right)
-    seconds = {name: verdict.seconds for name, verdict in found.items() if verdict.seconds is not None}
-    steady = {name: time for name, time in seconds.items() if found[name].same_bits}
+    timed = times(operator, right)
+    seconds = {name: verdict.seconds for name, verdict in timed.items() if verdict.seconds is not None}
+    steady = {name: time for name, time in seconds.items() if timed[name].same_bits}
     ranked = timing.fastest_first(steady or seconds, list(right))
-    words = [said(found)] if seconds else []
+    words = [said(timed)] if seconds else []
     changing = [name for name in seconds if name not in steady]
     if changing and len(right) > 1:
         asks = " or ".join(f"{operator.variable}={name}" for name in changing)

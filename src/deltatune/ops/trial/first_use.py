@@ -21,20 +21,20 @@ def is_right(
     *kind: Hashable,
     run: Callable[..., list[mx.array]],
     instead: str = "MLX's operations",
-    given: Sequence[mx.array] = (),
+    arrays: Sequence[mx.array] = (),
 ) -> bool:
     """Whether a kernel is right on this machine, which is tried once in a process for each kind of call.
 
     Args:
-        case_of: Makes the case from `kind` and `given`.
+        case_of: Makes the case from `kind` and `arrays`.
         kind: What the kernel's text depends on.
         run: Runs the kernel's launch.
         instead: What serves in place of a kernel that is wrong, for the warning.
-        given: Further arguments of `case_of`, of which only the number makes a difference.
+        arrays: Further arguments of `case_of`, of which only the number makes a difference.
     """
-    key: tuple[Any, ...] = (case_of, kind, len(given), run)
+    key: tuple[Any, ...] = (case_of, kind, len(arrays), run)
     if key not in _right:
-        _right[key] = agrees(case_of(*kind, *given), run, instead)
+        _right[key] = agrees(case_of(*kind, *arrays), run, instead)
     return _right[key]
 
 

@@ -29,9 +29,9 @@ class Rankings:
 
     def continue_with(self, names: Mapping[str, Sequence[str]]) -> None:
         """Take over the choices of the run that is continued."""
-        for key, each in names.items():
-            if self.names.get(key) != list(each):
-                self.names[key] = list(each)
+        for key, ranked in names.items():
+            if self.names.get(key) != list(ranked):
+                self.names[key] = list(ranked)
                 self.reasons[key] = "as in the run that is continued"
 
 
@@ -43,9 +43,9 @@ def current() -> Rankings | None:
 @contextmanager
 def of_run() -> Iterator[Rankings]:
     """Within the context, what is chosen is kept; a context inside another one keeps it in the outer one's choices."""
-    found = current()
-    if found is not None:
-        yield found
+    outer = current()
+    if outer is not None:
+        yield outer
         return
     new = Rankings()
     with trace.having(rankings=new):

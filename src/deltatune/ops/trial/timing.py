@@ -54,11 +54,11 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
                 continue
             seconds[name] = min(seconds[name], clock() - start)
             same[name] = same[name] and _same_bits(first[name], results)
-    found = {name: TrialTime(seconds[name], same[name]) for name in first}
+    times = {name: TrialTime(seconds[name], same[name]) for name in first}
     del first
     # What the runs leave is of sizes that no step asks for.
     mx.clear_cache()
-    return found
+    return times
 
 
 def words(name: str, seconds: float, same_bits: bool | None) -> str:
@@ -77,12 +77,12 @@ def fastest_first(seconds: Mapping[str, float], preferred: Sequence[str]) -> lis
         >>> fastest_first({"fused": 1.05, "chunk": 1.0, "native": 0.5}, ["fused", "native", "chunk"])
         ['native', 'fused', 'chunk']
     """
-    left, found = [name for name in preferred if name in seconds], []
+    left, ranked = [name for name in preferred if name in seconds], []
     while left:
         fastest = min(seconds[name] for name in left)
-        found.append(next(name for name in left if fastest >= GAIN * seconds[name]))
-        left.remove(found[-1])
-    return found
+        ranked.append(next(name for name in left if fastest >= GAIN * seconds[name]))
+        left.remove(ranked[-1])
+    return ranked
 
 
 def _first(run: Run) -> list[mx.array]:

@@ -121,9 +121,9 @@ def _with_log(verdict: Verdict, path: Path) -> Verdict:
 
 def timed(name: str, shape: Any, verdict: Verdict, measured: TrialTime) -> Verdict:
     """Return `verdict` with the times that were measured, and store it."""
-    _known[name, shape] = found = replace(verdict, seconds=measured.seconds, same_bits=measured.same_bits)
-    _write(path_of(name, shape), found)
-    return found
+    _known[name, shape] = with_times = replace(verdict, seconds=measured.seconds, same_bits=measured.same_bits)
+    _write(path_of(name, shape), with_times)
+    return with_times
 
 
 def forget() -> None:
