@@ -1,4 +1,4 @@
-"""The measure of error, and the trial of a kernel before its first use."""
+"""The measure of error, and arrays drawn for a trial."""
 
 from __future__ import annotations
 
@@ -37,27 +37,6 @@ def test_the_largest_error_of_several_arrays_counts():
     assert measure.largest_error([mx.ones(2), mx.array([3.0])], [mx.ones(2), mx.array([2.0])]) == 0.5
     with pytest.raises(ValueError, match="zip"):
         measure.largest_error([mx.ones(2)], [])
-
-
-def test_a_kernel_passes_within_its_bound(caplog):
-    assert measure.passes("a kernel", lambda: 1e-3, 1e-3)
-    assert not caplog.text
-
-
-@pytest.mark.parametrize("error", [2e-3, INFINITE, float("nan")])
-def test_a_kernel_with_too_large_an_error_is_reported(error, caplog):
-    assert not measure.passes("a kernel", lambda: error, 1e-3, "plain products")
-    assert "a kernel is off by" in caplog.text
-    assert "so plain products serve instead" in caplog.text
-
-
-def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
-    def error() -> float:
-        raise RuntimeError("first line\nsecond line")
-
-    assert not measure.passes("a kernel", error, 1.0)
-    assert "a kernel does not run on this machine" in caplog.text
-    assert "second line" not in caplog.text
 
 
 def test_random_arrays_do_not_use_mlxs_random_state():

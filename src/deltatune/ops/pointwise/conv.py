@@ -143,7 +143,7 @@ def covers_heads(x: mx.array, weight: mx.array, heads: NormedHeads, state: mx.ar
 
 def serves(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
     """Whether `conv_silu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    return x.size >= LEAST and covers(x, weight) and _passes_trial(_joined_form(x, weight, segments), x, weight)
+    return x.size >= LEAST and covers(x, weight) and _is_right(_joined_form(x, weight, segments), x, weight)
 
 
 def serves_heads(
@@ -157,7 +157,7 @@ def serves_heads(
     if x.size < LEAST or not covers_heads(x, weight, heads, state):
         return False
     form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
-    return _passes_trial(form, x, weight)
+    return _is_right(form, x, weight)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _whole_groups(lanes: int) -> int:
     return -(-lanes // _GROUP) * _GROUP
 
 
-def _passes_trial(form: _Form, x: mx.array, weight: mx.array) -> bool:
+def _is_right(form: _Form, x: mx.array, weight: mx.array) -> bool:
     batch, length = 3, 2 * max(FORWARD.rows, BACKWARD.rows, WEIGHT.rows) + 5
     documents = mx.broadcast_to(mx.arange(length) // 7, (batch, length))
     kinds: list[Kind] = [((batch, form.before + length, form.channels), x.dtype)]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
-
-from ...errors import first_line
-
-logger = logging.getLogger(__name__)
 
 Kind = tuple[tuple[int, ...], mx.Dtype]
 
@@ -93,26 +88,3 @@ def random_arrays(kinds: Sequence[Kind]) -> list[mx.array]:
     """Draw normal numbers of these shapes and dtypes, with NumPy, since MLX's random state belongs to the training."""
     draw = np.random.default_rng(7)
     return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape, dtype in kinds]
-
-
-def passes(name: str, error: Callable[[], float], bound: float, instead: str = "MLX's operations") -> bool:
-    """Whether a kernel runs on this machine with an error of at most `bound`; if not, a warning says why.
-
-    Args:
-        name: the kernel's name for the warning.
-        error: runs the kernel, and returns its largest relative error.
-        bound: the largest error that is allowed.
-        instead: what is used in place of a kernel that fails, for the warning.
-    """
-    try:
-        largest = error()
-    except (RuntimeError, ValueError) as problem:
-        reason = first_line(problem)[:300]
-        logger.warning("%s does not run on this machine, so %s serve instead: %s", name, instead, reason)
-        return False
-    # The comparison is this way round so that NaN fails.
-    if largest <= bound:
-        return True
-    message = "%s is off by %.1e of the largest element on this machine (%.1e allowed), so %s serve instead."
-    logger.warning(message, name, largest, bound, instead)
-    return False

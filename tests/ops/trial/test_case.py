@@ -1,0 +1,135 @@
+"""The one loop that tries an implementation on a case, and the trial of a kernel before its first use."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.ops.trial import case as case_module
+from deltatune.ops.trial import first_use
+from deltatune.ops.trial.case import Case, judged, measured
+
+INFINITE = float("inf")
+
+
+def case_of(bound: float = 1e-3, **more) -> Case:
+    """Return the case of a function of an array whose results are the array's double and its sum."""
+    x = mx.array([[1.0, 2.0], [3.0, 4.0]])
+    arguments = {
+        "name": "a kernel",
+        "results": ("double", "sum"),
+        "call": lambda function: function(x),
+        "truth": lambda: [2 * x, x.sum()],
+        "bound": bound,
+        "like": [x],
+    }
+    return Case(**arguments | more)
+
+
+def right(x: mx.array) -> list[mx.array]:
+    return [2 * x, x.sum()]
+
+
+def off_by(factor: float):
+    return lambda x: [2 * x, x.sum() * factor]
+
+
+def test_what_is_right_passes():
+    verdict = judged(case_of(), right, "right")
+    assert verdict.passed
+    assert verdict.errors == {"double": 0.0, "sum": 0.0}
+    assert str(verdict).startswith("right (a kernel) agrees with float64")
+
+
+@pytest.mark.parametrize("factor", [1.01, INFINITE, float("nan")])
+def test_one_wrong_result_is_a_refusal(factor):
+    verdict = judged(case_of(), off_by(factor), "wrong")
+    assert (verdict.passed, verdict.worst) == (False, "sum")
+    assert verdict.errors["sum"] == (pytest.approx(0.01, rel=1e-4) if factor == 1.01 else INFINITE)
+
+
+def test_a_part_may_have_a_bound_of_its_own():
+    assert not judged(case_of(), off_by(1.01), "one").passed
+    assert judged(case_of(bounds={"sum": 0.1}), off_by(1.01), "one").passed
+    assert not judged(case_of(bound=0.1, bounds={"sum": 1e-3}), off_by(1.01), "one").passed
+
+
+def test_parts_are_compared_each_by_itself():
+    """A small row's error would be hidden by the size of a large one."""
+    by_rows = {"parts": lambda name, result: {name: list(result)} if result.ndim else {name: [result]}}
+    lost = lambda x: [2 * mx.where(mx.arange(2)[:, None] == 0, x * 1.001, x), x.sum()]  # noqa: E731
+    assert judged(case_of(bound=6e-4), lost, "whole").passed
+    assert judged(case_of(bound=6e-4, **by_rows), lost, "rows").errors["double"] == pytest.approx(1e-3, rel=1e-3)
+    assert judged(case_of(**by_rows), lambda x: [2 * x[:1], x.sum()], "one row").errors["double"] == INFINITE
+
+
+@pytest.mark.parametrize("broken", ["call", "truth"])
+def test_what_cannot_be_computed_is_a_problem(broken):
+    def fails(*_):
+        raise RuntimeError("no compiler")
+
+    verdict = judged(case_of(**{broken: fails}), right, "broken")
+    assert (verdict.passed, verdict.problem) == (False, "RuntimeError: no compiler")
+
+
+def test_memory_holds_nan_before_the_call_that_counts(monkeypatch):
+    events = []
+    monkeypatch.setattr(case_module, "poison", lambda like, **_: events.append(len(like)))
+
+    def function(x):
+        events.append("call")
+        return right(x)
+
+    judged(case_of(), function, "first use")
+    assert events == [1, "call"]
+    events.clear()
+    # The first call's two results tell the sizes, beside those that the case names.
+    assert measured(case_of(), function) == {"double": 0.0, "sum": 0.0}
+    assert events == ["call", 3, "call"]
+
+
+def test_a_kernel_passes_within_its_bound(caplog):
+    assert first_use.agrees(case_of(bound=0.011), off_by(1.01))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("factor", [1.01, INFINITE, float("nan")])
+def test_a_kernel_with_too_large_an_error_is_reported(factor, caplog):
+    assert not first_use.agrees(case_of(), off_by(factor), "plain products")
+    assert "a kernel is off by" in caplog.text
+    assert "so plain products serve instead" in caplog.text
+
+
+def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
+    def fails(_):
+        raise RuntimeError("first line\nsecond line")
+
+    assert not first_use.agrees(case_of(), fails)
+    assert "a kernel does not run on this machine" in caplog.text
+    assert "first line" in caplog.text
+    assert "second line" not in caplog.text
+
+
+def test_each_kind_is_tried_once(monkeypatch):
+    monkeypatch.setattr(first_use, "_right", {})
+    tried = []
+
+    def counted(bound, *_arrays):
+        tried.append(bound)
+        return case_of(bound)
+
+    run = off_by(1.01)
+    for _ in range(2):
+        assert first_use.is_right(counted, 0.1, run=run)
+        assert not first_use.is_right(counted, 1e-3, run=run)
+        assert first_use.is_right(counted, 0.1, run=right)
+        assert first_use.is_right(counted, 0.1, run=run, arrays=[mx.zeros(1)])
+    assert tried == [0.1, 1e-3, 0.1, 0.1]
+    first_use.forget()
+    assert not first_use._right
+
+
+def test_results_may_be_arrays_of_numpy():
+    exact = [np.array([[2.0, 4.0], [6.0, 8.0]]), np.array(10.0)]
+    assert judged(case_of(truth=lambda: exact), right, "numpy").passed
