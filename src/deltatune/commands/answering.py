@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..options.answers import AnswerOptions
 from ..options.chat_template import parsed_options
+from ..options.generation import AnswerOptions
 from ..options.values import short
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
-from ..options.answers import GenerateOptions
+from ..options.generation import GenerateOptions
 from .answering import (
     add_sampling,
     check_served,
