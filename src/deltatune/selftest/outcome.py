@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import first_line
 from ..ops.trial.case import Case, Tried, measured
+from ..ops.trial.verdicts import part
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -36,7 +37,7 @@ class Outcome:
     @property
     def worst(self) -> str | None:
         """The name of the error that is largest relative to its bound; None where nothing was measured."""
-        return max(self.errors, key=lambda name: self.errors[name] / self.bounds[name], default=None)
+        return max(self.errors, key=lambda name: part(self.errors[name], self.bounds[name]), default=None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +25,13 @@ from .timing import TrialTime
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+def part(error: float, bound: float) -> float:
+    """Return which part an error is of what it may be; of a bound of 0, which exact copies have, none or all."""
+    if not bound:
+        return math.inf if error else 0.0
+    return error / bound
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Verdict:
     @property
     def worst(self) -> str:
         """The name of the result whose error is the largest part of what it may be."""
-        return max(self.errors, key=lambda name: self.errors[name] / self.bound_of(name))
+        return max(self.errors, key=lambda name: part(self.errors[name], self.bound_of(name)))
 
     def bound_of(self, name: str) -> float:
         """Return the largest error that is allowed for the result `name`."""
