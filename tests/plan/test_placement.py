@@ -4,10 +4,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 
 from deltatune.plan.layers_on_disk import held, left_on_disk, spread
 from deltatune.plan.placement import Placement
+from deltatune.train.by_layer.layer_functions import lowest_layer
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 24, 40])
@@ -47,3 +49,16 @@ def test_what_an_iteration_reads():
     assert read((0, 1), lowest=2) == 20
     assert read((3,)) == 0
     assert read(()) == 0
+
+
+def test_where_the_backward_pass_ends():
+    model = nn.Module()
+    model.embedding, model.layers = nn.Embedding(4, 2), [nn.Linear(2, 2) for _ in range(3)]
+    paths = [f"layers.{index}" for index in range(3)]
+    model.freeze()
+    assert lowest_layer(model, paths) == 3
+    model.layers[1].unfreeze()
+    model.layers[2].unfreeze()
+    assert lowest_layer(model, paths) == 1
+    model.embedding.unfreeze()
+    assert lowest_layer(model, paths) == 0

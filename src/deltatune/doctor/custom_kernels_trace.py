@@ -90,12 +90,12 @@ def _caller() -> str:
 
 
 def _trace(model: Any, config: Any) -> None:
+    from deltatune.layers import logits_of
+
     tokens: list[int] = [0] * _LENGTH
     more: dict[str, Any] = {}
     vision = getattr(config, "vision_config", None)
     if vision is not None:
-        # Some models have no default for this argument.
-        more = {"pixel_values": None}
         if hasattr(config, "media_placeholder_token_id"):
             tokens, more = _moonvit(config, vision)
         elif hasattr(vision, "in_channels") and hasattr(config, "image_token_id"):
@@ -104,8 +104,7 @@ def _trace(model: Any, config: Any) -> None:
 
     def loss(parameters: Any) -> mx.array:
         model.update(parameters)
-        output = model(rows, **more)
-        return (output if isinstance(output, mx.array) else output.logits).astype(mx.float32).sum()
+        return logits_of(model, rows, **more).astype(mx.float32).sum()
 
     mx.value_and_grad(loss)(model.parameters())
 

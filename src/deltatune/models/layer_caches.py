@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ..layers import LayerInfo
+from ..layers import LayerInfo, logits_of
 from ..ops.functional import undisturbed
 from ..ops.pieces import Carry
 from ..ops.random_state import drawing_from
@@ -55,7 +55,7 @@ def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
 
     watched = calls_through([layer.module for layer in layers], noting)
     with drawing_from(mx.random.key(0)), undisturbed(model), segments(None), watched:
-        model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
+        logits_of(model, mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
     given = [found[0] if len(found := seen[id(layer.module)]) == 1 else None for layer in layers]
     # The watching classes refer to this until Python collects them, and the caches hold arrays.
     seen.clear()

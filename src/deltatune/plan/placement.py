@@ -16,12 +16,11 @@ from ..errors import UserError
 from ..layers import describe
 from ..machine import disk_rate
 from ..models.checkpoint_files import WEIGHTS
-from ..train.by_layer.layer_functions import array_places
+from ..train.by_layer.layer_functions import array_places, lowest_layer
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.stored_weights import StoredWeights
 from ..train.reports.screen import Fact
 from ..train.setup import Run
-from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .fit import shape
 from .forecast import Forecast, forecast_step
@@ -130,7 +129,8 @@ def placed(run: Run) -> Placed:
         UserError: the run cannot be computed by layers, or `memory` is too small for it.
     """
     config, model = run.config, run.model
-    assert config.memory is not None
+    memory = config.memory
+    assert memory is not None
     if run.image is not None:
         raise UserError(f"memory: {run.image}: images do not train with weights on the disk yet; leave memory out.")
     if run.world.size > 1:
@@ -139,23 +139,22 @@ def placed(run: Run) -> Placed:
     run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
     stored.find(model)
-    layers = [layer.module for layer in describe(model)]
+    layers = describe(model)
     sizes = tuple(
         sum(place.array.nbytes for path, place in array_places(layer.module, f"{layer.path}.") if path in stored.names)
-        for layer in describe(model)
+        for layer in layers
     )
     try:
         plan = forecast_step(model, config, *shape(run), ArrayLayout.measured())
     except LayoutError as error:
         raise UserError(f"memory: this version of MLX cannot be planned for ({error}); leave memory out.") from error
-    assert config.memory is not None
-    streamed = left_on_disk(plan.bytes.amount, sizes, config.memory)
+    streamed = left_on_disk(plan.bytes.amount, sizes, memory)
     if streamed is None:
         least = held(plan.bytes.amount, sizes, tuple(range(len(sizes))))
         raise TooLittleMemoryError(
-            f"memory: {size(config.memory)} is too little. With all layers on the disk but two, {plan.rows} x "
+            f"memory: {size(memory)} is too little. With all layers on the disk but two, {plan.rows} x "
             f"{plan.length:,} tokens take {size(least)}; give more, or a smaller --batch-size or --max-seq-length."
         )
-    trained = (index for index, layer in enumerate(layers) if leaves(layer.trainable_parameters()))
-    placement = Placement(config.memory, plan, sizes, next(trained, 0), streamed, run.loaded.path)
+    lowest = lowest_layer(model, [layer.path for layer in layers])
+    placement = Placement(memory, plan, sizes, lowest, streamed, run.loaded.path)
     return Placed(placement, lines, stored)

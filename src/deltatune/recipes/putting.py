@@ -32,9 +32,7 @@ def per_update(name: str) -> Put:
 
 def rate(name: str, *kinds: type) -> Put:
     def put(draft: Draft, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise UserError("expected a number")
-        setattr(draft.rate, name, value)
+        setattr(draft.rate, name, _of_kind(value, kinds))
 
     return put
 
@@ -134,9 +132,14 @@ def epsilon(draft: Draft, value: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    return float(_of_kind(value, (int, float)))
+
+
+def _of_kind(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return the value; UserError unless it is a number of one of these kinds."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
         raise UserError("expected a number")
-    return float(value)
+    return value
 
 
 def prompts_count(draft: Draft, value: Any) -> None:

@@ -31,6 +31,18 @@ def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
             yield from array_places(value, f"{prefix}{key}.")
 
 
+def lowest_layer(model: nn.Module, paths: Sequence[str]) -> int:
+    """Return the position of the first layer that a backward pass reaches, of those at `paths` in the model.
+
+    It is the first in which something trains, 0 if something outside the layers does, and their number if nothing does.
+    """
+    trained = [path for path, _ in leaves(model.trainable_parameters())]
+    if any(not path.startswith(tuple(f"{layer}." for layer in paths)) for path in trained):
+        return 0
+    reached = (at for at, layer in enumerate(paths) if any(path.startswith(f"{layer}.") for path in trained))
+    return next(reached, len(paths))
+
+
 def signature(tree: Any) -> Any:
     """Return what two layers must share to compute the same function of their arrays, as a hashable value.
 

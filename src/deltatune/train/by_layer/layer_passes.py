@@ -28,7 +28,7 @@ from ..step import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
 from ..updates.routers import RouterLosses
 from .layer_calls import LayerCalls, Recorder, own, passed_on
-from .layer_functions import LayerFunction, Told, array_places, signature
+from .layer_functions import LayerFunction, Told, array_places, lowest_layer, signature
 from .layer_weights import LayerWeights
 
 
@@ -115,6 +115,7 @@ class LayerPasses:
         inside = tuple(f"{path}." for path in self._paths)
         trained = [path for path, _ in leaves(model.trainable_parameters())]
         self._outer = places(model, [path for path in trained if not path.startswith(inside)])
+        self._lowest = lowest_layer(model, self._paths)
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -196,7 +197,7 @@ class LayerPasses:
             self.model.update(trainable)
 
     def _both_passes(self, batch: Arrays, around: _Around, told: Told, first_key: mx.array) -> tuple[Any, ...]:
-        count, lowest = len(self._layers), self._lowest()
+        count, lowest = len(self._layers), self._lowest
         reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
         x, key, others = around.before(batch, first_key)
         kept: list[_Kept] = []
@@ -226,13 +227,6 @@ class LayerPasses:
             gradients |= {path: gradients[path] + more for path, more in zip(self._outer, before, strict=True)}
             mx.eval([gradients[path] for path in self._outer])
         return total, weight, tree_unflatten(list(gradients.items())), *figures
-
-    def _lowest(self) -> int:
-        """The first layer that the backward pass reaches: the first in which something trains, or 0 if more does."""
-        if self._outer:
-            return 0
-        trained = (index for index, layer in enumerate(self._layers) if leaves(layer.trainable_parameters()))
-        return next(trained, len(self._layers))
 
     def outer(self) -> list[mx.array]:
         """Return what trains outside the layers."""
