@@ -18,6 +18,10 @@ from typing import Any
 os.environ.setdefault("DELTATUNE_THREADS", "1")
 # What is printed depends on it: on a dumb terminal rich takes every line for 80 columns wide.
 os.environ["TERM"] = "xterm"
+# Programs that tests start import tests/quick_start/sitecustomize.py, and so do the processes of pytest-xdist.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([str(Path(__file__).parent / "quick_start"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+).rstrip(os.pathsep)
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; every test module comes after this one)
 

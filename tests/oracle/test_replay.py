@@ -10,7 +10,7 @@ import pytest
 from parity import faults
 
 from deltatune.selftest.parity import ours, recording
-from deltatune.selftest.parity.cases import CASES, FALL, STEPS, initial_adapters
+from deltatune.selftest.parity.cases import CASES, FALL, STEPS, ParityRun, initial_adapters
 
 
 @functools.cache
@@ -18,10 +18,10 @@ def recorded(name: str) -> recording.Recording:
     return recording.read(name)
 
 
-def replay(name: str, plant=lambda: None) -> recording.Difference:
+def replay(name: str, plant=lambda: None) -> ParityRun:
     case, reference = CASES[name], recorded(name)
     adapters = initial_adapters(reference.targets)
-    return reference.compare(ours.run(case, reference.config, reference.weights(case), adapters, plant))
+    return ours.run(case, reference.config, reference.weights(case), adapters, plant)
 
 
 def test_every_case_is_recorded_and_small():
@@ -39,16 +39,20 @@ def test_recorded_loss_falls(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
-    found = replay(name)
+    found = recorded(name).compare(replay(name))
     assert found.small, found
 
 
 @pytest.mark.any_blas
 @pytest.mark.parametrize("fault", faults.FAULTS)
-def test_a_planted_fault_shows(fault, monkeypatch):
+def test_a_planted_fault_shows(fault):
     plant, name = faults.FAULTS[fault]
-    found = replay(name, lambda: plant(monkeypatch))
-    assert not found.small, found
+    assert faults.shows(ours, recorded(name), lambda patch: replay(name, lambda: plant(patch)))
+
+
+@pytest.mark.any_blas
+def test_without_a_fault_none_shows():
+    assert not faults.shows(ours, recorded("qwen3"), lambda _: replay("qwen3"))
 
 
 def test_another_checkpoint_is_refused(tmp_path, monkeypatch):

@@ -8,12 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from parity import faults
 
 pytest.importorskip("mlx_vlm")
 from deltatune.models.vision import split as taken_apart
 from deltatune.models.vision import tower as vision_tower
 from deltatune.selftest.parity import recording, vision_ours
-from deltatune.selftest.parity.cases import FALL, STEPS, initial_adapters
+from deltatune.selftest.parity.cases import FALL, STEPS, ParityRun, initial_adapters
 from deltatune.selftest.parity.vision import CASES
 
 
@@ -22,10 +23,10 @@ def recorded(name: str) -> recording.Recording:
     return recording.read(f"vision/{name}")
 
 
-def replay(name: str, plant=lambda: None) -> recording.Difference:
+def replay(name: str, plant=lambda: None) -> ParityRun:
     case, reference = CASES[name], recorded(name)
     adapters = initial_adapters(reference.targets)
-    return reference.compare(vision_ours.run(case, reference.config, reference.weights(case), adapters, plant))
+    return vision_ours.run(case, reference.config, reference.weights(case), adapters, plant)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -33,7 +34,7 @@ def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
     losses = recorded(name).losses
     assert len(losses) == STEPS
     assert np.mean(losses[-3:]) <= (1 - FALL) * np.mean(losses[:3])
-    found = replay(name)
+    found = recorded(name).compare(replay(name))
     assert found.small, found
 
 
@@ -87,10 +88,13 @@ FAULTS = {
 
 @pytest.mark.any_blas
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault, monkeypatch):
+def test_a_planted_fault_shows(fault):
     plant, name = FAULTS[fault]
-    if plant is wrong_gelus:
-        # The patches take the GELU that they find when they are applied; the other faults are planted after that.
-        plant(monkeypatch)
-    found = replay(name, lambda: plant(monkeypatch))
-    assert not found.small, found
+
+    def run(patch):
+        if plant is wrong_gelus:
+            # The patches take the GELU that they find when they are applied; other faults are planted after that.
+            plant(patch)
+        return replay(name, lambda: plant(patch))
+
+    assert faults.shows(vision_ours, recorded(name), run)

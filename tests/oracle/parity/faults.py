@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
 import mlx_lm.models.olmo_hybrid
+import numpy as np
 import pytest
 
 from deltatune.lora.linear import LoRALinear
 from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
-from deltatune.selftest.parity import ours
+from deltatune.selftest.parity import ours, recording
+from deltatune.selftest.parity.cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun
 from deltatune.train import step
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+# Most faults show by this step.
+FEW = 3
 _gated_delta = recurrence.gated_delta
 _cross_entropy = step.linear_cross_entropy
+
+
+def shows(module: ModuleType, reference: recording.Recording, run: Callable[[pytest.MonkeyPatch], ParityRun]) -> bool:
+    """Whether a run differs from its recording in its first gradients, in a loss or, after all steps, in an adapter.
+
+    Args:
+        module: That of the run, whose `train` is told how many steps to take: a few, and all if nothing shows in them.
+        reference: The recording.
+        run: Plants a fault, which ends with what it is given, and trains.
+    """
+    for steps in (FEW, STEPS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "train", partial(module.train, steps=steps))
+            found = run(patch)
+        gap = np.abs(np.subtract(found.losses, reference.losses[:steps])).max()
+        gradient, _ = recording.worst(reference.gradients, found.gradients)
+        if not (gap <= LOSS_TOLERANCE and gradient <= GRADIENT_TOLERANCE):
+            return True
+    return not reference.compare(found).small
 
 
 def _scale_gradient(value: mx.array, factor: float) -> mx.array:

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted"),
 ]
 
-LENGTHS = (384, 1536)
+LENGTHS = (256, 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,12 @@ def peak(run: Callable[[], object]) -> int:
     return mx.get_peak_memory() - before
 
 
-def growth(of_length: Callable[[int], Callable[[], object]]) -> float:
+def growth(of_length: Callable[[int], Callable[[], object]], lengths: tuple[int, int] = LENGTHS) -> float:
     """Return how many times the peak grows with rows four times as long: at most 4 if linear, up to 16 if quadratic.
 
     The order in which MLX frees what an operation has read moves a peak by some percent.
     """
-    short, long = (peak(of_length(length)) for length in LENGTHS)
+    short, long = (peak(of_length(length)) for length in lengths)
     return long / short
 
 
@@ -149,7 +149,7 @@ def test_a_validation(tiny_model):
 
 
 def test_mlxs_own_attention_grows_with_the_square(tiny_model):
-    """A control: the measurement tells the two apart."""
+    """A control: the measurement tells the two apart. Its rows are longer, for much else grows with their length."""
     model = tiny_model("qwen3")
     model.train()
 
@@ -157,4 +157,4 @@ def test_mlxs_own_attention_grows_with_the_square(tiny_model):
         rows = rows_of(length)
         return lambda: nn.value_and_grad(model, loss)(model, rows)
 
-    assert growth(of_length) > 8
+    assert growth(of_length, (384, 1536)) > 8
