@@ -28,12 +28,13 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 
 from deltatune.machine import backend, nvidia
+from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.naive import gated_delta_naive
 from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.gated_delta.triangular import unit_lower_inverse
 from deltatune.ops.kernels.cubin import CubinKernel
-from deltatune.ops.kernels.launch import Execute, Launch, header, launched
+from deltatune.ops.kernels.launch import Execute, Kernel, Launch, header, launched
 from machine import heading
 from sizes import FLOATS, TINY, Size, inputs
 from verify import AGREES
@@ -41,6 +42,15 @@ from verify import AGREES
 HERE = Path(__file__).parent
 TEXT = (HERE / "ladder_scan.h").read_text(encoding="utf-8")
 CHUNK = 64
+SCAN = Kernel(
+    name="ladder_scan",
+    files=(),
+    values=("DK", "DV", "HK", "HV"),
+    sizes=("q_shape[1]",),
+    arrays=("q", "k", "v", "log_g", "beta", "y"),
+    memory="LadderMemory",
+    memory_values=("DK",),
+)
 # The size that the host machine runs.
 ON_HOST = TINY[0]
 
@@ -86,13 +96,10 @@ def scan(
     """T steps again, but in one launch: a state never leaves its lanes' registers."""
     sizes = {"DK": k.shape[3], "DV": v.shape[3], "HK": k.shape[2], "HV": v.shape[2]}
     launch = Launch(
-        name="ladder_scan",
-        memory="LadderMemory",
+        kernel=SCAN,
         inputs={"q": q, "k": k, "v": v, "log_g": log_g, "beta": beta},
         outputs={"y": (v.shape, mx.float32)},
         values=dict(sizes),
-        order=tuple(sizes),
-        memory_order=("DK",),
         blocks=(-(-v.shape[3] // 32), v.shape[2], v.shape[0]),
         bytes=2 * 4 * k.shape[3],
         groups=1,
@@ -130,7 +137,7 @@ def host(folder: str) -> Execute:
     sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "kernels"))
     import host_machine
 
-    machine = host_machine.HostMachine(Path(folder), header("metal") + TEXT)
+    machine = host_machine.HostMachine(Path(folder), header("metal", FILES) + TEXT)
     return machine.run
 
 

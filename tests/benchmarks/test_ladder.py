@@ -49,7 +49,7 @@ def test_the_scan_compiles_for_cuda(ladder):
     from deltatune.ops.kernels.launch import header
 
     def compiled(launch):
-        assert launch.memory in ladder.TEXT
+        assert launch.kernel.memory in ladder.TEXT
         kernel = CubinKernel(
             launch.name,
             tuple(launch.inputs),

@@ -18,8 +18,10 @@ from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta_chunk, native
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, by_gates
-from deltatune.ops.kernels.launch import VOCABULARY, WEIGHTED_NORM, header
+from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.products import low_rank_kernels
 from deltatune.ops.trial import verdicts
 from deltatune.ops.trial.case import Case
 from deltatune.ops.trial.measure import relative_norm
@@ -156,7 +158,7 @@ def test_experts(monkeypatch):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", pointwise.cases(True), ids=lambda case: case.name)
 def test_passes(case, dtype, host_folder):
-    machine = HostMachine(host_folder, header("metal", (*BODIES, *WEIGHTED_NORM)))
+    machine = HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES)))
     assert pointwise.compare(case, dtype, machine.run).status == PASSED
 
     def wrong(launch):
@@ -175,7 +177,7 @@ def test_rows_and_joins(host_folder):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
 def test_vocabulary_loss(dtype, host_folder):
-    machine = HostMachine(host_folder, header("metal", VOCABULARY))
+    machine = HostMachine(host_folder, header("metal", vocabulary_loss.FILES))
     assert losses_and_adapters.vocabulary(dtype, True, machine.run).status == PASSED
 
     def wrong(launch):
@@ -187,7 +189,7 @@ def test_vocabulary_loss(dtype, host_folder):
 
 
 def test_lora_products(host_folder):
-    text = cuda_text("low_rank_rows")
+    text = cuda_text(low_rank_kernels.ROWS)
     machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
     assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.kernels.launch import FOLDER, Launch, bodies_of, header
+from deltatune.ops.gated_delta.fused_channel import FILES
+from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch, header
 
 TYPES = {
     mx.float32: "float",
@@ -174,7 +175,7 @@ class HostMachine:
         self.flags_of_runtime = [*FLAGS, *limits, "-Xclang", "-O2"]
         self.cuda = cuda
         # A loop that is not unrolled compiles sooner.
-        self.text = UNROLLED.sub("", header("metal") if text is None else text)
+        self.text = UNROLLED.sub("", header("metal", FILES) if text is None else text)
         self.entries: dict[str, ctypes._CFuncPtr] = {}
 
     def compile(self, launches: Iterable[Launch]) -> None:
@@ -248,9 +249,9 @@ class OneKernelReplaced:
         return (self.wrong if launch.name == self.name else self.machine).run(launch, seed)
 
 
-def cuda_text(*names: str) -> str:
+def cuda_text(*kernels: Kernel) -> str:
     """Return the text of kernels that are CUDA's alone, with this folder's stand-ins for hopper.h and fragments.h."""
-    files = dict.fromkeys(file for name in names for file in bodies_of(name))
+    files = dict.fromkeys(file for kernel in kernels for file in kernel.files)
     stand_ins = {file: Path(__file__).with_name(file.replace(".h", "_host.h")) for file in ("hopper.h", "fragments.h")}
     return header("metal", ()) + "".join(stand_ins.get(file, FOLDER / file).read_text() for file in files)
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from beside import load
+from deltatune.ops.attention import hopper
+from deltatune.ops.attention.fused import FILES
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
-from deltatune.ops.kernels.launch import ATTENTION, header
+from deltatune.ops.kernels.launch import header
 
-TEXT = header("metal", ATTENTION)
-HOPPER = load(Path(__file__).with_name("host_machine.py")).cuda_text("attention_hopper_forward")
+TEXT = header("metal", FILES)
+HOPPER = load(Path(__file__).with_name("host_machine.py")).cuda_text(hopper.FORWARD)
 HOPPER_BYTES = 227 * 1024
 # In half precision, the kernels also round the weights and their gradients before they are multiplied.
 HALF = 2.0

@@ -12,7 +12,7 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.tolerances import GROUPED
-from deltatune.ops.kernels.launch import EXPERTS, Launch, header
+from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.trial import first_use
 
 # Tiles (rows, columns, depth, groups across): small ones, so that few rows make many, and those that a GPU uses.
@@ -39,7 +39,7 @@ def make_machine(host_folder, host_module):
 
 @pytest.fixture(scope="module")
 def gpu(make_machine):
-    return make_machine(header("metal", EXPERTS))
+    return make_machine(header("metal", grouped.FILES))
 
 
 def _wide(array: mx.array) -> np.ndarray:
@@ -150,7 +150,7 @@ def test_rows_past_the_end_of_an_expert_are_not_read(gpu):
 
 @pytest.mark.parametrize("cut", [SMALL, TALL])
 def test_the_order_of_lanes_changes_no_bit_and_nothing_races(cut, make_machine):
-    machine = make_machine(header("metal", EXPERTS), watch=True)
+    machine = make_machine(header("metal", grouped.FILES), watch=True)
     case = ExpertCase(COUNTS["ragged"], 40, 72)
     products = [case.product(machine, cut, transpose, case.dy, seed) for transpose in (True, False) for seed in (1, 2)]
     assert all(mx.array_equal(product, products[0]) for product in products)
@@ -178,7 +178,7 @@ DEFECTS_OF = {"an expert's last row left out": (True, False), "experts without r
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect(defect, make_machine, host_module):
-    machine = make_machine(host_module.plant(header("metal", EXPERTS), *DEFECTS[defect]), watch=True)
+    machine = make_machine(host_module.plant(header("metal", grouped.FILES), *DEFECTS[defect]), watch=True)
     case = ExpertCase([33, 0, 32, 7, 64, 15], 40, 72)
     errors, fault = [], None
     try:
@@ -219,7 +219,7 @@ def test_the_verdict_on_kernels_that_are_right(gpu, tried, caplog):
 
 @pytest.mark.parametrize("defect", ["an expert's last row left out", "experts without rows left out"])
 def test_the_verdict_on_kernels_that_are_wrong(defect, make_machine, host_module, tried, caplog):
-    text = host_module.plant(header("metal", EXPERTS), *DEFECTS[defect])
+    text = host_module.plant(header("metal", grouped.FILES), *DEFECTS[defect])
     passed = tried(make_machine(text))
     product, gradient = DEFECTS_OF[defect]
     assert passed == [not product] * 4 + [not gradient] * 2

@@ -16,11 +16,11 @@ from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.tolerances import GROUPED
-from deltatune.ops.kernels.launch import EXPERTS, Launch, header
+from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.trial import first_use
 
 HERE = Path(__file__).parent
-HOPPER = load(HERE / "host_machine.py").cuda_text("expert_hopper_product")
+HOPPER = load(HERE / "host_machine.py").cuda_text(grouped_hopper.PRODUCT)
 of_any_machine = load(HERE / "test_expert_product.py")
 
 # How many rows each expert has, the inputs and the outputs.
@@ -202,7 +202,7 @@ def tried(host_folder, host_module, monkeypatch):
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     first_use.forget()
-    other = host_module.HostMachine(host_folder, header("metal", EXPERTS), bytes=nvidia.H200.block_bytes)
+    other = host_module.HostMachine(host_folder, header("metal", grouped.FILES), bytes=nvidia.H200.block_bytes)
 
     def ask(text: str):
         own = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)

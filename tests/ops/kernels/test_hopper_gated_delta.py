@@ -14,23 +14,26 @@ import pytest
 
 from beside import load
 from deltatune.machine import nvidia
-from deltatune.ops.gated_delta import gated_delta_naive
+from deltatune.ops.gated_delta import fused_hopper, gated_delta_naive
 from deltatune.ops.gated_delta.fused_hopper import HopperTiling, choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Kernel, Launch
 
 HOST = load(Path(__file__).with_name("host_machine.py"))
 
 
-def texts_of(*scans: str) -> list[str]:
+def texts_of(*scans: Kernel) -> list[str]:
     """The texts of the kernels that a call launches, each by itself."""
-    return [HOST.cuda_text(f"gated_delta_hopper_{phase}") for phase in ("prepare", *scans, "gradients")]
+    return [HOST.cuda_text(kernel) for kernel in (fused_hopper.PREPARE, *scans, fused_hopper.GRADIENTS)]
 
 
 FEW, MANY = "few heads", "many heads"
-TEXTS = {FEW: texts_of("scan", "reverse"), MANY: texts_of("wide_scan", "wide_reverse")}
+TEXTS = {
+    FEW: texts_of(fused_hopper.SCAN, fused_hopper.REVERSE),
+    MANY: texts_of(fused_hopper.WIDE_SCAN, fused_hopper.WIDE_REVERSE),
+}
 
 
 def as_it_is(x: Any) -> Any:
@@ -60,7 +63,7 @@ def run(host_folder, host_module, on_host, monkeypatch):
             return replace(tiling_of("cuda", *shape, **options), slice=64 if heads == MANY else 32)
 
         def execute(launch: Launch) -> list[mx.array]:
-            return machine_of(change(HOST.cuda_text(launch.name))).run(watch(launch), seed=seed)
+            return machine_of(change(HOST.cuda_text(launch.kernel))).run(watch(launch), seed=seed)
 
         fused = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
 

@@ -13,7 +13,7 @@ from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper
 from deltatune.ops.gated_delta.fused import KernelInputs, no_initial_state
 
-TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text("gated_delta_hopper_prepare")
+TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(fused_hopper.PREPARE)
 # Half of the last place of a pair of bf16, relative to the number; and of fp32.
 PAIR, FLOAT, TINY = 2.0**-17, 2.0**-24, 2.0**-116
 

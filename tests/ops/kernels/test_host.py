@@ -18,7 +18,7 @@ from deltatune.ops.gated_delta.tolerances import (
     REPEATED_KEY,
     fused_bf16_norm,
 )
-from deltatune.ops.kernels.launch import bodies_of, header
+from deltatune.ops.kernels.launch import header
 
 # Cases of one shape share their compiled kernels: sizes, mask and segments are compile-time values.
 PLAIN = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
@@ -61,12 +61,12 @@ class OfEachKernel:
     """Runs each kernel with the text that a Mac compiles for it, which has no other kernels' files."""
 
     def __init__(self, host_module, folder):
-        self.machine_of = lambda name: host_module.HostMachine(folder, header("metal", bodies_of(name)))
+        self.machine_of = lambda kernel: host_module.HostMachine(folder, header("metal", kernel.files))
         self.names = set()
 
     def run(self, launch, seed):
         self.names.add(launch.name)
-        return self.machine_of(launch.name).run(launch, seed)
+        return self.machine_of(launch.kernel).run(launch, seed)
 
 
 def test_each_kernel_needs_no_file_but_its_own(host_module, host_folder, check, table):

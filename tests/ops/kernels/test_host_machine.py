@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.kernels.launch import FOLDER, Launch
+from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch
 
 VOCABULARY = (FOLDER / "metal.h").read_text()
 ROOM = "template <int N> struct Room { static constexpr constant int bytes = N; };\n"
@@ -28,18 +28,24 @@ void reverse(Place at, threadgroup char* memory, LENGTH const device float* q, c
 """
 PLACE = "struct Place {\n  int x, y, z, index, group, lane;\n};\n"
 COUNT = 64
+KERNEL = Kernel(
+    name="reverse",
+    files=(),
+    values=("N",),
+    sizes=("q_shape[1]",),
+    arrays=("q", "few", "y"),
+    memory="Room",
+    memory_values=("N * 4",),
+)
 
 
 def launch(**changes) -> Launch:
     q = mx.arange(COUNT).astype(mx.float32).reshape(1, COUNT)
     reverse = Launch(
-        name="reverse",
-        memory="Room",
+        kernel=KERNEL,
         inputs={"q": q, "few": mx.array([0.5])},
         outputs={"y": ((COUNT,), mx.float32)},
         values={"N": COUNT},
-        order=("N",),
-        memory_order=("N * 4",),
         blocks=(1, 1, 1),
         bytes=COUNT * 4,
         groups=COUNT // 32,
@@ -190,7 +196,7 @@ def test_refuses(name, run, host_module):
 def test_refuses_33_kilobytes_of_threadgroup_memory(run, host_module):
     size = 33 * 1024
     with pytest.raises(host_module.HostError, match="over 32768 bytes"):
-        run(bytes=size, memory_order=(f"{size}",))
+        run(bytes=size, kernel=replace(KERNEL, memory_values=(f"{size}",)))
 
 
 def test_refuses_more_than_31_buffers(run, host_module):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deltatune.ops.attention import long_launches
-from deltatune.ops.attention.fused import TILE
+from deltatune.ops.attention.fused import FILES, TILE
 from deltatune.ops.attention.fused_op import attention_fused
-from deltatune.ops.kernels.launch import ATTENTION, header
+from deltatune.ops.kernels.launch import header
 
 CASES = {
     "causal": {},
@@ -29,7 +29,7 @@ LENGTH, KEY_HEADS, HEADS, SIZE = 200, 1, 2, 16
 
 @pytest.fixture(scope="module")
 def machine(host_folder, host_module):
-    return host_module.HostMachine(host_folder, header("metal", ATTENTION))
+    return host_module.HostMachine(host_folder, header("metal", FILES))
 
 
 def differentiate(machine, launches: list, queries=LENGTH, segments=False, with_sinks=False, **options):

@@ -16,10 +16,10 @@ from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.products.low_rank_kernels import BothKernel, ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.products.low_rank_kernels import ROWS, BothKernel, ColumnsKernel, RowsKernel, WideKernel
 from deltatune.ops.trial import first_use
 
-TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text("low_rank_rows")
+TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(ROWS)
 SCALE = 1.75
 ROUNDING = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 # Rows, width and rank: no whole block, no whole fragment, and several rounds of every loop.

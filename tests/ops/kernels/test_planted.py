@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.tolerances import FUSED_STATE_NORM, OVERSHOOTING, fused_bf16_norm, fused_bound
 from deltatune.ops.kernels.launch import header
 
@@ -57,13 +58,13 @@ BOUND = fused_bound(2e-6, "bfloat16")
 
 def at_first_barrier(kernel: str, instead: str) -> str:
     """Return the text with another statement in place of the kernel's first barrier."""
-    text = header("metal")
+    text = header("metal", FILES)
     start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
     return text[:start] + re.sub(r"\bbarrier\(\);", instead, text[start:], count=1)
 
 
 def test_the_unchanged_text_passes(planted):
-    assert planted("scan", header("metal") + "\n") <= BOUND
+    assert planted("scan", header("metal", FILES) + "\n") <= BOUND
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -75,7 +76,7 @@ def test_a_removed_barrier(kernel, planted):
 @pytest.mark.parametrize("kernel", ["scan", "reverse"])
 def test_a_removed_group_barrier(kernel, watching, host_module, host_folder, on_host, table):
     """Removes the last group barrier, before lanes write out what others computed. Only the watch sees it."""
-    text = header("metal")
+    text = header("metal", FILES)
     start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
     end = text.index("store_state", start)
     place = text.rindex("group_barrier();", start, end)
@@ -97,7 +98,7 @@ def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
 def test_fails_or_is_refused(name, planted, host_module):
     kernel, old, new = DEFECTS[name]
     try:
-        worst = planted(kernel, host_module.plant(header("metal"), old, new))
+        worst = planted(kernel, host_module.plant(header("metal", FILES), old, new))
     except host_module.HostError as refusal:
         worst = np.inf
         print(refusal)
@@ -116,7 +117,7 @@ TAILS = {
 @pytest.mark.parametrize("name", TAILS)
 def test_what_only_the_gradient_of_the_gates_shows(name, host_module, host_folder, on_host, norms, table):
     old, new = TAILS[name]
-    wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal"), old, new))
+    wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal", FILES), old, new))
     sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
     case = table.Case("planted", **sizes, keys="near", gates="open", beta=1.9, bound=OVERSHOOTING)
     assert not norms(*on_host(wrong, case, mx.bfloat16))["log_g"] <= fused_bf16_norm(0.0)
@@ -124,7 +125,9 @@ def test_what_only_the_gradient_of_the_gates_shows(name, host_module, host_folde
 
 def test_a_state_in_fp32_that_is_rounded_at_every_product(host_module, host_folder, on_host, norms, table):
     old = "add_separately = !CHANNEL && sizeof(In) == 4"
-    wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal"), old, "add_separately = false"))
+    wrong = host_module.HostMachine(
+        host_folder, host_module.plant(header("metal", FILES), old, "add_separately = false")
+    )
     sizes = {"batch": 1, "length": 300, "repeats": 1, "key_size": 128, "value_size": 128}
     relative = norms(*on_host(wrong, table.Case("planted", **sizes, gates="open"), mx.float32))
     assert min(relative["state"], relative["initial_state"]) > FUSED_STATE_NORM

@@ -17,9 +17,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from deltatune.machine import backend
 from deltatune.ops import cross_entropy
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
-from deltatune.ops.kernels.launch import VOCABULARY, Launch, header
+from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import vocabulary_loss
-from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
+from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_at_targets, vocabulary_losses
 from deltatune.ops.trial import first_use
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
@@ -38,7 +38,7 @@ SIZES = [1, 8, 12, 512, 1000, 1537, 4096, 12_304, 16_384, 50_257]
 @pytest.fixture(scope="module")
 def execute(host_folder):
     """Runs a launch on the host machine, or on the GPU where there is one."""
-    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", VOCABULARY)).run
+    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", FILES)).run
 
 
 def draw(rows, vocabulary, dtype, spread=4.0):
@@ -135,12 +135,12 @@ def test_other_strides_and_the_order_of_lanes_change_no_bit(execute):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="a GPU does not watch its lanes")
 def test_nothing_races(host_folder):
-    check(*draw(2, 600, mx.float32), HostMachine(host_folder, header("metal", VOCABULARY), watch=True).run)
+    check(*draw(2, 600, mx.float32), HostMachine(host_folder, header("metal", FILES), watch=True).run)
 
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="a GPU does not watch its lanes")
 def test_a_missing_barrier_is_seen(host_folder):
-    text = header("metal", VOCABULARY)
+    text = header("metal", FILES)
     assert text.count("  barrier();\n  if (at.index != 0) return;") == 1
     machine = HostMachine(host_folder, text.replace("  barrier();\n  if (at.index", "  if (at.index"), watch=True)
     with pytest.raises(AssertionError, match="no barrier between them"):

@@ -12,9 +12,9 @@ import pytest
 from host_machine import HostMachine
 
 from deltatune.machine import backend
-from deltatune.ops.kernels.launch import WEIGHTED_NORM, Launch, header
+from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import weighted_norms
-from deltatune.ops.pointwise.weighted_norms import WIDEST, branch_norm, sum_norm, weighted_norm
+from deltatune.ops.pointwise.weighted_norms import FILES, WIDEST, branch_norm, sum_norm, weighted_norm
 from deltatune.ops.trial import first_use
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -30,7 +30,7 @@ WIDTHS = [8, 64, 256, 320, 512, 520, 1024, 2560]
 @pytest.fixture(scope="module")
 def execute(host_folder):
     """Runs a launch on the host machine, or on the GPU where there is one."""
-    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", WEIGHTED_NORM)).run
+    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", FILES)).run
 
 
 def exact_norm(x, weight):
@@ -113,7 +113,7 @@ def test_other_strides_and_the_order_of_lanes_change_no_bit(execute):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="a GPU does not watch its lanes")
 def test_nothing_races_and_a_missing_barrier_is_seen(host_folder):
-    text = header("metal", WEIGHTED_NORM)
+    text = header("metal", FILES)
     check("sum", (3, 1024), mx.float32, HostMachine(host_folder, text, watch=True).run)
     assert text.count("  barrier();\n  a = b") == 1
     machine = HostMachine(host_folder, text.replace("  barrier();\n  a = b", "  a = b"), watch=True)

@@ -20,7 +20,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops import recomputation
-from deltatune.ops.kernels.launch import WEIGHTED_NORM, header
+from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import conv, gating, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
@@ -50,7 +50,7 @@ NORMS = {"alone", "branch", "sum"}
 
 @pytest.fixture
 def machine(host_folder):
-    return HostMachine(host_folder, header("metal", (*BODIES, *WEIGHTED_NORM)))
+    return HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES)))
 
 
 def as_on_cuda(monkeypatch, machine) -> set[str]:

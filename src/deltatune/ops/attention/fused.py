@@ -5,12 +5,12 @@ The kernels are in ops/kernels/attention/attention.h, which explains their outpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import e, log2
 
 import mlx.core as mx
 
-from ..kernels.launch import ABSENT, Arrays, Launch, Outputs, Values, numbers
+from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Values, numbers
 
 # A block computes TILE queries by TILE keys with GROUPS groups of 32 lanes, and loads PIECE columns of an operand at a
 # time.
@@ -18,6 +18,35 @@ TILE, GROUPS, PIECE = 32, 4, 64
 # The widest heads for which the results fit in a block's registers.
 WIDEST = 256
 LOG2E = log2(e)
+# The files of the bodies, and the compile-time values that every kernel but DELTA takes first.
+FILES = ("attention/attention.h",)
+_VALUES = ("In", "D", "DV", "PIECE", "CAUSAL", "WINDOW", "SEGMENTED")
+
+FORWARD = Kernel(
+    name="attention_forward",
+    files=FILES,
+    values=(*_VALUES, "WITH_SINKS"),
+    sizes=("q_shape[1]", "k_shape[1]", "q_shape[2]", "k_shape[2]"),
+    arrays=("q", "k", "v", "numbers", "sinks", "starts", "ends", "y", "sums"),
+    memory="AttentionMemory",
+    memory_values=("In", "PIECE"),
+)
+QUERIES = replace(
+    FORWARD,
+    name="attention_queries",
+    values=_VALUES,
+    arrays=("q", "k", "v", "dy", "sums", "delta", "numbers", "starts", "ends", "dq"),
+)
+KEYS = replace(QUERIES, name="attention_keys", arrays=(*QUERIES.arrays[:-1], "dk", "dv"))
+DELTA = Kernel(
+    name="attention_delta",
+    files=FILES,
+    values=("In", "DV"),
+    sizes=("y_shape[0] * y_shape[1] * y_shape[2]",),
+    arrays=("y", "dy", "delta"),
+    memory="DeltaMemory",
+    memory_values=("In",),
+)
 
 
 @dataclass(frozen=True)
@@ -61,84 +90,57 @@ def forward(options: FusedOptions, x: Operands, machine: str) -> Launch:
     batch, heads, queries, _ = x.q.shape
     outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
     inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": factors(options.scale)} | x.named()
-    arguments = ("q", "k", "v", "numbers", _or(x.sinks, "sinks"), *span_arguments(x), *outputs)
-    more: Values = {"WITH_SINKS": options.with_sinks}
-    return _launch("attention_forward", options, x, machine, inputs, outputs, arguments, _tiles(queries), more)
+    return _launch(FORWARD, options, x, machine, inputs, outputs, (_tiles(queries), heads, batch))
 
 
 def delta(x: Operands, y: mx.array, dy: mx.array) -> Launch:
     """Return the launch that writes delta, the inner product of each row of y with that of dy [B, Hq, Tq]."""
     rows = y.size // y.shape[3]
     return Launch(
-        name="attention_delta",
-        memory="DeltaMemory",
+        kernel=DELTA,
         inputs={"y": y, "dy": dy},
         outputs={"delta": (y.shape[:3], mx.float32)},
         values={"In": y.dtype, "DV": y.shape[3]},
-        order=("In", "DV"),
-        memory_order=("In",),
         blocks=(-(-rows // GROUPS), 1, 1),
         bytes=16,
         groups=GROUPS,
-        sizes=("y_shape[0] * y_shape[1] * y_shape[2]",),
     )
 
 
 def queries(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
     """Return the launch that writes dq; `sums` is the second output of `forward`."""
-    outputs: Outputs = {"dq": (x.q.shape, x.q.dtype)}
-    return _gradients("attention_queries", options, x, (dy, sums, delta), machine, outputs, _tiles(x.q.shape[2]))
+    blocks = _tiles(x.q.shape[2]), x.q.shape[1], x.q.shape[0]
+    inputs = _gradient_inputs(options, x, dy, sums, delta)
+    return _launch(QUERIES, options, x, machine, inputs, {"dq": (x.q.shape, x.q.dtype)}, blocks)
 
 
 def keys(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
     """Return the launch that writes dk and dv; `sums` is the second output of `forward`."""
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
-    return _gradients("attention_keys", options, x, (dy, sums, delta), machine, outputs, _tiles(x.k.shape[2]))
+    blocks = _tiles(x.k.shape[2]), x.k.shape[1], x.k.shape[0]
+    return _launch(KEYS, options, x, machine, _gradient_inputs(options, x, dy, sums, delta), outputs, blocks)
 
 
-def _gradients(
-    name: str,
-    options: FusedOptions,
-    x: Operands,
-    given: tuple[mx.array, mx.array, mx.array],
-    machine: str,
-    outputs: Outputs,
-    tiles: int,
-) -> Launch:
-    read = dict(zip(("dy", "sums", "delta"), given, strict=True))
-    spans = {name: value for name, value in x.named().items() if name != "sinks"}
-    inputs = spans | read | {"numbers": factors(options.scale)}
-    arguments = ("q", "k", "v", *read, "numbers", *span_arguments(x), *outputs)
-    return _launch(name, options, x, machine, inputs, outputs, arguments, tiles, {})
+def _gradient_inputs(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array) -> Arrays:
+    arrays = {name: array for name, array in x.named().items() if name != "sinks"}
+    return arrays | {"dy": dy, "sums": sums, "delta": delta, "numbers": factors(options.scale)}
 
 
 def _launch(
-    name: str,
-    options: FusedOptions,
-    x: Operands,
-    machine: str,
-    inputs: Arrays,
-    outputs: Outputs,
-    arguments: tuple[str, ...],
-    tiles: int,
-    more: Values,
+    kernel: Kernel, options: FusedOptions, x: Operands, machine: str, inputs: Arrays, outputs: Outputs, blocks: Blocks
 ) -> Launch:
     size, value_size = x.sizes
     values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": options.causal}
-    values |= {"WINDOW": options.window_of(x.k.shape[2]), "SEGMENTED": options.segmented} | more
+    values |= {"WINDOW": options.window_of(x.k.shape[2]), "SEGMENTED": options.segmented}
+    values |= {"WITH_SINKS": options.with_sinks}
     return Launch(
-        name=name,
-        memory="AttentionMemory",
+        kernel=kernel,
         inputs=inputs,
         outputs=outputs,
-        values=values,
-        order=tuple(values),
-        memory_order=("In", "PIECE"),
-        blocks=(tiles, x.k.shape[1] if name == "attention_keys" else x.q.shape[1], x.q.shape[0]),
+        values={name: values[name] for name in kernel.values},
+        blocks=blocks,
         bytes=shared_bytes(x.q.dtype, machine),
         groups=GROUPS,
-        arguments=arguments,
-        sizes=("q_shape[1]", "k_shape[1]", "q_shape[2]", "k_shape[2]"),
     )
 
 
@@ -155,12 +157,3 @@ def _tiles(length: int) -> int:
 def factors(scale: float) -> mx.array:
     """Return the factor of the scores, which are exponents of 2, and the factor of dq and dk."""
     return numbers(scale * LOG2E, scale)
-
-
-def _or(array: mx.array | None, name: str) -> str:
-    return ABSENT if array is None else name
-
-
-def span_arguments(x: Operands) -> tuple[str, str]:
-    """Return the text of a kernel's arguments for the starts and ends of segments."""
-    return _or(x.starts, "starts"), _or(x.ends, "ends")

@@ -5,12 +5,15 @@ The kernels are in ops/kernels/attention/hopper.h, which explains their outputs;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import mlx.core as mx
 
-from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
-from .fused import WIDEST, FusedOptions, Operands, factors, span_arguments
+from ..kernels.launch import HOPPER_WORDS, Arrays, Blocks, Execute, Kernel, Launch, Outputs, Values
+from . import fused
+from .fused import WIDEST, FusedOptions, Operands, factors
 
 # The queries of a block; the rows of a packed tile; the groups of 32 threads in a block, and in one of the kernel that
 # packs.
@@ -19,6 +22,24 @@ ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
 _NARROW = 128
 # The bytes that a block may have, and those that its barriers and the alignment of its memory take.
 _MOST, _BARRIERS = 227 * 1024, 192 + 1024
+
+
+_FILES = (*HOPPER_WORDS, *fused.FILES, "attention/hopper.h")
+_VALUES = ("In", "D", "DV", "HEIGHT", "CAUSAL", "WINDOW", "SEGMENTED")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperKernel(Kernel):
+    """A kernel that reads packed tiles.
+
+    Attributes:
+        bytes: The shared memory of a block, for the sizes of a key head and of a value head.
+    """
+
+    sizes: tuple[str, ...] = tuple(f"lengths[{i}]" for i in range(4))
+    memory_values: tuple[str, ...] = ("In", "D", "DV", "HEIGHT")
+    bounded: bool = True
+    bytes: Callable[[int, int], int]
 
 
 def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
@@ -40,8 +61,8 @@ def forward(options: FusedOptions, x: Operands, execute: Execute) -> tuple[mx.ar
         "sums": ((batch, heads, _padded(queries)), mx.float32),
     }
     inputs = packed(x, key_tile(*x.sizes), execute) | ({} if x.sinks is None else {"sinks": x.sinks})
-    arguments = ("q", "k", "v", "numbers", ABSENT if x.sinks is None else "sinks")
-    y, sums = execute(_launch("forward", options, x, inputs, outputs, arguments, {"WITH_SINKS": options.with_sinks}))
+    blocks = heads, batch, _padded(queries) // ROWS
+    y, sums = execute(_launch(FORWARD, options, x, key_tile(*x.sizes), inputs, outputs, blocks))
     return y, sums
 
 
@@ -51,10 +72,13 @@ def backward(
     """Compute dq, dk, dv, and the inner product of each row of y with that of dy, in the shape of `sums`."""
     inputs = packed(x, TILE, execute, dy, y)
     inputs["sums"] = sums
-    arguments = ("q", "k", "v", "dy", "sums", "delta", "numbers")
-    (dq,) = execute(_launch("queries", options, x, inputs, {"dq": (x.q.shape, x.q.dtype)}, arguments, {}))
+    (batch, heads, queries, _), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
+    blocks = heads, batch, _padded(queries) // ROWS
+    (dq,) = execute(_launch(QUERIES, options, x, TILE, inputs, {"dq": (x.q.shape, x.q.dtype)}, blocks))
+    height = key_tile(*x.sizes)
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
-    dk, dv = execute(_launch("keys", options, x, inputs, outputs, arguments, {}))
+    blocks = key_heads, batch, _padded(keys) // height
+    dk, dv = execute(_launch(KEYS, options, x, height, inputs, outputs, blocks))
     return dq, dk, dv, inputs["delta"]
 
 
@@ -77,59 +101,42 @@ def packed(x: Operands, height: int, execute: Execute, dy: mx.array | None = Non
         outputs["delta"] = (of_queries, mx.float32)
     matrices = (batch * heads * of_queries[2] * (1 if dy is None else 2), 2 * batch * key_heads * of_keys[2])
     values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "GRADIENTS": dy is not None}
-    # Without dy, the kernel has neither these two inputs nor the two outputs for them.
-    absent = (ABSENT, ABSENT) if dy is None else ()
     launch = Launch(
-        name="attention_hopper_pack",
-        memory="HopperPackMemory",
+        kernel=PACK,
         inputs=inputs,
         outputs=outputs,
         values=values,
-        order=tuple(values),
-        memory_order=("In",),
         blocks=(sum(matrices) // TILE, 1, 1),
         bytes=16,
         groups=PACK_GROUPS,
-        arguments=("q", "k", "v", *(absent or ("dy", "y")), *outputs, *absent),
-        sizes=("q_shape[0] * q_shape[1]", "k_shape[0] * k_shape[1]", "q_shape[2]", "k_shape[2]"),
     )
     return {name.removeprefix("packed_"): x for name, x in zip(outputs, execute(launch), strict=True)}
 
 
 def _launch(
-    name: str,
+    kernel: HopperKernel,
     options: FusedOptions,
     x: Operands,
+    height: int,
     inputs: Arrays,
     outputs: Outputs,
-    arguments: tuple[str, ...],
-    more: Values,
+    blocks: Blocks,
 ) -> Launch:
-    (batch, heads, queries, size), (key_heads, keys) = x.q.shape, x.k.shape[1:3]
-    height = TILE if name == "queries" else key_tile(*x.sizes)
+    (heads, queries, size), (key_heads, keys) = x.q.shape[1:], x.k.shape[1:3]
     values: Values = {"In": x.q.dtype, "D": size, "DV": x.sizes[1], "HEIGHT": height, "CAUSAL": options.causal}
-    values |= {"WINDOW": options.window_of(keys), "SEGMENTED": options.segmented} | more
-    own = {"starts": x.starts, "ends": x.ends}
-    inputs = inputs | {name: value for name, value in own.items() if value is not None}
-    inputs |= {
-        "numbers": factors(options.scale),
-        "lengths": _lengths(heads, key_heads, queries, keys),
-    }
-    on_keys = name == "keys"
-    tiles = _padded(keys) // height if on_keys else _padded(queries) // ROWS
+    values |= {"WINDOW": options.window_of(keys), "SEGMENTED": options.segmented}
+    values |= {"WITH_SINKS": options.with_sinks}
+    spans = {"starts": x.starts, "ends": x.ends}
+    inputs = inputs | {name: array for name, array in spans.items() if array is not None}
+    inputs |= {"numbers": factors(options.scale), "lengths": _lengths(heads, key_heads, queries, keys)}
     return Launch(
-        name=f"attention_hopper_{name}",
-        memory=f"Hopper{name.capitalize()}Memory",
+        kernel=kernel,
         inputs=inputs,
         outputs=outputs,
-        values=values,
-        order=tuple(values),
-        memory_order=("In", "D", "DV", "HEIGHT"),
-        blocks=(key_heads if on_keys else heads, batch, tiles),
-        bytes=shared_bytes(name, *x.sizes),
+        values={name: values[name] for name in kernel.values},
+        blocks=blocks,
+        bytes=kernel.bytes(*x.sizes),
         groups=GROUPS,
-        arguments=(*arguments, *span_arguments(x), *outputs),
-        sizes=tuple(f"lengths[{i}]" for i in range(4)),
     )
 
 
@@ -145,20 +152,40 @@ def key_tile(size: int, value_size: int) -> int:
 
 
 @lru_cache
-def shared_bytes(name: str, size: int, value_size: int) -> int:
-    """Return the bytes of shared memory that the structs of kernels/attention/hopper.h take."""
-    height = key_tile(size, value_size)
-    key, value = (2 * (-(-n // 64) * 64) for n in (size, value_size))
-    # The rows that a block keeps throughout; narrow ones are in registers.
-    own = 0 if name != "keys" and max(key, value) <= 2 * _NARROW else ROWS * key
-    if name == "forward":
-        return own + _stages(own, height * (key + value)) * height * (key + value) + _BARRIERS
-    if name == "keys":
-        own = height * (key + value) + 2 * TILE * TILE * 4
-        return own + _stages(own, TILE * (key + value)) * TILE * (key + value) + _BARRIERS
-    own += ROWS * value if own else 0
-    stages = _stages(own, TILE * (key + value))
-    return own + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _BARRIERS
+def forward_bytes(size: int, value_size: int) -> int:
+    """Return the bytes of shared memory that HopperForwardMemory of kernels/attention/hopper.h takes."""
+    key, value = _line_bytes(size, value_size)
+    stage = key_tile(size, value_size) * (key + value)
+    held = ROWS * key if _in_memory(key, value) else 0
+    return held + _stages(held, stage) * stage + _BARRIERS
+
+
+@lru_cache
+def queries_bytes(size: int, value_size: int) -> int:
+    """Return the bytes of shared memory that HopperQueriesMemory takes."""
+    key, value = _line_bytes(size, value_size)
+    held = ROWS * (key + value) if _in_memory(key, value) else 0
+    stages = _stages(held, TILE * (key + value))
+    return held + (stages * (key + value) if stages > 1 else 2 * key + value) * TILE + _BARRIERS
+
+
+@lru_cache
+def keys_bytes(size: int, value_size: int) -> int:
+    """Return the bytes of shared memory that HopperKeysMemory takes."""
+    key, value = _line_bytes(size, value_size)
+    stage = TILE * (key + value)
+    held = key_tile(size, value_size) * (key + value) + 2 * TILE * TILE * 4
+    return held + _stages(held, stage) * stage + _BARRIERS
+
+
+def _line_bytes(size: int, value_size: int) -> tuple[int, int]:
+    """Return the bytes of a packed row of keys, and of one of values."""
+    return 2 * (-(-size // 64) * 64), 2 * (-(-value_size // 64) * 64)
+
+
+def _in_memory(key: int, value: int) -> bool:
+    """Whether the rows that a block keeps throughout are in shared memory; narrow ones are in registers."""
+    return max(key, value) > 2 * _NARROW
 
 
 def _stages(taken: int, stage: int) -> int:
@@ -168,3 +195,38 @@ def _stages(taken: int, stage: int) -> int:
 
 def _padded(length: int) -> int:
     return -(-length // ROWS) * ROWS
+
+
+FORWARD = HopperKernel(
+    name="attention_hopper_forward",
+    files=_FILES,
+    values=(*_VALUES, "WITH_SINKS"),
+    arrays=("q", "k", "v", "numbers", "sinks", "starts", "ends", "y", "sums"),
+    memory="HopperForwardMemory",
+    bytes=forward_bytes,
+)
+QUERIES = HopperKernel(
+    name="attention_hopper_queries",
+    files=_FILES,
+    values=_VALUES,
+    arrays=("q", "k", "v", "dy", "sums", "delta", "numbers", "starts", "ends", "dq"),
+    memory="HopperQueriesMemory",
+    bytes=queries_bytes,
+)
+KEYS = replace(
+    QUERIES,
+    name="attention_hopper_keys",
+    arrays=(*QUERIES.arrays[:-1], "dk", "dv"),
+    memory="HopperKeysMemory",
+    bytes=keys_bytes,
+)
+PACK = Kernel(
+    name="attention_hopper_pack",
+    files=_FILES,
+    values=("In", "D", "DV", "HEIGHT", "GRADIENTS"),
+    sizes=("q_shape[0] * q_shape[1]", "k_shape[0] * k_shape[1]", "q_shape[2]", "k_shape[2]"),
+    arrays=("q", "k", "v", "dy", "y", "packed_q", "packed_k", "packed_v", "packed_dy", "delta"),
+    memory="HopperPackMemory",
+    memory_values=("In",),
+    bounded=True,
+)

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..kernels.launch import Launch, numbers
+from ..kernels.launch import Kernel, Launch, Values, numbers
 from . import grouped_hopper
 from .grouped_hopper import HopperTile
 
@@ -22,6 +22,25 @@ _GROUPS, _BARRIER_BYTES = 4, 16
 _WIDE, _FLAT, _NARROW = (128, 128, 64, 2), (64, 128, 32, 2), (64, 16, 128, 1)
 _GRADIENT_WIDE, _GRADIENT_LOW, _GRADIENT_NARROW = (128, 128, 64, 2), (16, 128, 64, 4), (128, 16, 64, 1)
 TileShape = tuple[int, int, int, int]
+FILES = ("products/experts.h",)
+_VALUES = ("In", "ROWS", "COLUMNS", "DEPTH", "GROUPS", "ACROSS")
+PRODUCT = Kernel(
+    name="expert_product",
+    files=FILES,
+    values=(*_VALUES, "TRANSPOSED", "ADDED"),
+    arrays=("rows", "weight", "ends", "scale", "onto", "out"),
+    memory="ExpertProductMemory",
+    memory_values=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
+)
+GRADIENT = Kernel(
+    name="expert_gradient",
+    files=FILES,
+    values=(*_VALUES, "ADDED"),
+    sizes=("left_rows_shape[1]", "right_rows_shape[1]"),
+    arrays=("left_rows", "right_rows", "ends", "scale", "total", "out"),
+    memory="ExpertGradientMemory",
+    memory_values=("In", "ROWS", "COLUMNS", "DEPTH"),
+)
 
 
 def supports(dtype: mx.Dtype, *sizes: int) -> bool:
@@ -108,18 +127,15 @@ def product_launch(
     if onto is not None:
         inputs["onto"] = onto
     return Launch(
-        name="expert_product",
-        memory="ExpertProductMemory",
+        kernel=PRODUCT,
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
         values=_values(rows.dtype, tile) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
-        order=(*_ORDER, "TRANSPOSED", "ADDED"),
-        memory_order=("In", "ROWS", "COLUMNS", "DEPTH", "TRANSPOSED"),
         # kernels/products/experts.h numbers the tiles of rows so that there may be this many.
         blocks=(-(-outputs // tile_columns), rows.shape[0] // tile_rows + ends.size, 1),
         bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, transpose),
         groups=_GROUPS,
-        arguments=("rows", "weight", "ends", "scale", "rows" if onto is None else "onto", "out"),
+        written={} if onto is not None else {"onto": "rows"},
         sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
     )
 
@@ -134,26 +150,19 @@ def gradient_launch(
     if total is not None:
         inputs["total"] = total
     return Launch(
-        name="expert_gradient",
-        memory="ExpertGradientMemory",
+        kernel=GRADIENT,
         inputs=inputs,
         outputs={"out": ((experts, height, width), mx.float32)},
         values=_values(left.dtype, tile) | {"ADDED": total is not None},
-        order=(*_ORDER, "ADDED"),
-        memory_order=("In", "ROWS", "COLUMNS", "DEPTH"),
         blocks=(-(-width // tile_columns), -(-height // tile_rows), experts),
         bytes=2 * depth * (_stride(tile_rows) + _stride(tile_columns)) * left.dtype.size + _BARRIER_BYTES,
         groups=_GROUPS,
-        arguments=("left_rows", "right_rows", "ends", "scale", "scale" if total is None else "total", "out"),
-        sizes=("left_rows_shape[1]", "right_rows_shape[1]"),
+        written={} if total is not None else {"total": "scale"},
     )
 
 
-_ORDER = ("In", "ROWS", "COLUMNS", "DEPTH", "GROUPS", "ACROSS")
-
-
-def _values(dtype: mx.Dtype, tile: TileShape) -> dict[str, int | bool | mx.Dtype]:
-    return dict(zip(_ORDER, (dtype, *tile[:3], _GROUPS, tile[3]), strict=True))
+def _values(dtype: mx.Dtype, tile: TileShape) -> Values:
+    return dict(zip(_VALUES, (dtype, *tile[:3], _GROUPS, tile[3]), strict=True))
 
 
 @lru_cache

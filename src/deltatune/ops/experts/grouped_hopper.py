@@ -7,13 +7,22 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..kernels.launch import Launch, Values
+from ..kernels.launch import HOPPER_WORDS, Kernel, Launch, Values
 
 # Sizes must be multiples of the first, and larger. Numbers of tiles have 16 bits.
 _UNIT, _MOST_TILES = 64, 2**16 - 1
 # The threads of a team; the most stages of a block's shared memory; bytes beside them, and those that align it.
 _TEAM, _STAGES, _BARRIERS, _ALIGNMENT = 128, 4, 3 * 64, 1024
 _DTYPES = (mx.bfloat16, mx.float16)
+PRODUCT = Kernel(
+    name="expert_hopper_product",
+    files=(*HOPPER_WORDS, "products/experts_hopper.h"),
+    values=("In", "TEAMS", "COLUMNS", "BLOCKS", "RANK", "TRANSPOSED", "ADDED"),
+    arrays=("rows", "weight", "ends", "scale", "onto", "low_rank", "factor", "out"),
+    memory="HopperExpertMemory",
+    memory_values=("In", "TEAMS", "COLUMNS"),
+    bounded=True,
+)
 
 
 class HopperTile(NamedTuple):
@@ -81,22 +90,17 @@ def product_launch(
         "TRANSPOSED": transpose,
         "ADDED": onto is not None,
     }
+    stand_ins = {"onto": "rows", "low_rank": "rows", "factor": "weight"}
     return Launch(
-        name="expert_hopper_product",
-        memory="HopperExpertMemory",
+        kernel=PRODUCT,
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
         values=values,
-        order=tuple(values),
-        memory_order=("In", "TEAMS", "COLUMNS"),
         blocks=(min(blocks, tiles), 1, 1),
         bytes=_bytes(tile),
         groups=_TEAM // 32 * (tile.teams + 1),
-        arguments=(
-            *("rows", "weight", "ends", "scale", "rows" if onto is None else "onto"),
-            *(("rows", "weight") if adapter is None else ("low_rank", "factor")),
-            "out",
-        ),
+        # A body reads none of those that a call lacks, but their types name those of its operands.
+        written={name: other for name, other in stand_ins.items() if name not in inputs},
         sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
     )
 

@@ -5,22 +5,34 @@ The kernels are in ops/kernels/gated_delta, where each file explains its outputs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
-from ..kernels.launch import ABSENT, Arrays, Launch, Outputs, Values
+from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Values
 from .tiling import Tiling, padded
 
 # The compile-time values that every kernel but prepare takes first, and those that prepare takes.
 BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
+PREPARE_ARRAYS = ("q", "k", "log_g", "beta", "mask", "segments")
+SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
 SCAN_MEMORY_VALUES = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "UNSTAGED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
-# The kernel's argument after `initial`: whether it is a state, and not the array of `no_initial_state`.
-_HAS_INITIAL_STATE = "initial_shape[3] == DK"
+# What a scan writes, what a reverse scan writes, and what the gradient kernel reads and writes.
+SCANNED = ("y", "states", "u", "last")
+REVERSED = ("d_states", "d_right", "dv", "d_initial")
+GRADIENT_ARRAYS = (
+    *("q", "k", "log_g", "mask", "segments"),
+    *("factors", "states", "d_states", "u", "d_right", "dy"),
+    *("dq", "dk", "d_log_g", "d_beta"),
+)
+# How `initial` is written: with whether it is a state, and not the array of `no_initial_state`.
+_INITIAL = {"initial": "initial, initial_shape[3] == DK"}
 
 
 @dataclass(frozen=True)
@@ -50,79 +62,121 @@ def no_initial_state() -> mx.array:
     return mx.array([[[[0.0]]]] * 8, dtype=mx.float32)
 
 
-@lru_cache(maxsize=256)
-def _values(tiling: Tiling, names: tuple[str, ...], groups: int, slice_rows: int, stages: int) -> Values:
-    values: Values = {
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeltaKernel(Kernel):
+    """A kernel of the gated delta rule, whose launches follow from how a call is divided.
+
+    Attributes:
+        bytes: The shared memory of a block, for a tiling.
+        blocks: The grid, for a tiling.
+        groups: Groups of 32 lanes per block, for a tiling.
+        own_values: For a tiling, the compile-time values that other kernels do not have or have otherwise.
+    """
+
+    sizes: tuple[str, ...] = ("q_shape[1]",)
+    bytes: Callable[[Any], int]
+    blocks: Callable[[Any], Blocks]
+    groups: Callable[[Any], int] = lambda tiling: 4
+    own_values: Callable[[Any], Values] = lambda tiling: {}
+
+    def launch(self, tiling: Tiling, inputs: Arrays, outputs: Outputs) -> Launch:
+        """Return the launch on the arrays that a call has, which writes outputs of these shapes and dtypes."""
+        groups = self.groups(tiling)
+        known = _shared_values(tiling) | {"GROUPS": groups} | self.own_values(tiling)
+        return Launch(
+            kernel=self,
+            inputs=inputs,
+            outputs=outputs,
+            values={name: known[name] for name in self.values},
+            blocks=self.blocks(tiling),
+            bytes=self.bytes(tiling),
+            groups=groups,
+            written=_INITIAL if "initial" in inputs else {},
+        )
+
+
+def _shared_values(tiling: Tiling) -> Values:
+    return {
         "In": tiling.dtype,
         "C": tiling.chunk,
         "DK": tiling.key_size,
         "DV": tiling.value_size,
-        "SLICE": slice_rows,
+        "SLICE": tiling.slice,
         "HK": tiling.key_heads,
         "HV": tiling.value_heads,
-        "GROUPS": groups,
-        "STAGES": stages,
+        "STAGES": tiling.stages,
         "SPLIT": tiling.split,
         "OVERLAY": tiling.overlay,
         "UNSTAGED": tiling.unstaged,
         "MASKED": tiling.masked,
         "SEGMENTED": tiling.segmented,
     }
-    return {name: value for name, value in values.items() if name in names}
 
 
-@cache
-def call_arguments(inputs: tuple[str, ...], present: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the text of a kernel's arguments: all its inputs, of which `present` are there, and its outputs."""
-    texts = {name: (name if name in present else ABSENT) for name in inputs}
-    if "initial" in texts:
-        texts["initial"] += f", {_HAS_INITIAL_STATE}"
-    return (*texts.values(), *outputs)
+def bodies(*names: str) -> tuple[str, ...]:
+    """Return the files of these names among the bodies of the gated delta rule."""
+    return tuple(f"gated_delta/{name}.h" for name in names)
 
 
-def make_launch(
-    name: str,
-    tiling: Tiling,
-    input_names: tuple[str, ...],
-    inputs: Arrays,
-    outputs: Outputs,
-    *,
-    memory: tuple[str, tuple[str, ...], int],
-    blocks: tuple[int, int, int],
-    groups: int,
-    values: tuple[str, ...],
-    slice_rows: int | None = None,
-    stages: int | None = None,
-) -> Launch:
-    """Return the launch of the kernel gated_delta_`name`.
+def blocks_of_chunks(tiling: Tiling) -> Blocks:
+    """Return a grid with a block for each chunk of each value head."""
+    return tiling.chunks, tiling.value_heads, tiling.batch
 
-    Args:
-        name: The kernel's name after `gated_delta_`.
-        tiling: How the call is divided.
-        input_names: The kernel's inputs, in its order, those that this call leaves out among them.
-        inputs: The arrays that this call has, by name.
-        outputs: Shapes and dtypes by name, in the kernel's order.
-        memory: The struct that lays out its shared memory, that struct's compile-time values, and the bytes.
-        blocks: The grid, in blocks.
-        groups: Groups of 32 lanes per block.
-        values: The kernel's compile-time values, in its order.
-        slice_rows: The value of SLICE; by default that of the scans.
-        stages: The value of STAGES; by default that of the tiling.
-    """
-    struct, memory_order, size = memory
-    return Launch(
-        name=f"gated_delta_{name}",
-        memory=struct,
-        inputs=inputs,
-        outputs=outputs,
-        values=_values(tiling, values, groups, slice_rows or tiling.slice, stages or tiling.stages),
-        order=values,
-        memory_order=memory_order,
-        blocks=blocks,
-        bytes=size,
-        groups=groups,
-        arguments=call_arguments(input_names, tuple(inputs), tuple(outputs)),
-    )
+
+def blocks_of_key_heads(tiling: Tiling) -> Blocks:
+    """Return a grid with a block for each chunk of each key head."""
+    return tiling.chunks, tiling.key_heads, tiling.batch
+
+
+def gradient_slice(tiling: Tiling) -> Values:
+    """Return the rows of a state that a gradient kernel reads at a time."""
+    return {"SLICE": tiling.gradient_slice}
+
+
+PREPARE = DeltaKernel(
+    name="gated_delta_prepare",
+    files=bodies("chunk", "prepare"),
+    values=PREPARE_VALUES,
+    arrays=(*PREPARE_ARRAYS, *PREPARED),
+    memory="PrepareMemory",
+    memory_values=("In", "C", "DK", "UNSTAGED"),
+    bytes=lambda tiling: tiling.prepare_bytes,
+    blocks=blocks_of_chunks,
+)
+SCAN = DeltaKernel(
+    name="gated_delta_scan",
+    files=bodies("chunk", "strips", "scan_memory", "scan"),
+    values=SCAN_VALUES,
+    arrays=("q", "k", "v", "mask", "initial", *PREPARED, *SCANNED),
+    memory="ScanMemory",
+    memory_values=SCAN_MEMORY_VALUES,
+    bytes=lambda tiling: tiling.scan_bytes,
+    blocks=lambda tiling: tiling.scan_blocks,
+    groups=lambda tiling: tiling.scan_groups,
+)
+REVERSE = DeltaKernel(
+    name="gated_delta_reverse",
+    files=bodies("chunk", "strips", "scan_memory", "reverse"),
+    values=SCAN_VALUES,
+    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
+    memory="ScanMemory",
+    memory_values=SCAN_MEMORY_VALUES,
+    bytes=lambda tiling: tiling.scan_bytes,
+    blocks=lambda tiling: tiling.scan_blocks,
+    groups=lambda tiling: tiling.scan_groups,
+)
+GRADIENTS = DeltaKernel(
+    name="gated_delta_gradients",
+    files=bodies("chunk", "gradients"),
+    values=(*BASE_VALUES, "OVERLAY", "UNSTAGED", "MASKED", "SEGMENTED"),
+    arrays=GRADIENT_ARRAYS,
+    memory="GradientMemory",
+    memory_values=("In", "C", "DK", "SLICE", "STAGES", "OVERLAY", "UNSTAGED"),
+    bytes=lambda tiling: tiling.gradient_bytes,
+    blocks=blocks_of_key_heads,
+    groups=lambda tiling: tiling.gradient_groups,
+    own_values=gradient_slice,
+)
 
 
 def scan_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
@@ -153,39 +207,14 @@ def prepare(tiling: Tiling, x: KernelInputs) -> Launch:
     For each chunk it writes the packed triangles solve and scores, and factors [3, C].
     """
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
-    names = ("q", "k", "log_g", "beta", "mask", "segments")
     triangle = ((*chunks, tiling.triangle_elements), mx.float32)
-    return make_launch(
-        "prepare",
-        tiling,
-        names,
-        x.named(*names),
-        {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, tiling.chunk), mx.float32)},
-        memory=("PrepareMemory", ("In", "C", "DK", "UNSTAGED"), tiling.prepare_bytes),
-        blocks=(tiling.chunks, tiling.value_heads, tiling.batch),
-        groups=4,
-        values=PREPARE_VALUES,
-    )
-
-
-def _scan(name: str, tiling: Tiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:
-    return make_launch(
-        name,
-        tiling,
-        input_names,
-        inputs,
-        outputs,
-        memory=("ScanMemory", SCAN_MEMORY_VALUES, tiling.scan_bytes),
-        blocks=tiling.scan_blocks,
-        groups=tiling.scan_groups,
-        values=(*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED"),
-    )
+    outputs: Outputs = {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, tiling.chunk), mx.float32)}
+    return PREPARE.launch(tiling, x.named(*PREPARE_ARRAYS), outputs)
 
 
 def scan(tiling: Tiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
-    names = ("q", "k", "v", "mask", "initial")
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, scan_outputs(tiling, x))
+    return SCAN.launch(tiling, x.named("q", "k", "v", "mask", "initial") | prepared, scan_outputs(tiling, x))
 
 
 def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
@@ -193,9 +222,13 @@ def reverse(tiling: Tiling, x: KernelInputs, prepared: Arrays, cotangents: Array
 
     It writes `reverse_outputs`.
     """
-    names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | cotangents | prepared
-    return _scan("reverse", tiling, names, inputs, reverse_outputs(tiling, x))
+    return REVERSE.launch(tiling, inputs, reverse_outputs(tiling, x))
+
+
+def gradient_inputs(x: KernelInputs, scanned: Arrays) -> Arrays:
+    """Return the inputs of every gradient kernel; `scanned` are those that the scans and `prepare` wrote, and dy."""
+    return x.named("q", "k", "log_g", "mask", "segments") | scanned
 
 
 def gradient_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
@@ -208,29 +241,9 @@ def gradient_outputs(tiling: Tiling, x: KernelInputs) -> Outputs:
     }
 
 
-def gradients_of(
-    name: str, tiling: Tiling, x: KernelInputs, scanned: Arrays, memory: str, values: tuple[str, ...]
-) -> Launch:
-    """Return the launch of either gradient kernel; `values` are compile-time values of one of them alone."""
-    names = ("q", "k", "log_g", "mask", "segments")
-    further = (*values, "UNSTAGED")
-    return make_launch(
-        name,
-        tiling,
-        (*names, *scanned),
-        x.named(*names) | scanned,
-        gradient_outputs(tiling, x),
-        memory=(memory, ("In", "C", "DK", "SLICE", "STAGES", *further), tiling.gradient_bytes),
-        blocks=(tiling.chunks, tiling.key_heads, tiling.batch),
-        groups=tiling.gradient_groups,
-        values=(*BASE_VALUES, *further, "MASKED", "SEGMENTED"),
-        slice_rows=tiling.gradient_slice,
-    )
-
-
 def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
     """Return the launch of the gradient kernel, which writes dq, dk, and d_log_g and d_beta in fp32.
 
     `scanned` holds factors, states, d_states, u, d_right and dy.
     """
-    return gradients_of("gradients", tiling, x, scanned, "GradientMemory", ("OVERLAY",))
+    return GRADIENTS.launch(tiling, gradient_inputs(x, scanned), gradient_outputs(tiling, x))

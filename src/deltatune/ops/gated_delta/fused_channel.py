@@ -10,11 +10,21 @@ import mlx.core as mx
 from ..kernels.launch import Arrays, Launch, Outputs
 from .fused import (
     BASE_VALUES,
+    GRADIENT_ARRAYS,
+    PREPARE_ARRAYS,
     PREPARE_VALUES,
+    REVERSED,
     SCAN_MEMORY_VALUES,
+    SCAN_VALUES,
+    SCANNED,
+    DeltaKernel,
     KernelInputs,
-    gradients_of,
-    make_launch,
+    blocks_of_chunks,
+    blocks_of_key_heads,
+    bodies,
+    gradient_inputs,
+    gradient_outputs,
+    gradient_slice,
     reverse_outputs,
     scan_outputs,
 )
@@ -24,6 +34,55 @@ from .tiling import ChannelTiling, padded
 _FURTHER = ("solve", "scores", "factors")
 _SCALED = ("queries", "keys", "ends")
 PREPARED = (*_FURTHER, *_SCALED)
+# channel.h calls what the files of kernels with one gate per head hold.
+FILES = bodies("chunk", "prepare", "strips", "scan_memory", "scan", "reverse", "gradients", "channel")
+
+PREPARE = DeltaKernel(
+    name="gated_delta_channel_prepare",
+    files=FILES,
+    values=PREPARE_VALUES,
+    arrays=(*PREPARE_ARRAYS, *PREPARED),
+    memory="ChannelPrepareMemory",
+    memory_values=("In", "C", "DK", "UNSTAGED"),
+    bytes=lambda tiling: tiling.prepare_bytes,
+    blocks=blocks_of_chunks,
+)
+SCAN = DeltaKernel(
+    name="gated_delta_channel_scan",
+    files=FILES,
+    values=SCAN_VALUES,
+    sizes=("v_shape[1]",),
+    arrays=("v", "mask", *_SCALED, "initial", *_FURTHER, *SCANNED),
+    memory="ScanMemory",
+    memory_values=(*SCAN_MEMORY_VALUES, "true", "false"),
+    bytes=lambda tiling: tiling.scan_bytes,
+    blocks=lambda tiling: tiling.scan_blocks,
+    groups=lambda tiling: tiling.scan_groups,
+)
+REVERSE = DeltaKernel(
+    name="gated_delta_channel_reverse",
+    files=FILES,
+    values=SCAN_VALUES,
+    sizes=("dy_shape[1]",),
+    arrays=("dy", "mask", *_SCALED, "d_last", *_FURTHER, *REVERSED),
+    memory="ScanMemory",
+    memory_values=(*SCAN_MEMORY_VALUES, "true", "true"),
+    bytes=lambda tiling: tiling.reverse_bytes,
+    blocks=lambda tiling: tiling.scan_blocks,
+    groups=lambda tiling: tiling.scan_groups,
+)
+GRADIENTS = DeltaKernel(
+    name="gated_delta_channel_gradients",
+    files=FILES,
+    values=(*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED"),
+    arrays=GRADIENT_ARRAYS,
+    memory="ChannelGradientMemory",
+    memory_values=("In", "C", "DK", "SLICE", "STAGES", "UNSTAGED"),
+    bytes=lambda tiling: tiling.gradient_bytes,
+    blocks=blocks_of_key_heads,
+    groups=lambda tiling: tiling.gradient_groups,
+    own_values=gradient_slice,
+)
 
 
 def prepare(tiling: ChannelTiling, x: KernelInputs) -> Launch:
@@ -32,52 +91,27 @@ def prepare(tiling: ChannelTiling, x: KernelInputs) -> Launch:
     For each chunk it writes solve, scores, factors, and the decayed queries, keys and ends [C, Dk].
     """
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
-    names = ("q", "k", "log_g", "beta", "mask", "segments")
     triangle = ((*chunks, tiling.triangle_elements), mx.float32)
     rows = (*chunks, tiling.chunk, tiling.key_stride)
-    return make_launch(
-        "channel_prepare",
-        tiling,
-        names,
-        x.named(*names),
-        {
-            "solve": triangle,
-            "scores": triangle,
-            "factors": ((*chunks, tiling.chunk + padded(tiling.key_size)), mx.float32),
-            "queries": (rows, tiling.saved_dtype),
-            "keys": (rows, mx.float32),
-            "ends": (rows, mx.float32),
-        },
-        memory=("ChannelPrepareMemory", ("In", "C", "DK", "UNSTAGED"), tiling.prepare_bytes),
-        blocks=(tiling.chunks, tiling.value_heads, tiling.batch),
-        groups=4,
-        values=PREPARE_VALUES,
-    )
+    outputs: Outputs = {
+        "solve": triangle,
+        "scores": triangle,
+        "factors": ((*chunks, tiling.chunk + padded(tiling.key_size)), mx.float32),
+        "queries": (rows, tiling.saved_dtype),
+        "keys": (rows, mx.float32),
+        "ends": (rows, mx.float32),
+    }
+    return PREPARE.launch(tiling, x.named(*PREPARE_ARRAYS), outputs)
 
 
-def _scan(tiling: ChannelTiling, arrays: Arrays, prepared: Arrays, outputs: Outputs, *, reverse: bool) -> Launch:
-    name, rows, state = ("reverse", "dy", "d_last") if reverse else ("scan", "v", "initial")
-    scaled, further = ({key: prepared[key] for key in names} for names in (_SCALED, _FURTHER))
-    return make_launch(
-        f"channel_{name}",
-        tiling,
-        (rows, "mask", *scaled, state, *further),
-        arrays | scaled | further,
-        outputs,
-        memory=(
-            "ScanMemory",
-            (*SCAN_MEMORY_VALUES, "true", "true" if reverse else "false"),
-            tiling.reverse_bytes if reverse else tiling.scan_bytes,
-        ),
-        blocks=tiling.scan_blocks,
-        groups=tiling.scan_groups,
-        values=(*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED"),
-    )
+def _prepared(prepared: Arrays) -> Arrays:
+    return {name: prepared[name] for name in (*_SCALED, *_FURTHER)}
 
 
 def scan(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `fused.scan_outputs`."""
-    return _scan(tiling, x.named("v", "mask", "initial"), prepared, scan_outputs(tiling, x), reverse=False)
+    inputs = x.named("v", "mask", "initial") | _prepared(prepared)
+    return SCAN.launch(tiling, inputs, scan_outputs(tiling, x))
 
 
 def reverse(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
@@ -85,9 +119,10 @@ def reverse(tiling: ChannelTiling, x: KernelInputs, prepared: Arrays, cotangents
 
     It writes `fused.reverse_outputs`.
     """
-    return _scan(tiling, x.named("mask") | cotangents, prepared, reverse_outputs(tiling, x), reverse=True)
+    inputs = x.named("mask") | cotangents | _prepared(prepared)
+    return REVERSE.launch(tiling, inputs, reverse_outputs(tiling, x))
 
 
 def gradients(tiling: ChannelTiling, x: KernelInputs, scanned: Arrays) -> Launch:
     """Return the launch of the gradient kernel. Arguments and outputs are those of `fused.gradients`."""
-    return gradients_of("channel_gradients", tiling, x, scanned, "ChannelGradientMemory", ())
+    return GRADIENTS.launch(tiling, gradient_inputs(x, scanned), gradient_outputs(tiling, x))

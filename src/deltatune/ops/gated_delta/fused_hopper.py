@@ -5,19 +5,24 @@ The kernels are in ops/kernels/gated_delta/hopper_*.h, which explain how they di
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import mlx.core as mx
 
 from ...machine import nvidia
-from ..kernels.launch import Arrays, Launch, Outputs, Values
+from ..kernels.launch import HOPPER_WORDS, Arrays, Blocks, Launch, Outputs, Values
 from .fused import (
+    GRADIENT_ARRAYS,
+    PREPARE_ARRAYS,
     PREPARED,
+    REVERSED,
+    SCANNED,
+    DeltaKernel,
     KernelInputs,
-    call_arguments,
+    bodies,
+    gradient_inputs,
     gradient_outputs,
-    make_launch,
     reverse_outputs,
     scan_outputs,
 )
@@ -42,7 +47,7 @@ __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "pre
 _SCAN_VALUES = ("In", "DK", "DV", "HK", "HV", "STAGES", "MASKED")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HopperTiling(Tiling):
     """The sizes of a call and how Hopper's kernels divide it: a block of a scan computes `slice` rows of a state."""
 
@@ -101,55 +106,97 @@ def _tiling(shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool, limits
 
 def _rows(rows: int, multiprocessors: int) -> int:
     """Return how many of all heads' `rows` a block of a scan should compute, for the least time."""
-    narrow, wide = (-(-rows // (own * multiprocessors)) for own in (_NARROW, _WIDE))
+    narrow, wide = (-(-rows // (slice_rows * multiprocessors)) for slice_rows in (_NARROW, _WIDE))
     return _NARROW if _NARROW_TIME * narrow < _WIDE_TIME * wide else _WIDE
+
+
+def _own_values(tiling: HopperTiling) -> Values:
+    # One block of the gradient kernel to a multiprocessor; each takes every so manyth chunk of a key head.
+    return {"STAGES": _STAGES, "HEADS": tiling.prepare_heads, "BLOCKS": nvidia.limits().multiprocessors}
+
+
+def _prepare_blocks(tiling: HopperTiling) -> Blocks:
+    blocks_of_head = -(-tiling.value_heads // (tiling.key_heads * tiling.prepare_heads))
+    return tiling.chunks, tiling.key_heads * blocks_of_head, tiling.batch
+
+
+def _gradient_blocks(tiling: Tiling) -> Blocks:
+    return min(nvidia.limits().multiprocessors, tiling.batch * tiling.chunks * tiling.key_heads), 1, 1
+
+
+def _files(*names: str) -> tuple[str, ...]:
+    return (*HOPPER_WORDS, *bodies("chunk", *names))
+
+
+PREPARE = DeltaKernel(
+    name="gated_delta_hopper_prepare",
+    files=_files("hopper_cores", "hopper_prepare"),
+    values=("In", "HK", "HV", "HEADS", "MASKED", "SEGMENTED"),
+    arrays=(*PREPARE_ARRAYS, *PREPARED),
+    memory="HopperPrepareMemory",
+    memory_values=("HEADS",),
+    bounded=True,
+    resident=_PREPARE_RESIDENT,
+    bytes=lambda tiling: tiling.prepare_bytes,
+    blocks=_prepare_blocks,
+    own_values=_own_values,
+)
+SCAN = DeltaKernel(
+    name="gated_delta_hopper_scan",
+    files=_files("hopper_cores", "hopper_scan_copies", "hopper_scans"),
+    values=_SCAN_VALUES,
+    arrays=("q", "k", "v", "mask", "initial", *PREPARED, *SCANNED),
+    memory="HopperScanMemory",
+    memory_values=("DK", "STAGES"),
+    bounded=True,
+    bytes=lambda tiling: tiling.scan_bytes,
+    blocks=lambda tiling: tiling.scan_blocks,
+    groups=lambda tiling: _NARROW_SCAN_GROUPS,
+    own_values=_own_values,
+)
+REVERSE = replace(
+    SCAN,
+    name="gated_delta_hopper_reverse",
+    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
+    groups=lambda tiling: _SCAN_GROUPS,
+)
+WIDE_SCAN = replace(
+    SCAN,
+    name="gated_delta_hopper_wide_scan",
+    files=_files("hopper_cores", "hopper_scan_copies", "hopper_wide_scans"),
+    memory="HopperWideScanMemory",
+    groups=lambda tiling: _SCAN_GROUPS,
+)
+WIDE_REVERSE = replace(WIDE_SCAN, name="gated_delta_hopper_wide_reverse", arrays=REVERSE.arrays)
+GRADIENTS = DeltaKernel(
+    name="gated_delta_hopper_gradients",
+    files=_files(
+        "gradients",
+        "hopper_cores",
+        "hopper_gradient_memory",
+        "hopper_gradient_gates",
+        "hopper_gradient_weights",
+        "hopper_gradients",
+    ),
+    values=("In", "DV", "HK", "HV", "BLOCKS", "MASKED", "SEGMENTED"),
+    sizes=("q_shape[1]", "q_shape[0]"),
+    arrays=GRADIENT_ARRAYS,
+    memory="HopperGradientMemory",
+    memory_values=("DV",),
+    bounded=True,
+    bytes=lambda tiling: tiling.gradient_bytes,
+    blocks=_gradient_blocks,
+    groups=lambda tiling: _GRADIENT_GROUPS,
+    own_values=_own_values,
+)
 
 
 def prepare(tiling: HopperTiling, x: KernelInputs) -> Launch:
     """Return the launch of the prepare kernel: for each chunk solve and scores in bf16, and factors [3, C]."""
-    names = ("q", "k", "log_g", "beta", "mask", "segments")
     chunks = (tiling.batch, tiling.value_heads, tiling.chunks)
     triangle = ((*chunks, _TRIANGLE // 2), mx.bfloat16)
-    inputs = x.named(*names)
-    outputs = {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, _CHUNK), mx.float32)}
-    blocks_of_head = -(-tiling.value_heads // (tiling.key_heads * tiling.prepare_heads))
-    values: Values = {
-        "In": tiling.dtype,
-        "HK": tiling.key_heads,
-        "HV": tiling.value_heads,
-        "HEADS": tiling.prepare_heads,
-        "MASKED": tiling.masked,
-        "SEGMENTED": tiling.segmented,
-    }
-    return Launch(
-        name="gated_delta_hopper_prepare",
-        memory="HopperPrepareMemory",
-        inputs=inputs,
-        outputs=outputs,
-        values=values,
-        order=tuple(values),
-        memory_order=("HEADS",),
-        blocks=(tiling.chunks, tiling.key_heads * blocks_of_head, tiling.batch),
-        bytes=tiling.prepare_bytes,
-        arguments=call_arguments(names, tuple(inputs), tuple(outputs)),
-        resident=_PREPARE_RESIDENT,
-    )
-
-
-def _scan(name: str, tiling: HopperTiling, input_names: tuple[str, ...], inputs: Arrays, outputs: Outputs) -> Launch:
-    wide = "" if tiling.narrow else "wide_"
-    return make_launch(
-        f"hopper_{wide}{name}",
-        tiling,
-        input_names,
-        inputs,
-        outputs,
-        memory=("HopperWideScanMemory" if wide else "HopperScanMemory", ("DK", "STAGES"), tiling.scan_bytes),
-        blocks=tiling.scan_blocks,
-        groups=_NARROW_SCAN_GROUPS if tiling.narrow and name == "scan" else _SCAN_GROUPS,
-        values=_SCAN_VALUES,
-        stages=_STAGES,
-    )
+    outputs: Outputs = {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, _CHUNK), mx.float32)}
+    return PREPARE.launch(tiling, x.named(*PREPARE_ARRAYS), outputs)
 
 
 def _in_cores(tiling: HopperTiling, name: str, outputs: Outputs) -> Outputs:
@@ -160,9 +207,9 @@ def _in_cores(tiling: HopperTiling, name: str, outputs: Outputs) -> Outputs:
 
 def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
     """Return the launch of the scan, with the outputs of `prepare`. It writes `scan_outputs`."""
-    names = ("q", "k", "v", "mask", "initial")
+    inputs = x.named("q", "k", "v", "mask", "initial") | prepared
     outputs = _in_cores(tiling, "states", scan_outputs(tiling, x))
-    return _scan("scan", tiling, (*names, *prepared), x.named(*names) | prepared, outputs)
+    return (SCAN if tiling.narrow else WIDE_SCAN).launch(tiling, inputs, outputs)
 
 
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
@@ -170,37 +217,11 @@ def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, cotangents:
 
     It writes `reverse_outputs`.
     """
-    names = ("q", "k", "dy", "mask", "d_last", *prepared)
     inputs = x.named("q", "k", "mask") | cotangents | prepared
-    return _scan("reverse", tiling, names, inputs, _in_cores(tiling, "d_states", reverse_outputs(tiling, x)))
+    outputs = _in_cores(tiling, "d_states", reverse_outputs(tiling, x))
+    return (REVERSE if tiling.narrow else WIDE_REVERSE).launch(tiling, inputs, outputs)
 
 
-def gradients(tiling: Tiling, x: KernelInputs, scanned: Arrays) -> Launch:
+def gradients(tiling: HopperTiling, x: KernelInputs, scanned: Arrays) -> Launch:
     """Return the launch of the gradient kernel. Arguments and outputs are those of `fused.gradients`."""
-    names = ("q", "k", "log_g", "mask", "segments")
-    inputs, outputs = x.named(*names) | scanned, gradient_outputs(tiling, x)
-    # One block to a multiprocessor; each takes every so manyth chunk of a key head.
-    blocks = nvidia.limits().multiprocessors
-    values: Values = {
-        "In": tiling.dtype,
-        "DV": tiling.value_size,
-        "HK": tiling.key_heads,
-        "HV": tiling.value_heads,
-        "BLOCKS": blocks,
-        "MASKED": tiling.masked,
-        "SEGMENTED": tiling.segmented,
-    }
-    return Launch(
-        name="gated_delta_hopper_gradients",
-        memory="HopperGradientMemory",
-        inputs=inputs,
-        outputs=outputs,
-        values=values,
-        order=tuple(values),
-        memory_order=("DV",),
-        blocks=(min(blocks, tiling.batch * tiling.chunks * tiling.key_heads), 1, 1),
-        bytes=tiling.gradient_bytes,
-        groups=_GRADIENT_GROUPS,
-        arguments=call_arguments((*names, *scanned), tuple(inputs), tuple(outputs)),
-        sizes=("q_shape[1]", "q_shape[0]"),
-    )
+    return GRADIENTS.launch(tiling, gradient_inputs(x, scanned), gradient_outputs(tiling, x))

@@ -7,8 +7,8 @@ A block is a threadgroup on Metal and a thread block on CUDA; a group is 32 lane
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -30,23 +30,9 @@ def padded(n: int) -> int:
     return (n + 15) // 16 * 16
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """The sizes of a call with one gate per head, and how a machine divides it.
-
-    Attributes:
-        machine: `metal` or `cuda`.
-        chunk: Positions per chunk, a multiple of 16.
-        slice: Rows of the state that a block of a scan computes, a multiple of 16.
-        split: Groups that share each strip of a scan's block.
-        loaders: Further groups of a scan's block, which only load the next chunk.
-        gradient_slice: Rows of the states that the gradient kernel reads at a time.
-        gradient_groups: Groups in a block of the gradient kernel.
-        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
-        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
-        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
-        masked, segmented: Whether the call has a mask, and segments.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a call, the dtype of q, k and v, and whether the call has a mask, and segments."""
 
     batch: int
     length: int
@@ -55,18 +41,55 @@ class Tiling:
     key_size: int
     value_size: int
     dtype: mx.Dtype
-    machine: str
-    chunk: int
-    slice: int
-    split: int
-    loaders: int
-    gradient_slice: int
-    gradient_groups: int
-    stages: int
-    overlay: bool
-    unstaged: bool
     masked: bool
     segmented: bool
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool) -> Sizes:
+        names = ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")
+        return cls(**dict(zip(names, shape, strict=True)), dtype=dtype, masked=masked, segmented=segmented)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a call is divided among blocks and groups.
+
+    Attributes:
+        chunk: Positions per chunk, a multiple of 16.
+        slice: Rows of the state that a block of a scan computes, a multiple of 16.
+        split: Groups that share each strip of a scan's block.
+        loaders: Further groups of a scan's block, which only load the next chunk.
+        gradient_slice: Rows of the states that the gradient kernel reads at a time.
+        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
+        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
+        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
+    """
+
+    chunk: int
+    slice: int
+    split: int = 1
+    loaders: int = 0
+    gradient_slice: int
+    stages: int
+    overlay: bool = False
+    unstaged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling(Sizes, Division):
+    """The sizes of a call with one gate per head, and how a machine divides it.
+
+    Attributes:
+        machine: `metal` or `cuda`.
+        gradient_groups: Groups in a block of the gradient kernel.
+    """
+
+    machine: str
+    gradient_groups: int
+
+    @classmethod
+    def made(cls, sizes: Sizes, division: Division, machine: str, gradient_groups: int) -> Self:
+        return cls(**vars(sizes), **vars(division), machine=machine, gradient_groups=gradient_groups)
 
     @cached_property
     def launches(self) -> dict[Any, Any]:
@@ -179,7 +202,7 @@ class Tiling:
         return self.largest_bytes <= limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChannelTiling(Tiling):
     """The sizes of a call with a gate per key channel, and how a machine divides it. A chunk has 16 or 32 positions."""
 
@@ -266,6 +289,13 @@ def _gradient_slices(value_size: int) -> list[int]:
     return [rows for rows in (64, 32, 16) if padded(value_size) % rows == 0]
 
 
+def _divisions_on_metal(key_size: int) -> list[Division]:
+    """Return the divisions to try on an Apple GPU, whose blocks have little memory, in order of preference."""
+    short = partial(Division, gradient_slice=16, stages=1, overlay=True)
+    divisions = [short(chunk=chunk, slice=16 * groups) for chunk in (32, 16) for groups in (2, 1)]
+    return divisions + [short(chunk=16, slice=32, unstaged=True)] * (key_size <= WIDEST_KEY)
+
+
 @lru_cache(maxsize=256)
 def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> Tiling | None:
     """Choose the tiling of a call with one gate per head.
@@ -281,22 +311,28 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
     """
     batch, _, _, value_heads, key_size, value_size = shape
-    slices = _gradient_slices(value_size)
-    # Each: chunk, (slice, split, loaders), gradient slice, stages, overlay, unstaged.
+    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
     if machine == "metal":
-        options = [(chunk, (16 * groups, 1, 0), 16, 1, True, False) for chunk in (32, 16) for groups in (2, 1)]
-        options += [(16, (32, 1, 0), 16, 1, True, True)] * (key_size <= WIDEST_KEY)
+        divisions = _divisions_on_metal(key_size)
     else:
         scans = [_scan_slice(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        options = [(c, scan, rows, 2, False, False) for c in chunks for scan in scans for rows in slices[:2]]
-        options += [(16, (32, 1, 0), rows, stages, stages == 1, False) for rows in slices for stages in (2, 1)]
-    for chunk, (rows, split, loaders), gradient_rows, stages, overlay, unstaged in options:
-        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % split:
+        divisions = [
+            Division(chunk=chunk, slice=rows, split=split, loaders=loaders, gradient_slice=gradient_rows, stages=2)
+            for chunk in chunks
+            for rows, split, loaders in scans
+            for gradient_rows in slices[:2]
+        ]
+        divisions += [
+            Division(chunk=16, slice=32, gradient_slice=rows, stages=stages, overlay=stages == 1)
+            for rows in slices
+            for stages in (2, 1)
+        ]
+    for division in divisions:
+        chunk = division.chunk
+        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
             continue
-        groups = chunk // 16 * (2 if chunk == 64 else 4)
-        division = (chunk, rows, split, loaders, gradient_rows, groups, stages, overlay, unstaged)
-        tiling = Tiling(*(*shape, dtype, machine, *division, masked, segmented))
+        tiling = Tiling.made(sizes, division, machine, chunk // 16 * (2 if chunk == 64 else 4))
         if tiling.fits:
             return tiling
     return None
@@ -308,21 +344,22 @@ def choose_channel_tiling(
 ) -> ChannelTiling | None:
     """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
     batch, _, _, value_heads, key_size, value_size = shape
-    slices = _gradient_slices(value_size)
-    # Each: chunk, slice, gradient slice, stages, unstaged.
+    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
     if machine == "metal":
-        options = [(chunk, 16 * groups, 16, 1, False) for chunk in (32, 16) for groups in (2, 1)]
-        options += [(16, 32, 16, 1, True)] * (key_size <= WIDEST_KEY)
+        divisions = _divisions_on_metal(key_size)
     else:
         first = _largest_full_slice(batch * value_heads, value_size)
-        options = [(c, s, rows, 2, False) for c in (32, 16) for s in (first, 64, 32, 16) for rows in slices]
-        options += [(16, 16, rows, 1, False) for rows in slices]
-    for chunk, rows, gradient_rows, stages, unstaged in options:
-        if dtype == mx.float32 and machine == "metal" and chunk > 16:
+        divisions = [
+            Division(chunk=chunk, slice=scan_rows, gradient_slice=rows, stages=2)
+            for chunk in (32, 16)
+            for scan_rows in (first, 64, 32, 16)
+            for rows in slices
+        ]
+        divisions += [Division(chunk=16, slice=16, gradient_slice=rows, stages=1, overlay=True) for rows in slices]
+    for division in divisions:
+        if dtype == mx.float32 and machine == "metal" and division.chunk > 16:
             continue
-        groups = 8 if chunk == 32 else 4
-        division = (chunk, rows, 1, 0, gradient_rows, groups, stages, stages == 1, unstaged)
-        tiling = ChannelTiling(*(*shape, dtype, machine, *division, masked, segmented))
+        tiling = ChannelTiling.made(sizes, division, machine, 8 if division.chunk == 32 else 4)
         if tiling.fits:
             return tiling
     return None

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Outputs, Values, kernel_of, launched
+from ..kernels.launch import Arrays, Outputs, Program, Values, kernel_of, launched
 
 BODIES = ("passes/pointwise.h", "passes/heads.h", "passes/packed.h")
 GROUPS = 4
@@ -55,8 +55,9 @@ class Pass:
 
     def run(self) -> list[mx.array]:
         """Launch the kernel on the CUDA device, and return its outputs."""
-        names, bound = (tuple(self.inputs), tuple(self.outputs)), (_LANES if self.resident else 0, self.resident)
-        kernel = kernel_of("cuda", self.name, *names, self.source, BODIES, 0, *bound)
+        names, threads = (tuple(self.inputs), tuple(self.outputs)), _LANES if self.resident else 0
+        program = Program(self.name, *names, self.source, BODIES, threads=threads, resident=self.resident)
+        kernel = kernel_of("cuda", program)
         return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
 
 

@@ -5,6 +5,7 @@ MLX's operations would cast a chunk's logits to fp32, and pass over the fp32 num
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from ..kernels.launch import Arrays, Execute, Launch, Outputs, Values
+from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import as_float64, random_arrays
@@ -20,6 +21,21 @@ from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.
 GROUPS = 16
+FILES = ("passes/vocabulary_loss.h",)
+LOSSES = Kernel(
+    name="vocabulary_losses",
+    files=FILES,
+    values=("GROUPS",),
+    sizes=("logits_shape[1]",),
+    arrays=("logits", "targets", "losses", "shifts", "sums"),
+    memory="VocabularyMemory",
+    memory_values=("GROUPS",),
+)
+GRADIENTS = replace(
+    LOSSES,
+    name="vocabulary_gradients",
+    arrays=("logits", "targets", "shifts", "sums", "cotangents", "d_logits"),
+)
 
 
 def vocabulary_losses(logits: mx.array, targets: mx.array, *, execute: Execute = Launch.run) -> mx.array:
@@ -57,19 +73,23 @@ def _function(execute: Execute) -> Any:
 
 def _forward(logits: mx.array, targets: mx.array) -> Launch:
     outputs: Outputs = dict.fromkeys(("losses", "shifts", "sums"), (targets.shape, mx.float32))
-    return _launch("vocabulary_losses", {"logits": logits, "targets": targets}, outputs)
+    return _launch(LOSSES, {"logits": logits, "targets": targets}, outputs)
 
 
 def _backward(logits: mx.array, targets: mx.array, shifts: mx.array, sums: mx.array, cotangents: mx.array) -> Launch:
     inputs = {"logits": logits, "targets": targets, "shifts": shifts, "sums": sums, "cotangents": cotangents}
-    return _launch("vocabulary_gradients", inputs, {"d_logits": (logits.shape, logits.dtype)})
+    return _launch(GRADIENTS, inputs, {"d_logits": (logits.shape, logits.dtype)})
 
 
-def _launch(name: str, inputs: Arrays, outputs: Outputs) -> Launch:
-    values: Values = {"GROUPS": GROUPS}
-    order, sizes, blocks = tuple(values), ("logits_shape[1]",), (inputs["logits"].shape[0], 1, 1)
+def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> Launch:
     return Launch(
-        name, "VocabularyMemory", inputs, outputs, values, order, order, blocks, 8 * GROUPS, GROUPS, sizes=sizes
+        kernel=kernel,
+        inputs=inputs,
+        outputs=outputs,
+        values={"GROUPS": GROUPS},
+        blocks=(inputs["logits"].shape[0], 1, 1),
+        bytes=8 * GROUPS,
+        groups=GROUPS,
     )
 
 

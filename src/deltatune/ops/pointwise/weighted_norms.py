@@ -6,6 +6,7 @@ residual stream's two gradients in a pass of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import not_differentiated_again, refuse_second_derivative
-from ..kernels.launch import ABSENT, Arrays, Execute, Launch, Outputs, Values
+from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs, Values
 from ..recomputation import is_small_case, note
 from ..trial import first_use
 from ..trial.case import Case
@@ -24,6 +25,16 @@ from .passes import BOUNDS, LEAST
 GROUPS, _OF_A_GROUP = 4, 512
 # The widest row: a lane holds 8 pieces of it, twice, in its registers.
 WIDEST = 8 * 8 * 32 * GROUPS
+FILES = ("passes/weighted_norm.h",)
+FORWARD = Kernel(
+    name="weighted_norm_forward",
+    files=FILES,
+    values=("GROUPS", "SHARING", "PIECES"),
+    arrays=("eps", "x", "other", "weight", "total", "y"),
+    memory="WeightedNormMemory",
+    memory_values=("GROUPS",),
+)
+BACKWARD = replace(FORWARD, name="weighted_norm_backward", arrays=("eps", "h", "weight", "dy", "d_sum", "dx"))
 
 
 def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> mx.array:
@@ -149,17 +160,15 @@ def _weight_gradient(h: mx.array, weight: mx.array, dy: mx.array, eps: float) ->
 def _forward(x: mx.array, weight: mx.array, others: list[mx.array], eps: float) -> Launch:
     inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
     outputs: Outputs = dict.fromkeys(("total", "y") if others else ("y",), (x.shape, x.dtype))
-    other, total = ("other", "total") if others else (ABSENT, ABSENT)
-    return _launch("weighted_norm_forward", "x", inputs, outputs, (f"{eps!r}f", "x", other, "weight", total, "y"))
+    return _launch(FORWARD, "x", inputs, outputs, eps)
 
 
 def _backward(h: mx.array, weight: mx.array, dy: mx.array, *d_sum: mx.array, eps: float) -> Launch:
     inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
-    arguments = (f"{eps!r}f", "h", "weight", "dy", "d_sum" if d_sum else ABSENT, "dx")
-    return _launch("weighted_norm_backward", "h", inputs, {"dx": (h.shape, h.dtype)}, arguments)
+    return _launch(BACKWARD, "h", inputs, {"dx": (h.shape, h.dtype)}, eps)
 
 
-def _launch(name: str, rows_of: str, inputs: Arrays, outputs: Outputs, arguments: tuple[str, ...]) -> Launch:
+def _launch(kernel: Kernel, rows_of: str, inputs: Arrays, outputs: Outputs, eps: float) -> Launch:
     shape = inputs[rows_of].shape
     width = shape[-1]
     rows = inputs[rows_of].size // width
@@ -167,17 +176,14 @@ def _launch(name: str, rows_of: str, inputs: Arrays, outputs: Outputs, arguments
     values: Values = {"GROUPS": GROUPS, "SHARING": sharing, "PIECES": -(-width // (8 * 32 * sharing))}
     axes = len(shape)
     return Launch(
-        name=name,
-        memory="WeightedNormMemory",
+        kernel=kernel,
         inputs=inputs,
         outputs=outputs,
         values=values,
-        order=tuple(values),
-        memory_order=("GROUPS",),
         blocks=(-(-rows * sharing // GROUPS), 1, 1),
         bytes=8 * GROUPS,
         groups=GROUPS,
-        arguments=arguments,
+        written={"eps": f"{eps!r}f"},
         sizes=(" * ".join(f"{rows_of}_shape[{i}]" for i in range(axes - 1)) or "1", f"{rows_of}_shape[{axes - 1}]"),
     )
 

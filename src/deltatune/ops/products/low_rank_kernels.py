@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..functional import as_list, not_differentiated_again
-from ..kernels.launch import LOW_RANK, Execute, Launch, numbers
+from ..kernels.launch import Execute, Kernel, Launch, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
 _LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
@@ -20,6 +20,41 @@ _LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
 STRIPE, _TOGETHER, _IDLE = 64, 2, 2**15
 # The groups of a block of `wide`, each of which takes 32 rows of 64 columns.
 _WIDE_GROUPS = 8
+# Blocks have so many threads that the compiler must know their number.
+ROWS = Kernel(
+    name="low_rank_rows",
+    files=("fragments.h", "products/low_rank.h"),
+    values=("In", "RANK", "LINES", "GROUPS", "TRANSPOSED"),
+    sizes=("x_shape[0]", "x_shape[1]"),
+    arrays=("x", "weight", "numbers", "out"),
+    memory="LowRankRowsMemory",
+    memory_values=("RANK", "LINES", "GROUPS"),
+    bounded=True,
+)
+COLUMNS = replace(
+    ROWS,
+    name="low_rank_columns",
+    values=("In", "RANK", "SIDE", "GROUPS", "ACROSS"),
+    sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
+    arrays=("narrow", "wide", "numbers", "out", "handed"),
+    memory="LowRankColumnsMemory",
+    memory_values=("RANK", "SIDE", "GROUPS", "ALONG"),
+)
+BOTH = replace(
+    COLUMNS,
+    name="low_rank_both",
+    values=("In", "RANK", "SIDE", "GROUPS"),
+    arrays=("narrow", "wide", "weight", "numbers", "out", "along", "handed"),
+)
+WIDE = replace(
+    ROWS,
+    name="low_rank_wide",
+    values=("In", "RANK", "GROUPS", "TURNED"),
+    sizes=("y_shape[0]", "y_shape[1]"),
+    arrays=("narrow", "weight", "y", "numbers", "out"),
+    memory="LowRankWideMemory",
+    memory_values=("GROUPS",),
+)
 
 T = TypeVar("T")
 Arrays = Sequence[mx.array]
@@ -51,13 +86,12 @@ class LowRankKernel:
     def __call__(self, arrays: Arrays, scale: float, execute: Execute) -> list[mx.array]:
         """Run the kernel; its gradients are those of `with_mlx`."""
 
-        def forward(*given: mx.array) -> list[mx.array]:
-            return execute(self.launch(given, scale))[: self.results]
+        def forward(*inputs: mx.array) -> list[mx.array]:
+            return execute(self.launch(inputs, scale))[: self.results]
 
         def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
             # MLX passes a single array by itself, and several as a list.
-            given = as_list(cotangents)
-            return mx.vjp(lambda *given: self.with_mlx(given, scale), list(primals), given)[1]
+            return mx.vjp(lambda *inputs: self.with_mlx(inputs, scale), list(primals), as_list(cotangents))[1]
 
         return list(not_differentiated_again(forward, backward)(*arrays))
 
@@ -103,8 +137,7 @@ class RowsKernel(LowRankKernel):
         given, outputs = _numbered("weight", weights), _numbered("out", [None] * self.count)
         shape = (x.shape[0], self.rank // self.count)
         return Launch(
-            name=f"{LOW_RANK}_rows",
-            memory="LowRankRowsMemory",
+            kernel=ROWS,
             inputs={"x": x, **given, "numbers": numbers(float(scale))},
             outputs=dict.fromkeys(outputs, (shape, self.dtype)),
             values={
@@ -114,13 +147,10 @@ class RowsKernel(LowRankKernel):
                 "GROUPS": groups,
                 "TRANSPOSED": self.transpose,
             },
-            order=("In", "RANK", "LINES", "GROUPS", "TRANSPOSED"),
-            memory_order=("RANK", "LINES", "GROUPS"),
             blocks=(-(-x.shape[0] // self.lines), 1, 1),
             bytes=groups * self.lines * (padded(self.rank) + 1) * 4,
             groups=groups,
-            arguments=("x", _together(tuple(given), shape[1]), "numbers", _together(tuple(outputs), shape[1])),
-            sizes=("x_shape[0]", "x_shape[1]"),
+            written={"weight": _together(tuple(given), shape[1]), "out": _together(tuple(outputs), shape[1])},
         )
 
     @property
@@ -169,8 +199,7 @@ class ColumnsKernel(LowRankKernel):
         given, results, each = _numbered("narrow", narrow), _numbered("out", narrow), self.rank // self.count
         outputs = dict.fromkeys(results, ((self.rank, columns) if self.across else (columns, each), self.dtype))
         return Launch(
-            name=f"{LOW_RANK}_columns",
-            memory="LowRankColumnsMemory",
+            kernel=COLUMNS,
             inputs={**given, "wide": wide, "numbers": numbers(float(scale))},
             outputs=outputs | {"handed": self.handed(parts, tiles)},
             values={
@@ -181,19 +210,10 @@ class ColumnsKernel(LowRankKernel):
                 "ACROSS": self.across,
                 "ALONG": False,
             },
-            order=("In", "RANK", "SIDE", "GROUPS", "ACROSS"),
-            memory_order=("RANK", "SIDE", "GROUPS", "ALONG"),
             blocks=(tiles, parts, 1),
             bytes=_column_bytes(self.rank, self.side, False),
             groups=column_groups(self.rank),
-            arguments=(
-                _together(tuple(given), each),
-                "wide",
-                "numbers",
-                _together(tuple(results), each),
-                "handed",
-            ),
-            sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
+            written={"narrow": _together(tuple(given), each), "out": _together(tuple(results), each)},
         )
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
@@ -229,14 +249,8 @@ class BothKernel(ColumnsKernel):
         tiles, parts = self.grid(rows, columns)
         along = tiles * -(-rows * self.rank // 4) * 4 if tiles > 1 else 0
         return Launch(
-            name=f"{LOW_RANK}_both",
-            memory="LowRankColumnsMemory",
-            inputs={
-                "narrow": narrow,
-                "wide": wide,
-                "weight": weight,
-                "numbers": numbers(float(scale)),
-            },
+            kernel=BOTH,
+            inputs={"narrow": narrow, "wide": wide, "weight": weight, "numbers": numbers(float(scale))},
             outputs={
                 "out": ((self.rank, columns), self.dtype),
                 "along": ((rows, self.rank), self.dtype),
@@ -249,12 +263,9 @@ class BothKernel(ColumnsKernel):
                 "GROUPS": column_groups(self.rank),
                 "ALONG": True,
             },
-            order=("In", "RANK", "SIDE", "GROUPS"),
-            memory_order=("RANK", "SIDE", "GROUPS", "ALONG"),
             blocks=(tiles, parts, 1),
             bytes=_column_bytes(self.rank, self.side, True),
             groups=column_groups(self.rank),
-            sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
         )
 
 
@@ -287,18 +298,14 @@ class WideKernel(LowRankKernel):
         narrow, weights = _numbered("narrow", rest[: self.count]), _numbered("weight", rest[self.count :])
         each = self.rank // self.count
         return Launch(
-            name=f"{LOW_RANK}_wide",
-            memory="LowRankWideMemory",
+            kernel=WIDE,
             inputs={**narrow, **weights, "y": y, "numbers": numbers(float(scale))},
             outputs={"out": (y.shape, self.dtype)},
             values={"In": self.dtype, "RANK": self.rank, "GROUPS": _WIDE_GROUPS, "TURNED": self.transpose},
-            order=("In", "RANK", "GROUPS", "TURNED"),
-            memory_order=("GROUPS",),
             blocks=(-(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1),
             bytes=16,
             groups=_WIDE_GROUPS,
-            arguments=(_together(tuple(narrow), each), _together(tuple(weights), each), "y", "numbers", "out"),
-            sizes=("y_shape[0]", "y_shape[1]"),
+            written={"narrow": _together(tuple(narrow), each), "weight": _together(tuple(weights), each)},
         )
 
 
