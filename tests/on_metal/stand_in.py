@@ -1,11 +1,12 @@
 """Runs commands of deltatune "on Metal", on Linux: the Metal text runs on the host machine, inside MLX's own graph.
 
-usage: stand_in.py [--smaller] FOLDER < COMMANDS
+usage: stand_in.py [--smaller] [--marks FILE] FOLDER < COMMANDS
 
 COMMANDS is a JSON list of lists of arguments; "on the CPU" before a command makes the CPU the default device, as on a
 Mac whose user chose that, and "short demo" is the demo with fewer iterations and questions. FOLDER keeps compiled
-kernels. --smaller is for sizes that CI can pay for (smaller.py). After each command a line of JSON tells its exit code,
-the limits of wired memory that it set, and by kernel how often it was put into a graph.
+kernels. --smaller is for sizes that CI can pay for (smaller.py), --marks for noting which statements run (marks.py).
+After each command a line of JSON tells its exit code, the limits of wired memory that it set, and by kernel how often
+it was put into a graph.
 """
 
 # ruff: noqa: E402
@@ -27,6 +28,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "compat")]
+import marks
+
+if "--marks" in sys.argv:
+    marks.install(Path(sys.argv[sys.argv.index("--marks") + 1]))
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split

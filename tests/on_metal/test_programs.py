@@ -11,10 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import coverage
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from deltatune.machine import backend
 
 HERE = Path(__file__).parent
 PACKAGE = Path(deltatune.__file__).parent
-statements = load(HERE / "mac_lines.py").statements
+statements, marks = load(HERE / "mac_lines.py").statements, load(HERE / "marks.py")
 GATED_DELTA = {f"gated_delta_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
 PER_CHANNEL = {f"gated_delta_channel_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "queries", "keys")}
@@ -36,13 +36,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def lines_run(tmp_path_factory) -> Path:
-    """A folder in which each process of the stand-in leaves which lines of deltatune it ran."""
-    return tmp_path_factory.mktemp("lines")
+def of_mac(tmp_path_factory) -> tuple[list, Path]:
+    """A Mac's own statements, and the file beside which each process of the stand-in leaves which of them it ran."""
+    found, lines = statements(PACKAGE), defaultdict(list)
+    for each in found:
+        lines[each.file].append(each.line)
+    file = tmp_path_factory.mktemp("lines") / "marks"
+    marks.write(file, lines)
+    return found, file
 
 
 @pytest.fixture(scope="module")
-def on_metal(request, host_folder: Path, lines_run: Path, tmp_path_factory) -> Callable[..., list[dict]]:
+def on_metal(request, host_folder: Path, of_mac: tuple[list, Path], tmp_path_factory) -> Callable[..., list[dict]]:
     """on_metal(*commands, **variables) -> what each command did: code, wired, kernels; and `said`, its output."""
     cache, here = tmp_path_factory.mktemp("verdicts"), tmp_path_factory.mktemp("current_folder")
     sizes = [] if request.config.getoption("--real-sizes") else ["--smaller"]
@@ -50,8 +55,7 @@ def on_metal(request, host_folder: Path, lines_run: Path, tmp_path_factory) -> C
     def run(*commands: list, **variables: str) -> list[dict]:
         given = json.dumps([[str(argument) for argument in command] for command in commands])
         environment = os.environ | {"DELTATUNE_CACHE": str(cache), "COLUMNS": "200"} | variables
-        process = [sys.executable, "-P", "-m", "coverage", "run", "--rcfile=/dev/null", f"--source={PACKAGE}"]
-        process += [f"--data-file={lines_run / 'lines'}", "--parallel-mode", HERE / "stand_in.py", *sizes, host_folder]
+        process = [sys.executable, "-P", HERE / "stand_in.py", *sizes, "--marks", of_mac[1], host_folder]
         # Real head sizes take hours.
         timeout = 900 if sizes else None
         ended = subprocess.run(
@@ -235,14 +239,9 @@ def test_the_demo_runs_to_its_end(selftest):
     assert "mlx_lm.load reads the adapter; 3 of 3 answers are the same." in found["said"]
 
 
-def test_what_only_a_mac_runs_is_run(text, others, selftest, lines_run):
+def test_what_only_a_mac_runs_is_run(text, others, selftest, of_mac):
     """not_run.txt names the rest; a new branch of a Mac that nothing runs here is missing there."""
-    run: dict[str, set[int]] = {}
-    for file in lines_run.iterdir():
-        data = coverage.CoverageData(str(file))
-        data.read()
-        for name in data.measured_files():
-            run.setdefault(name, set()).update(data.lines(name) or ())
-    left = sorted(str(each) for each in statements(PACKAGE) if each.line not in run.get(str(PACKAGE / each.file), ()))
+    run = marks.read(of_mac[1])
+    left = sorted(str(each) for each in of_mac[0] if each.line not in run[each.file])
     listed = [line for line in (HERE / "not_run.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert left == sorted(listed), "tests/on_metal/not_run.txt should be:\n" + "\n".join(left)
