@@ -57,19 +57,21 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
 
     from deltatune.data import Splits
     from deltatune.options.config import TrainConfig
-    from deltatune.train.loop import Trainer
+    from deltatune.train import loop
+    from deltatune.train.iterations import Iterations
     from deltatune.train.reports.screen import Screen
     from random_data import UnsavedTokenizer, random_examples
 
     iterations: list[tuple[int, float]] = []
 
-    class Timed(Trainer):
+    class Timed(Iterations):
         def _iterate(self) -> bool:
             started = time.perf_counter()
             asked = super()._iterate()
             iterations.append((self._batches[-1].inputs.size, time.perf_counter() - started))
             return asked
 
+    loop.Iterations = Timed  # type: ignore[misc]
     random, pool = np.random.default_rng(0), Pool()
     lengths = np.repeat(options.widths, shape.batch * _ROUNDS)
     data = Splits(train=random_examples(random, lengths, shape.vocabulary))
@@ -83,7 +85,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
             adapter_path=folder, learning_rate=trainers.RATE, val_batches=0, save_every=10**9, steps_per_report=10**9,
             grad_checkpoint=options.checkpoint, clear_cache_threshold=threshold,
         )  # fmt: skip
-        Timed(model, UnsavedTokenizer(), config, data, model_config={}, screen=Screen(shown=False)).run()
+        loop.Trainer(model, UnsavedTokenizer(), config, data, model_config={}, screen=Screen(shown=False)).run()
     after = iterations[len(options.widths) * _ROUNDS :]
     rate = sum(tokens for tokens, _ in after) / sum(seconds for _, seconds in after)
     longest = max(seconds for _, seconds in after)

@@ -57,7 +57,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.data.example import Example
     from deltatune.models.load import new_model
     from deltatune.options.config import LoraConfig, TrainConfig
-    from deltatune.train.loop import Trainer
+    from deltatune.train import iterations, loop
     from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
@@ -73,7 +73,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
     steps: list[dict[str, int]] = []
 
-    class Counted(Trainer):
+    class Counted(iterations.Iterations):
         def _iterate(self) -> bool:
             counter.reset()
             asked = super()._iterate()
@@ -88,7 +88,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             width[0] = batch.inputs.shape[1]
             return super()._advance(batch)
 
-    width = [0]
+    width, loop.Iterations = [0], Counted  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             lora_parameters=LoraConfig(rank=options["rank"], keys=["*.switch_mlp.*"], layers=options["layers"]),
@@ -98,8 +98,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         prepare(model, config)
         mx.eval(model.parameters())
         data = Splits(train=examples(options["examples"]), valid=examples(8))
-        trainer = Counted(model, UnsavedTokenizer(), config, data, model_config=described, screen=Screen(shown=False))
-        trainer.run()
+        screen = Screen(shown=False)
+        loop.Trainer(model, UnsavedTokenizer(), config, data, model_config=described, screen=screen).run()
     adapters = sum(array.nbytes for _, array in tree_flatten(model.trainable_parameters()))
     return {"steps": steps, "adapters": adapters}
 

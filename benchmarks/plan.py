@@ -133,18 +133,21 @@ def train_counted(trainer: Any, counter: Any, plan: Any, skipped: int = 1) -> di
     """Train, and return what the plan of a step says beside the peaks of all iterations but the first `skipped`."""
     import mlx.core as mx
 
+    from deltatune.train import loop
+    from deltatune.train.iterations import Iterations
+
     peaks = []
-    advance = trainer._advance
 
-    def counted(batch: Any) -> Any:
-        counter.reset()
-        found = advance(batch)
-        # Training starts an iteration while the one before is computed; here each is counted by itself.
-        mx.synchronize()
-        peaks.append(counter.now())
-        return found
+    class Counted(Iterations):
+        def _advance(self, batch: Any) -> Any:
+            counter.reset()
+            sums = super()._advance(batch)
+            # Training starts an iteration while the one before is computed; here each is counted by itself.
+            mx.synchronize()
+            peaks.append(counter.now())
+            return sums
 
-    trainer._advance = counted
+    loop.Iterations = Counted  # type: ignore[misc]
     trainer.run()
     return {
         "planned": plan.buffers.amount, "counted": max(peak.peak_buffers for peak in peaks[skipped:]),

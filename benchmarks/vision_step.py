@@ -165,15 +165,19 @@ def unseen(folder: Path, checkpoint: bool) -> None:
 
 
 def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
-    from deltatune import cli, train
+    from deltatune import cli
+    from deltatune.train import loop
+    from deltatune.train.iterations import Iterations
 
-    class Paced(train.Trainer):
+    class Paced(Iterations):
+        def __init__(self, *parts: Any):
+            super().__init__(*parts)
+            self._turns = Turns(trained(self._model))
+
         def _iterate(self) -> bool:
-            if not hasattr(self, "_turns"):
-                self._turns = Turns(trained(self.model))
             if forget:
-                self._step.tower._cache.clear()
-                self._step.tower._bytes = 0
+                self.step.tower._cache.clear()
+                self.step.tower._bytes = 0
             self._turns.wait()
             return super()._iterate()
 
@@ -183,7 +187,7 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
             self._turns.said = {"loss": loss_sum / weight_sum, "counted": weight_sum}
             return found
 
-    train.Trainer = Paced  # type: ignore[misc]
+    loop.Iterations = Paced  # type: ignore[misc]
     options = {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}, "optimizer_config": {"adamw": {}}}
     options["optimizer_config"]["adamw"] = {"weight_decay": 0.0, "bias_correction": False}
     (folder / "ours.yaml").write_text(json.dumps(options))

@@ -15,7 +15,7 @@ KILLED_AT_A_POINT = """
 import os, signal, sys
 import deltatune
 import mlx.core as mx
-from deltatune.train.loop import Trainer
+from deltatune.train.iterations import Iterations
 
 where, count = sys.argv[1], int(sys.argv[2])
 seen = 0
@@ -33,7 +33,7 @@ def killing(plain, after=False):
     return call
 
 if where == "iteration":
-    Trainer._advance = killing(Trainer._advance)
+    Iterations._advance = killing(Iterations._advance)
 elif where == "write":
     # Half of the state's bytes are on the disk when the kill comes.
     plain = mx.save_safetensors
@@ -61,10 +61,10 @@ sys.exit(main(["train", "-c", *sys.argv[3:]]))
 KILLED_AT_A_MOMENT = """
 import os, signal, sys, threading, time
 import deltatune
-from deltatune.train.loop import Trainer
+from deltatune.train.iterations import Iterations
 
 victim, (iterations, part), note = int(sys.argv[1]), divmod(float(sys.argv[2]), 1), sys.argv[3]
-plain, starts = Trainer._iterate, []
+plain, starts = Iterations._iterate, []
 
 def end(seconds):
     time.sleep(seconds)
@@ -78,7 +78,7 @@ def iterate(self):
         threading.Thread(target=end, args=(part * step,), daemon=True).start()
     return plain(self)
 
-Trainer._iterate = iterate
+Iterations._iterate = iterate
 from deltatune.cli import main
 sys.exit(main(["train", *sys.argv[4:]]))
 """

@@ -17,11 +17,13 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 
-from deltatune.data import Splits
+from deltatune.data import Batch, Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train import Trainer, loop, micro_batches
+from deltatune.train import Trainer, iterations, micro_batches
+from deltatune.train.iterations import Iterations
+from deltatune.train.reports.result import Advance, Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
@@ -96,6 +98,23 @@ def make_trainer(
 
 
 @pytest.fixture
+def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """run_with(trainer, act) runs the trainer, and calls act(iterations, batch) before each micro-batch."""
+
+    def run(trainer: Trainer, act: Callable[[Iterations, Batch], Any]) -> Result:
+        class Watched(Iterations):
+            def _advance(self, batch: Batch) -> Advance:
+                act(self, batch)
+                return super()._advance(batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deltatune.train.loop.Iterations", Watched)
+            return trainer.run()
+
+    return run
+
+
+@pytest.fixture
 def early_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
     during: list[int] = []
@@ -106,7 +125,7 @@ def early_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         plain(self, after_update)
 
     monkeypatch.setattr(micro_batches, "may_start_early", lambda *_: True)
-    monkeypatch.setattr(loop, "LONGEST", 1e9)
+    monkeypatch.setattr(iterations, "LONGEST", 1e9)
     monkeypatch.setattr(micro_batches.MicroBatches, "_start_next", start_next)
     return during
 

@@ -72,19 +72,16 @@ def test_adapters_to_start_from_may_move_but_not_change(make_trainer, tmp_path):
         make_trainer(iters=3, resume_adapter_file=str(names[1]), resume=True).run()
 
 
-def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path, read_metrics, monkeypatch):
+def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path, read_metrics, run_with):
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
     trainer = make_trainer(save_every=100)
-    plain = trainer._advance
 
-    def advance(batch):
-        if trainer.progress.iteration == 4:
+    def out_of_memory(iterations, _):
+        if iterations.progress.iteration == 4:
             raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
-        return plain(batch)
 
-    monkeypatch.setattr(trainer, "_advance", advance)
     with pytest.raises(RuntimeError, match="Resource limit"):
-        trainer.run()
+        run_with(trainer, out_of_memory)
     make_trainer(resume=True, grad_checkpoint=True).run()
     for ours, straight in zip(read_metrics(tmp_path / "out"), read_metrics(tmp_path / "straight"), strict=True):
         assert ours == pytest.approx(straight, rel=1e-5)

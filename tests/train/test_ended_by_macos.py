@@ -23,17 +23,14 @@ PIECES = r"--resume --grad-checkpoint continues it, with long rows in pieces"
         (DISPLAY, True, r"it kept the display waiting .* saved in .*state\. --resume continues it; AGX"),
     ],
 )
-def test_it_is_recognised_and_the_state_is_saved(make_trainer, monkeypatch, tmp_path, error, again, said):
+def test_it_is_recognised_and_the_state_is_saved(make_trainer, run_with, tmp_path, error, again, said):
     trainer = make_trainer(iters=3, val_batches=0, grad_accumulation_steps=1, grad_checkpoint=again)
-    plain = trainer._advance
 
-    def advance(batch):
-        if trainer.progress.iteration == 1:
+    def ended(iterations, _):
+        if iterations.progress.iteration == 1:
             raise RuntimeError(error)
-        return plain(batch)
 
-    monkeypatch.setattr(trainer, "_advance", advance)
     with pytest.raises(UserError, match=rf"{said}.*--max-seq-length 32 \(now 64\) makes steps shorter") as raised:
-        trainer.run()
+        run_with(trainer, ended)
     assert "The state after iteration 1 is saved" in str(raised.value)
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 1

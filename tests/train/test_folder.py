@@ -184,7 +184,7 @@ def test_a_second_run_in_one_folder_is_refused_with_the_process_of_the_first(tra
     assert not (tmp_path / "out" / "state" / "lock").exists()
 
 
-def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
+def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path, monkeypatch):
     inner = []
 
     def second(*_):
@@ -194,9 +194,9 @@ def test_a_trainer_in_python_takes_the_folder_too(make_trainer, tmp_path):
                 inner[0].run()
         return False
 
-    trainer = make_trainer(iters=1)
-    trainer._evaluation_is_due = second
-    trainer.run()
+    with monkeypatch.context() as patch:
+        patch.setattr("deltatune.train.iterations.Iterations._evaluation_is_due", second)
+        make_trainer(iters=1).run()
     assert inner
     make_trainer(iters=1).run()
     assert (tmp_path / "out-1" / "adapters.safetensors").is_file()

@@ -57,23 +57,17 @@ def test_the_adapter_is_mlx_lms(make_trainer, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("stop_at", [3, 5])
-def test_ctrl_c_saves_and_the_resumed_run_gives_the_same_bits(
-    make_trainer, tmp_path, read_metrics, monkeypatch, stop_at
-):
+def test_ctrl_c_saves_and_the_resumed_run_gives_the_same_bits(make_trainer, tmp_path, read_metrics, run_with, stop_at):
     """Iterations 3 and 5 are inside an accumulation of 2 and inside a report window of 3."""
     straight = make_trainer(adapter_path=str(tmp_path / "straight")).run()
-    trainer = make_trainer()
-    plain = trainer._advance
 
-    def advance(batch):
-        if trainer.progress.iteration == stop_at - 1:
+    def interrupt(iterations, _):
+        if iterations.progress.iteration == stop_at - 1:
             os.kill(os.getpid(), signal.SIGTERM if stop_at == 5 else signal.SIGINT)
-        return plain(batch)
 
-    monkeypatch.setattr(trainer, "_advance", advance)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(StoppedError, match=rf"stopped after iteration {stop_at} of 8; the state is saved .*--resume"):
-        trainer.run()
+        run_with(make_trainer(), interrupt)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     resumed = make_trainer(resume=True).run()
     assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
@@ -129,12 +123,9 @@ def test_a_run_with_nothing_left_says_so(make_trainer, screen_text, tmp_path):
     assert adapters(tmp_path / "out") == before
 
 
-def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, monkeypatch, tmp_path):
-    trainer = make_trainer(val_batches=0)
-    plain = trainer._advance
-    monkeypatch.setattr(trainer, "_advance", lambda b: (os.kill(os.getpid(), signal.SIGINT), plain(b))[1])
+def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, run_with, tmp_path):
     with pytest.raises(StoppedError):
-        trainer.run()
+        run_with(make_trainer(val_batches=0), lambda *_: os.kill(os.getpid(), signal.SIGINT))
     make_trainer(iters=1, val_batches=0).run()
     out = tmp_path / "out"
     assert f"The earlier run in {out}, stopped after iteration 1, is moved to {out}-1." in screen_text.text()
@@ -158,13 +149,11 @@ def test_checkpointing_changes_no_figure(make_trainer, tmp_path, read_metrics):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-def test_the_model_trains_whatever_mode_it_came_in_and_evaluation_gives_it_back(make_trainer, monkeypatch):
+def test_the_model_trains_whatever_mode_it_came_in_and_evaluation_gives_it_back(make_trainer, run_with):
     trainer = make_trainer(iters=2, steps_per_eval=1)
     trainer.model.eval()
     seen = []
-    plain = trainer._advance
-    monkeypatch.setattr(trainer, "_advance", lambda b: (seen.append(all_training(trainer.model)), plain(b))[1])
-    trainer.run()
+    run_with(trainer, lambda *_: seen.append(all_training(trainer.model)))
     assert seen == [True, True]
     assert all_training(trainer.model)
 
@@ -174,23 +163,19 @@ def all_training(model):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, tmp_path, splits, accumulate):
+def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, run_with, accumulate):
     """A weight becomes infinite before iteration 4. The run must stop as if that iteration had not begun."""
     trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule=None)
-    plain = trainer._advance
-    broken = trainer.model.layers[1].mlp.down_proj.linear
+    broken, before = trainer.model.layers[1].mlp.down_proj.linear, []
 
-    def advance(batch):
-        if trainer.progress.iteration == 3:
-            trainer.poisoned = batch
-            trainer.before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
+    def damage(iterations, _):
+        if iterations.progress.iteration == 3:
+            before.extend(np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters()))
             broken.weight = broken.weight * 1e38 * 1e38
             mx.eval(broken.weight)
-        return plain(batch)
 
-    trainer._advance = advance
     with pytest.raises(UserError) as error:
-        trainer.run()
+        run_with(trainer, damage)
     message = str(error.value)
     assert "iteration 4: the loss is nan" in message
     assert (
@@ -199,29 +184,25 @@ def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_train
     good = 3 if accumulate == 1 else 2
     assert f"What was trained is in {trainer.outputs.state.parent}." in message
     after = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
-    for left, right in zip(trainer.before, after, strict=True):
+    for left, right in zip(before, after, strict=True):
         np.testing.assert_array_equal(left, right)
     saved = trainer.outputs.state
     assert json.loads(mx.load(str(saved), return_metadata=True)[1]["deltatune"])["progress"]["iteration"] == good
 
 
-def test_an_error_of_mlx_saves_what_it_leaves_whole(make_trainer, tmp_path, read_metrics, monkeypatch):
+def test_an_error_of_mlx_saves_what_it_leaves_whole(make_trainer, tmp_path, read_metrics, monkeypatch, run_with):
     """Iteration 4 runs out of memory in the second half of an accumulation; iteration 3 is already reported."""
     make_trainer(adapter_path=str(tmp_path / "straight")).run()
-    trainer = make_trainer(save_every=100)
-    plain = trainer._advance
 
-    def advance(batch):
-        if trainer.progress.iteration == 3:
-            monkeypatch.setattr(trainer._step, "micro_batch", out_of_memory)
-        return plain(batch)
+    def advance(iterations, _):
+        if iterations.progress.iteration == 3:
+            monkeypatch.setattr(iterations.step, "micro_batch", out_of_memory)
 
     def out_of_memory(*_):
         raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
 
-    monkeypatch.setattr(trainer, "_advance", advance)
     with pytest.raises(RuntimeError, match="Resource limit") as error:
-        trainer.run()
+        run_with(make_trainer(save_every=100), advance)
     assert "The state after iteration 2 is saved in" in error.value.__notes__[0]
     make_trainer(resume=True).run()
     assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")

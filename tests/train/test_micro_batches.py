@@ -79,7 +79,7 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(make_trainer, 
 
     def start_next(self, after_update):
         if trainer.progress.iteration == 3:
-            monkeypatch.setattr(trainer._step, "micro_batch", out_of_memory)
+            monkeypatch.setattr(self._step, "micro_batch", out_of_memory)
         plain(self, after_update)
 
     with monkeypatch.context() as patch:
@@ -99,11 +99,11 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path,
         request.getfixturevalue("early_starts")
     trainer, plain = make_trainer(**ONLY), MicroBatches._launched
 
-    def out_of_memory(*given):
-        trainer._step._trace_micro_batch(*given)
-        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
-
     def launched(self, batch, accumulated, iteration):
+        def out_of_memory(*arguments):
+            self._step._trace_micro_batch(*arguments)
+            raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+
         if iteration == 4:
             state = [trainer.model.state, self._step.random]
             self._step._micro_batch = compiled(out_of_memory, state, state[1:])
@@ -186,6 +186,6 @@ def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
 
 
 def test_long_iterations_do_not_start_early(make_trainer, early_starts, monkeypatch):
-    monkeypatch.setattr("deltatune.train.loop.LONGEST", 0.0)
+    monkeypatch.setattr("deltatune.train.iterations.LONGEST", 0.0)
     make_trainer(**ONLY, iters=4).run()
     assert early_starts == []

@@ -1,0 +1,281 @@
+"""The iterations of a run, one after another, and what is due between them: evaluations, samples, reports and saves.
+
+Their order depends only on the saved state, so that a run that is killed anywhere continues to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.nn as nn
+import mlx.optimizers
+
+from ..data import Batch, BatchOrder
+from ..data.batches.peekable_order import PeekableOrder
+from ..errors import UserError
+from ..options.config import TrainConfig
+from .by_layer.layer_passes import LayerPasses
+from .by_layer.layer_step import step_of
+from .by_layer.layer_weights import LayerWeights
+from .distributed import World
+from .ending import nonfinite
+from .ending.early_end import Ending
+from .evaluate import Evaluation
+from .freed_memory import FreedMemory
+from .micro_batches import LONGEST, MicroBatches
+from .reports.reporting import Reporting
+from .reports.result import Advance
+from .reports.samples import Samples
+from .reports.screen import Screen
+from .saved import state
+from .saved.outputs import Outputs
+from .saved.saving import Saving
+from .setup import Training, build_step
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of before its model is patched.
+
+    Attributes:
+        model: The model, whose trainable parameters are trained in place.
+        config: The options of the run.
+        world: The ranks that train together.
+        screen: Where progress is printed.
+        outputs: The files of the run.
+        order: The training batches.
+        valid_order: The batches of an evaluation, where there are validation examples.
+        optimizer: The optimizer.
+        samples: The prompts that are answered on the way.
+        saving: The progress of the run, and its saves.
+        reporting: What tells of the run.
+        ending: What ends the run early.
+        weights: What the layers' weights are read from, where `config.memory` bounds the run.
+    """
+
+    model: nn.Module
+    config: TrainConfig
+    world: World
+    screen: Screen
+    outputs: Outputs
+    order: PeekableOrder
+    valid_order: BatchOrder | None
+    optimizer: mlx.optimizers.Optimizer
+    samples: Samples
+    saving: Saving
+    reporting: Reporting
+    ending: Ending
+    weights: LayerWeights | None
+
+
+class Iterations:
+    """Runs the iterations of a run.
+
+    Args:
+        parts: What the run is made of.
+        trained: The loss and the layers of the model as the patches made them (setup.training).
+        passes: The passes of a step by layers, where `config.memory` bounds the run.
+        freed_memory: What gives freed memory back between iterations.
+
+    Attributes:
+        step: The compiled step.
+    """
+
+    def __init__(self, parts: Parts, trained: Training, passes: LayerPasses | None, freed_memory: FreedMemory):
+        self.config, self.world, self.screen, self.outputs = parts.config, parts.world, parts.screen, parts.outputs
+        self._model, self._optimizer, self._weights = parts.model, parts.optimizer, parts.weights
+        self._order, self._valid_order = parts.order, parts.valid_order
+        self._samples, self._reporting = parts.samples, parts.reporting
+        self._saving, self._ending, self._freed_memory = parts.saving, parts.ending, freed_memory
+        self._loss = trained.loss
+        self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+        self.step = build_step(self._model, self._optimizer, self._loss, self.config, self.world, step_of(passes))
+        self._figures = trained.figures + self.step.reports
+        evaluate = None if passes is None else passes.evaluate
+        self._evaluation = Evaluation(self._model, self._loss, self.world, trained.figures, evaluate)
+        self._micro_batches = MicroBatches(
+            self._model, self._optimizer, self.step, self._saving, self._ending, self._order, self.config, self.world
+        )
+        # The batches since the last update, among which the cause of a loss that is not finite is looked for.
+        self._batches: list[Batch] = []
+
+    @property
+    def progress(self) -> state.Progress:
+        """The progress of the run, as it is saved."""
+        return self._saving.progress
+
+    def run(self) -> None:
+        """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
+        config, stop = self.config, self._ending.stop
+        # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
+        asked = False
+        while True:
+            self._ending.check()
+            progress = self.progress
+            asked = asked or (stop.asked and self.world.size == 1)
+            if not asked and self._evaluation_is_due():
+                asked = not self._evaluate()
+            done = progress.iteration >= config.iters or self.out_of_patience()
+            if not asked and self._samples.are_due(progress, last=done):
+                asked = not self._sample()
+            if asked and not done:
+                self._save()
+                self._ending.in_order()
+                raise self._ending.stopped()
+            if done:
+                self._save(finished=True)
+                return
+            if self._save_is_due():
+                self._save()
+            asked = self._iterate()
+            if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
+                self._reporting.training(progress, self._optimizer.learning_rate.item(), self._figures)
+
+    def _save_is_due(self) -> bool:
+        at = self.progress.iteration
+        return at > 0 and at % self.config.save_every == 0 and at != self._saving.saved
+
+    def _evaluation_is_due(self) -> bool:
+        config, at = self.config, self.progress.iteration
+        if self._valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
+            return False
+        return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
+
+    def _evaluate(self) -> bool:
+        """Evaluate and report; return False if interrupted, so that a resumed run starts with this evaluation."""
+        assert self._valid_order is not None
+        started, progress = time.perf_counter(), self.progress
+
+        def between(done: int, total: int) -> bool:
+            self._ending.check()
+            self.screen.evaluating(done, total)
+            return self._ending.stop.asked and self.world.size == 1
+
+        loss = self._evaluation(self._valid_order, self.config.val_batches, between)
+        if loss is None:
+            return False
+        if not math.isfinite(loss):
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self._model))
+        progress.evaluated = progress.iteration
+        record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
+        record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
+        progress.val_loss = loss
+        # Without a target to count, the loss is NaN, which is no best.
+        best = not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss)
+        self._reporting.validation(progress, record, best=best)
+        if best:
+            progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_iteration = progress.iteration
+            # Before the first iteration nothing is trained: the model as it came is not worth a copy.
+            if progress.iteration:
+                self._on_every_rank(lambda: self._saving.save_best(loss))
+        else:
+            progress.evaluations_without_gain += 1
+        if self.out_of_patience():
+            self.screen.say(
+                f"Stopping early after iteration {progress.iteration}: {progress.evaluations_without_gain} evaluations "
+                f"without a loss below {progress.best_loss:.4f}."
+            )
+        return True
+
+    def _sample(self) -> bool:
+        """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
+        answers = self._samples.on_main(self.world, self._ending)
+        if answers is None:
+            return False
+        self.progress.sampled = self.progress.iteration
+        if self.world.main:
+            self._reporting.samples(self.progress, answers)
+        return True
+
+    def out_of_patience(self) -> bool:
+        """Whether so many evaluations in a row were no better that the run ends (config.early_stopping)."""
+        patience = self.config.early_stopping
+        return patience is not None and self.progress.evaluations_without_gain >= patience
+
+    def _iterate(self) -> bool:
+        """Run a micro-batch, and the update if it is due; return whether any rank was asked to stop."""
+        progress, started = self.progress, time.perf_counter()
+        if progress.micro_batches == 0:
+            self._batches = []
+        self._saving.note_start()
+        batch = self._next_batch()
+        self._batches.append(batch)
+        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
+        progress.iteration += 1
+        if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
+            self._fail(loss_sum, norm)
+        if norm is not None:
+            progress.grad_norm = norm
+            self._saving.start_window()
+        progress.add(loss_sum, weight_sum, all_tokens, reported)
+        self._freed_memory.after_iteration()
+        seconds = time.perf_counter() - started
+        progress.seconds += seconds
+        loss = loss_sum / weight_sum if weight_sum else None
+        self._reporting.iteration(progress, seconds, int(all_tokens), loss)
+        return asked > 0
+
+    def _next_batch(self) -> Batch:
+        """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
+        try:
+            return next(self._order)
+        except UserError as error:
+            self._ending.in_order()
+            self._saving.save_last_update()
+            raise UserError(
+                f"{error} The state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}; "
+                "mend the data and give --resume."
+            ) from error
+
+    def _advance(self, batch: Batch) -> Advance:
+        """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
+        return self._micro_batches.advance(batch, self._goes_on())
+
+    def _goes_on(self) -> bool:
+        """Whether the next iteration follows the present one directly, and is short enough to be started early."""
+        config, at = self.config, self.progress.iteration + 1
+        if at >= config.iters or self._ending.stop.asked or self._reporting.last_seconds > LONGEST:
+            return False
+        due = [config.save_every]
+        if self._valid_order is not None and config.val_batches:
+            due.append(config.steps_per_eval)
+        if self._samples.prompts:
+            due.append(config.steps_per_sample or config.steps_per_eval)
+        return all(at % each for each in due)
+
+    def _save(self, finished: bool = False) -> None:
+        self._on_every_rank(lambda: self._saving.save(finished))
+
+    def _on_every_rank(self, action: Callable[[], None]) -> None:
+        """Do what raises a UserError on every rank if it raises one on any."""
+        try:
+            action()
+        except UserError:
+            self._ending.in_order()
+            raise
+
+    def _fail(self, loss: float, norm: float | None) -> None:
+        """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
+        at, batches = self.progress.iteration, self._batches
+        self.screen.stop()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        self._ending.in_order()
+        # An update that is not finite changes no parameter.
+        self._saving.updating = False
+        damage = nonfinite.damage(self._model, self._weights)
+        worth_saving = damage is None or nonfinite.trained_is_finite(self._model)
+        if worth_saving:
+            self._saving.save_last_update()
+        if damage is not None:
+            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
+        if self._weights is None:
+            cause = nonfinite.cause(self._model, self._loss, batches, self._watched)
+        else:
+            cause = "where is not looked for with --memory"
+        kept = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
+        raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", kept)
