@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,12 @@ AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """Pretend that MLX runs on an NVIDIA GPU of `architecture`: launches are recorded, cubins go to a new folder."""
-    pretended = SimpleNamespace(architecture=HOPPER, launches=[], compiled=[], reports=[], folder=tmp_path)
+    """Pretend that MLX runs on an NVIDIA GPU of `architecture`: launches are recorded, cubins go to a new folder.
+
+    `fast`: the compiler takes half the time and optimises little, but for kernels of Hopper's own instructions.
+    """
+    pretended = SimpleNamespace(architecture=HOPPER, launches=[], compiled=[], reports=[], folder=tmp_path, fast=False)
+    library = nvrtc._library
 
     def precompiled(**given: Any) -> list[mx.array]:
         pretended.launches.append(given)
@@ -29,6 +34,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNames
 
     def compiled(text: str, name: str, architecture: str) -> bytes:
         pretended.compiled.append(name)
+        fast = pretended.fast and "_hopper_" not in name and nvrtc.version() >= (13, 0)
+        monkeypatch.setattr(nvrtc, "_library", (lambda: _Fast(library())) if fast else library)
         code, report = nvrtc.compiled_with_report(text, name, architecture)
         pretended.reports.append((name, report))
         return code
@@ -44,6 +51,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNames
     forget_kernels()
     yield pretended
     forget_kernels()
+
+
+class _Fast:
+    """NVIDIA's compiler, told to take little time."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def nvrtcCompileProgram(self, program: ctypes.c_void_p, count: int, options: Any) -> int:  # noqa: N802
+        more = (ctypes.c_char_p * (count + 1))(*options, b"--Ofast-compile=max")
+        return self._library.nvrtcCompileProgram(program, count + 1, more)
 
 
 def forget_kernels() -> None:

@@ -167,7 +167,7 @@ CASES += [(name, BLACKWELL) for name in ON_BLACKWELL]
 @pytest.mark.parametrize(("name", "architecture"), CASES)
 def test_every_kernel_compiles(name, architecture, gpu):
     """The assembler says "serialized" where products of Hopper wait each for the one before, by a factor of three."""
-    gpu.architecture = architecture
+    gpu.architecture, gpu.fast = architecture, True
     (LAUNCHES | IN_OTHER_TYPES | ON_HOPPER)[name]()
     assert {launched["name"] for launched in gpu.launches} == set(gpu.compiled) != set()
     for launched in gpu.launches:
@@ -186,7 +186,7 @@ def test_every_kernel_compiles(name, architecture, gpu):
 
 @pytest.mark.parametrize("kernels", [passes, low_rank])
 def test_some_kernels_compile_for_older_gpus_too(kernels, gpu):
-    gpu.architecture = AMPERE
+    gpu.architecture, gpu.fast = AMPERE, True
     kernels(mx.bfloat16)
     assert gpu.launches
     assert gpu.compiled
@@ -204,7 +204,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_small_blocks_have_kernels_that_compile(per_channel, gpu):
-    gpu.architecture = "sm_120a"
+    gpu.architecture, gpu.fast = "sm_120a", True
     gated_delta(mx.bfloat16, per_channel)
     assert len({launched["name"] for launched in gpu.launches}) == len(set(gpu.compiled)) == 4
     assert all(0 < launched["shared_memory"] <= 99 * 1024 for launched in gpu.launches)
