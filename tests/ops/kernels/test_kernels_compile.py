@@ -138,10 +138,8 @@ def attention(machine: str) -> None:
 LAUNCHES = {
     "gated delta, bf16": lambda: gated_delta(mx.bfloat16, False),
     "gates a channel, bf16": lambda: gated_delta(mx.bfloat16, True),
-    "passes, bf16": lambda: passes(mx.bfloat16),
     "passes, fp32": lambda: passes(mx.float32),
     "experts, bf16": lambda: experts(mx.bfloat16),
-    "LoRA, bf16": lambda: low_rank(mx.bfloat16),
     "attention, bf16": lambda: attention("cuda"),
 }
 # One generation shows that the text is right in these types as well. In fp32, heads of 128 would compile for 20 s.
@@ -158,8 +156,9 @@ ON_HOPPER = {
 }
 # The fewest kernels that each of these compiles for Hopper by its own instructions.
 WITH_WIDE_PRODUCTS = {"gated delta, bf16": 4, **dict.fromkeys(ON_HOPPER, 4), "gated delta with many heads": 2}
-# Each generation has kernels of its own for the gated delta rule; of other text, either shows that it is right.
-ON_BLACKWELL = ("gated delta, bf16", "passes, fp32", "experts, bf16", "LoRA, bf16")
+# Each generation has kernels of its own for the gated delta rule; of other text, either shows that it is right. Passes
+# and LoRA's products in bf16 are compiled for Ampere.
+ON_BLACKWELL = ("gated delta, bf16", "passes, fp32", "experts, bf16")
 CASES = [(name, HOPPER) for name in LAUNCHES | IN_OTHER_TYPES | ON_HOPPER if name not in ON_BLACKWELL[1:]]
 CASES += [(name, BLACKWELL) for name in ON_BLACKWELL]
 
@@ -188,8 +187,7 @@ def test_every_kernel_compiles(name, architecture, gpu):
 def test_some_kernels_compile_for_older_gpus_too(kernels, gpu):
     gpu.architecture, gpu.fast = AMPERE, True
     kernels(mx.bfloat16)
-    assert gpu.launches
-    assert gpu.compiled
+    assert {launched["name"] for launched in gpu.launches} == set(gpu.compiled) != set()
 
 
 @pytest.fixture
