@@ -71,7 +71,7 @@ def _say_plainly(
 ) -> str:
     """A warning as one line for the user; the place in the code belongs to warnings of other packages."""
     if category.__module__.partition(".")[0] == "deltatune":
-        return f"deltatune: warning: {message}\n"
+        return for_stream(f"deltatune: warning: {message}", sys.stderr) + "\n"
     return _formatwarning(message, category, filename, lineno, line)
 
 

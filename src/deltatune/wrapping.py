@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from typing import TextIO
 
@@ -26,3 +27,9 @@ def wrapped(text: str, width: int) -> str:
 def for_stream(text: str, stream: TextIO) -> str:
     """Return `text` as `stream` is to get it: in lines that fit if it is a terminal, else as it is."""
     return wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` on `stream`, on standard output where none is given, as for_stream returns it."""
+    stream = sys.stdout if stream is None else stream
+    print(for_stream(text, stream), file=stream, flush=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deltatune import cli
+from deltatune import cli, upstream
 from deltatune.commands.flags import config_from
 
 LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
@@ -132,3 +132,12 @@ def test_settings_of_the_optimizer_are_refused_before_the_model_is_looked_for(ru
     code, _, err = run("train", "-c", tmp_path / "c.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(("deltatune: optimizer", "deltatune: lr_schedule"))
+
+
+def test_data_that_are_missing_are_named_before_a_model_is_downloaded(run, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(upstream, "download", lambda name: asked.append(name) or tmp_path)
+    code, _, err = run("train", "--model", "owner/model", "--data", tmp_path / "nowhere")
+    assert code == 2
+    assert "nowhere: no such folder" in err
+    assert not asked

@@ -83,7 +83,7 @@ def test_what_the_step_needs_is_said_before_larger_ones_are_planned(checkpoint, 
     assert known[0][1] == "Step: 4 x 32 = 128 tokens."
     assert "Peak memory" in known[0][2]
     assert "It fits." in known[0][2]
-    first = "  length: at least 7, by the growth of smaller plans 9"
+    first = "  length: 7 by a plan, 9 by how memory grows"
     assert [lines[3:] for lines in known] == [[], [first], [first, first.replace("length", "batch")]]
     assert found.batch == found.length == found.rank == Largest(7, False, 9)
 
@@ -92,8 +92,8 @@ def test_a_largest_value_is_said_as_it_is_known():
     said = {
         Largest(7, False): "7",
         Largest(7, True): "7 or more",
-        Largest(7, True, 28): "at least 7, by the growth of smaller plans 28 or more",
-        Largest(0, False, 3): "by the growth of smaller plans 3",
+        Largest(7, True, 28): "7 by a plan, 28 or more by how memory grows",
+        Largest(0, False, 3): "3 by how memory grows",
         Largest(0, True): "not known, since its plan would take long",
         Largest(0, False): "none",
     }

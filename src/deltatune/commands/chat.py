@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
+from ..wrapping import say
 from .answering import (
     add_sampling,
     check_served,
@@ -79,7 +80,7 @@ class Chat:
     def talk(self) -> None:
         """Read questions and print answers, until `q`, the end of the input, or Ctrl-C between answers."""
         adapter = f", {self._options.adapter_path}" if self._options.adapter_path else ""
-        print(f"{self._options.model}{adapter}. {self._help()}.", flush=True)
+        say(f"{self._options.model}{adapter}. {self._help()}.")
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while (question := self._read()) != "q":
                 self._obey(question)
@@ -103,7 +104,7 @@ class Chat:
     def _obey(self, question: str) -> None:
         """Do what one of the letters asks for, or answer."""
         if question == "h":
-            print(f"{self._help()}.", flush=True)
+            say(f"{self._help()}.")
         elif question == "r":
             for conversation in (self._answering, self._base):
                 if conversation is not None:
@@ -137,7 +138,7 @@ class Chat:
             return False
         except UserError as error:
             # What the template refuses costs the question, not the conversation.
-            print(f"deltatune: {error}", file=sys.stderr)
+            say(f"deltatune: {error}", sys.stderr)
             return False
         finally:
             pieces.close()

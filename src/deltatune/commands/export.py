@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..machine import startup
+from ..wrapping import say
 from .flags import add_ends, add_model
 
 TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")
@@ -70,9 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         card = write_card(path, arguments.to, base, Path(arguments.adapter_path), notes)
         lines.append(f"The model card is {card}: read it before you publish it.")
     for line in [*lines, *notes]:
-        print(line)
+        # A command is left whole, so that it can be copied.
+        print(line) if line.startswith("  ") else say(line)
     if arguments.push_to_hub:
-        print(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
+        say(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
     return 0
 
 
@@ -109,7 +111,8 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)
     asked = f" {written_options(options)}" if options else ""
-    return [f"The adapter is in {path}: mlx_lm.generate --model {arguments.model} --adapter-path {path}{asked}"], []
+    command = f"  mlx_lm.generate --model {arguments.model} --adapter-path {path}{asked}"
+    return [f"The adapter is in {path}. To ask it, add --prompt to", command], []
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..machine import startup
+from ..wrapping import say
 from .flags import add_model
 
 
@@ -28,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     kind = "DoRA" if found.dora else "LoRA"
     count = len(next(iter(found.new_rows.values()), ()))
     rows = f" and rows for {count} new tokens" if count else ""
-    print(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules{rows}.")
+    say(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules{rows}.")
     return 0

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..machine import startup
+from ..wrapping import say
 from .flags import add_ends, add_model
 
 
@@ -31,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)
     if ends:
         write_ends(done.path, ends)
-    print(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
+    say(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
     if done.pictures is not None:
-        print(done.pictures)
+        say(done.pictures)
     if done.rounding is not None:
-        print(done.rounding)
+        say(done.rounding)
     return 0

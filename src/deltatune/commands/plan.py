@@ -8,6 +8,7 @@ from typing import Any
 
 from ..machine import startup
 from ..options.config import TrainConfig
+from ..wrapping import say
 from .flags import add_options, config_from, require
 
 
@@ -57,8 +58,8 @@ def _bounded(config: TrainConfig) -> int:
     try:
         placed = placement.placed(run)
     except placement.TooLittleMemoryError as error:
-        print(error)
+        say(str(error))
         return 1
     for fact in placed.placement.said():
-        print(fact)
+        say(fact)
     return 0

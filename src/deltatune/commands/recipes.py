@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..wrapping import say
+
 
 def add(commands: Any) -> None:
     """Add the command and its flags to the command line."""
@@ -60,4 +62,4 @@ def _translate(arguments: argparse.Namespace) -> None:
     translation = translate(Path(arguments.file))
     print(translation.text, end="")
     for line in translation.unsaid:
-        sys.stderr.write(f"deltatune: not translated: {line}\n")
+        say(f"deltatune: not translated: {line}", sys.stderr)

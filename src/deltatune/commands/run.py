@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..wrapping import say
 
 if TYPE_CHECKING:
     from ..patches import PatchReport
@@ -205,7 +206,7 @@ def _report_patches(report: PatchReport, verbose: bool) -> None:
 
     reaches = any(applied.patch.name == "gated_delta_update" for applied in report.applied)
     if reaches or (verbose and report.applied):
-        print(f"deltatune: patched {report if verbose else summary(report)}", file=sys.stderr)
+        say(f"deltatune: patched {report if verbose else summary(report)}", sys.stderr)
 
 
 def _report_calls(kept: list[str], *, crashed: bool) -> None:
@@ -222,26 +223,26 @@ def _report_calls(kept: list[str], *, crashed: bool) -> None:
     if ours:
         line = f"{ours} traced calls of gated_delta_update{f' and {attended} of attention' if attended else ''}"
         decoding = f"{counts[recurrence.UPSTREAM]} decoding calls stayed upstream's."
-        print(f"deltatune: {line} got deltatune's gradients; {decoding}", file=sys.stderr)
+        say(f"deltatune: {line} got deltatune's gradients; {decoding}", sys.stderr)
     elif kept:
-        print(
+        say(
             f"deltatune: WARNING: {', '.join(kept)} kept upstream's code, so nothing that this program trained has "
             "deltatune's gradients.",
-            file=sys.stderr,
+            sys.stderr,
         )
     elif attended:
-        print(
+        say(
             f"deltatune: {attended} traced calls of attention got deltatune's gradients; the program has no "
             "gated-delta layer, runs it in another process, or replaces it itself.",
-            file=sys.stderr,
+            sys.stderr,
         )
     elif crashed:
-        print("deltatune: the program ended with an error before it reached a gated-delta layer.", file=sys.stderr)
+        say("deltatune: the program ended with an error before it reached a gated-delta layer.", sys.stderr)
     else:
-        print(
+        say(
             "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
             "own code: the program has no such layer, runs it in another process, or replaces it itself.",
-            file=sys.stderr,
+            sys.stderr,
         )
 
 

@@ -72,7 +72,7 @@ def without_kernels() -> Iterator[str]:
     do_not_fuse()
     _depth += 1
     try:
-        yield "compiled, without kernels of its own"
+        yield "compiled (operations are not fused)"
     finally:
         _depth -= 1
         if _depth == 0:

@@ -180,7 +180,7 @@ def locate(path_or_name: str | Path | None) -> Path:
             f"model {path}: this is a file; expected the folder that holds config.json and model*.safetensors."
         )
     name = str(path_or_name)
-    if isinstance(path_or_name, Path) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
+    if isinstance(path_or_name, Path) or not _may_be_hub_name(name):
         raise UserError(f"model {name}: no such directory, and not a hub name of the form owner/model.")
     try:
         return upstream.download(name)
@@ -188,6 +188,15 @@ def locate(path_or_name: str | Path | None) -> Path:
         raise UserError(
             f"model {name}: no such directory, and it cannot be downloaded from the hub: {first_line(error)}"
         ) from error
+
+
+def comes_from_hub(path_or_name: str | Path | None) -> bool:
+    """Return whether locate() would ask the hub, and so might download gigabytes."""
+    return isinstance(path_or_name, str) and _may_be_hub_name(path_or_name) and not Path(path_or_name).exists()
+
+
+def _may_be_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not name.startswith(".")
 
 
 def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:

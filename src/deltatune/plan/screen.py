@@ -231,12 +231,13 @@ def tried(choice: Choice) -> str:
 
 def words(found: Largest) -> str:
     """The largest batch, length or rank that fits."""
-    named = [f"at least {found.value:,}" if found.probable else f"{found.value:,}"] if found.value else []
+    more = " or more" if found.more else ""
     if found.probable:
-        named.append(f"by the growth of smaller plans {found.probable:,}")
-    if not named:
+        planned = f"{found.value:,} by a plan, " if found.value else ""
+        return f"{planned}{found.probable:,}{more} by how memory grows"
+    if not found.value:
         return "not known, since its plan would take long" if found.more else "none"
-    return f"{', '.join(named)}{' or more' if found.more else ''}"
+    return f"{found.value:,}{more}"
 
 
 def _where(moment: Moment, verbose: bool) -> str:

@@ -34,7 +34,7 @@ from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.layer_caches import carries
-from ..models.load import Loaded, locate
+from ..models.load import Loaded, comes_from_hub, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
@@ -111,9 +111,10 @@ def ready(
     """
     config = settled(config)
     check_options(config)
-    # The model is located before the data are read, so that a wrong path is reported at once.
+    # A wrong path is reported at once, and data that are missing before a model is downloaded.
+    image = first_image(config) if (fetched := comes_from_hub(config.model)) else None
     path = locate(config.model)
-    image = first_image(config)
+    image = image if fetched else first_image(config)
     if not config.force:
         refuse_unserved(path, uses(config), image=image, trust_remote_code=config.trust_remote_code)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
