@@ -33,7 +33,7 @@ def peaks(shape: str, rows: int, tokens: int, checkpoint: bool, device: str) -> 
     with pretended(device):
         layout = ArrayLayout.measured()
         for loss in ("sft", *OBJECTIVES):
-            model = lazy_model(SHAPES[shape], 0)
+            model = lazy_model(SHAPES[shape].config(), 0)
             config = TrainConfig(
                 loss=loss, num_layers=-1, lora_parameters=LoraConfig(rank=8), grad_checkpoint=checkpoint
             )

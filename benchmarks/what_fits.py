@@ -1,8 +1,9 @@
-"""Plans checkpointed training steps of real shapes for Macs and NVIDIA GPUs, on any machine, and says which rows fit.
+"""Plans checkpointed training steps of public models for Macs and NVIDIA GPUs, on any machine: which rows fit?
 
-usage: python benchmarks/what_fits.py [--shapes 0.8B 9B] [--bits 0 4] [--devices metal cuda] [--tokens 16384 32768]
+usage: python benchmarks/what_fits.py [--models Qwen3.5-9B] [--bits 0 4] [--devices metal cuda] [--tokens 8192 16384]
        python benchmarks/what_fits.py --auto --devices cuda --memories 24 --tokens 2048 8192 32768
 
+No weights are needed: the models are those of public_configs.py.
 Each plan is that of `deltatune plan`, of the graph that the device would build (pretended.py), for one row, LoRA r=8 on
 every linear and AdamW. Memory grows with the length in a straight line: the table has for each memory the length at
 which the line through the plans of the two lengths meets what MLX may use of it, and in brackets that line, in GB and
@@ -17,7 +18,7 @@ many layers are kept, and whether their cheap operators are computed again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -42,10 +43,10 @@ from deltatune.plan.search import fits
 from deltatune.train.setup import prepare
 from machine import heading
 from pretended import pretended
-from trainers import SHAPES, Shape
+from public_configs import CONFIGS
 
 GIB = 2**30
-MEMORIES = {"metal": (16, 36, 64, 128), "cuda": (24, 80, 141)}
+MEMORIES = {"metal": (8, 16, 24, 36, 64, 128), "cuda": (24, 80, 141)}
 # Rows above this length are not planned for.
 LONGEST = 1 << 18
 
@@ -57,47 +58,51 @@ def usable(device: str, memory: int) -> float:
     return memory * GIB * (2 / 3 if memory <= 36 else 3 / 4)
 
 
-def lazy_model(shape: Shape, bits: int) -> nn.Module:
-    """The shape's model, whose weights are never computed."""
-    described = shape.config()
+def lazy_model(described: dict[str, Any], bits: int) -> nn.Module:
+    """The model of a config.json in bf16 or in some bits, whose weights are never computed."""
     # new_model evaluates the weights, for which this machine may be too small.
     with patch.object(mx, "eval", lambda *_: None):
         model: Any = new_model({"text_config": described, **described})
-    kind = getattr(mx, shape.dtype)
-    model.update(
-        tree_map_with_path(lambda path, x: x.astype(kind) if model.cast_predicate(path) else x, model.parameters())
-    )
+    keeps = getattr(model, "cast_predicate", lambda _: True)
+    model.update(tree_map_with_path(lambda path, x: x.astype(mx.bfloat16) if keeps(path) else x, model.parameters()))
     if bits:
         nn.quantize(model, 64, bits)
     return model
 
 
-def prepared(shape: Shape, bits: int, checkpoint: bool | str) -> tuple[nn.Module, TrainConfig, ArrayLayout]:
-    """The shape's model with its adapters, the options of its run, and the layout of MLX's arrays."""
-    model = lazy_model(shape, bits)
+def prepared(name: str, bits: int, checkpoint: bool | str) -> tuple[nn.Module, TrainConfig, ArrayLayout]:
+    """A model with its adapters, the options of its run, and the layout of MLX's arrays."""
+    model = lazy_model(CONFIGS[name], bits)
     lora = LoraConfig(rank=8)
     config = TrainConfig(lora_parameters=lora, num_layers=-1, grad_checkpoint=checkpoint, optimizer="adamw")
     prepare(model, config)
     return model, config, ArrayLayout.measured()
 
 
-def cell(shape: Shape, bits: int, device: str, memory: int, lengths: list[int]) -> str:
-    """The longest row that fits the memory, and the line through the plans of one row of each length."""
-    limit = int(usable(device, memory))
+@cache
+def line(name: str, bits: int, device: str, limit: int, lengths: tuple[int, int]) -> tuple[float, float]:
+    """The bytes that a step always needs and those of each token, by the plans of one row of each length."""
     with pretended(device), patch.object(backend, "gpu_memory", lambda: limit):
-        model, config, layout = prepared(shape, bits, True)
+        model, config, layout = prepared(name, bits, True)
         first, second = (forecast_step(model, config, 1, length, layout).bytes.amount for length in lengths)
     rise = (second - first) / (lengths[1] - lengths[0])
-    start = second - rise * lengths[1]
+    return second - rise * lengths[1], rise
+
+
+def cell(name: str, bits: int, device: str, memory: int, lengths: tuple[int, int]) -> str:
+    """The longest row that fits the memory, and the line through the plans."""
+    limit = int(usable(device, memory))
+    # A Mac's step does not depend on its memory.
+    start, rise = line(name, bits, device, limit if device == "cuda" else int(usable(device, 64)), lengths)
     tokens = min(LONGEST, (limit - start) / rise) // 1024 * 1024
-    return f"{tokens:,.0f} ({start / 1e9:.1f} + {rise / 1e3:.0f})" if tokens > 0 else "-"
+    return f"{tokens:,.0f} ({start / 1e9:.1f} + {rise / 1e3:.0f})" if tokens > 0 else f"- ({start / 1e9:.1f})"
 
 
-def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int], lengths: list[int]) -> None:
+def print_choices(name: str, bits: int, device: str, memories: Sequence[int], lengths: list[int]) -> None:
     """Print what `--grad-checkpoint auto` chooses for one row of each length in each memory."""
-    label = f"{shape.name}, {bits or 16} bits"
+    label = f"{name}, {bits or 16} bits"
     with pretended(device):
-        model, config, layout = prepared(shape, bits, "auto")
+        model, config, layout = prepared(name, bits, "auto")
         order = order_of(model)
         for memory in memories:
             limits = DeviceLimits(METAL_BUFFERS if device == "metal" else None, int(usable(device, memory)), "", "")
@@ -119,28 +124,27 @@ def print_choices(shape: Shape, bits: int, device: str, memories: Sequence[int],
 
 def main() -> None:
     parser = processes.parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["0.8B", "9B"], choices=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--bits", nargs="+", type=int, default=[0, 4], help="0: weights of 16 bits")
     parser.add_argument("--devices", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 32768], help="two lengths without --auto")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384], help="two lengths without --auto")
     parser.add_argument("--memories", nargs="+", type=int, help="in GB, instead of those that are sold")
     parser.add_argument("--auto", action="store_true", help="what --grad-checkpoint auto chooses")
-    parser.add_argument("--layers", type=int, help="instead of all of the shape's")
     arguments = parser.parse_args()
     print(f"{heading()}; plans of {arguments.tokens} tokens\n")
     if arguments.auto:
-        print("| device | shape | memory | tokens | layers kept | cheap operators | GB | plans |\n" + "|---" * 8 + "|")
+        print("| device | model | memory | tokens | layers kept | cheap operators | GB | plans |\n" + "|---" * 8 + "|")
     for device in arguments.devices:
         memories = arguments.memories or MEMORIES[device]
         if arguments.auto:
-            for name, bits in product(arguments.shapes, arguments.bits):
-                print_choices(SHAPES[name], bits, device, memories, arguments.tokens)
+            for name, bits in product(arguments.models, arguments.bits):
+                print_choices(name, bits, device, memories, arguments.tokens)
             continue
         heads = " | ".join(f"{memory} GB" for memory in memories)
         print(f"| {device} | {heads} |\n" + "|---" * (1 + len(memories)) + "|")
-        for name, bits in product(arguments.shapes, arguments.bits):
-            shape = replace(SHAPES[name], layers=arguments.layers or SHAPES[name].layers)
-            cells = [cell(shape, bits, device, memory, arguments.tokens) for memory in memories]
+        for name, bits in product(arguments.models, arguments.bits):
+            lengths = (arguments.tokens[0], arguments.tokens[-1])
+            cells = [cell(name, bits, device, memory, lengths) for memory in memories]
             print(f"| {name}, {bits or 16} bits | {' | '.join(cells)} |", flush=True)
 
 

@@ -80,6 +80,7 @@ OF_AXOLOTL = {
     "grad_clip": 1.0,
     "save_every": 200,
     "grad_checkpoint": True,
+    "overlong": "skip",
 }
 FACTORY = """
 ### model
@@ -245,6 +246,13 @@ def test_a_file_becomes_options_of_one_meaning(name, file):
         ("learning_rate: 1e-5\nlr_scheduler: constant", "learning_rate", 1e-5),
         ("datasets: [{path: a/b}]\nval_set_size: 200", "hf_dataset", {"valid_split": "train[-200:]"}),
         ("early_stopping_patience: 3", "early_stopping", 3),
+        ("", "max_seq_length", 512),
+        ("excess_length_strategy: truncate", "overlong", "truncate"),
+        ("rl: orpo\norpo_alpha: 0.2", "beta", 0.2),
+        ("learning_rate: 1e-4\nmax_steps: 1000", "lr_schedule", {"warmup": 30}),
+        ("learning_rate: 1e-4\nmax_steps: 5000", "lr_schedule", {"warmup": 100}),
+        ("learning_rate: 1e-4\nmax_steps: 5000\nwarmup_steps: 0.1", "lr_schedule", {"warmup": 500}),
+        ("learning_rate: 1e-4\nmax_steps: 9\nwarmup_steps: 0", "lr_schedule", {"arguments": [1e-4, 9]}),
     ],
 )
 def test_a_value_is_translated(text, option, value, file):
@@ -264,6 +272,9 @@ def test_a_value_is_translated(text, option, value, file):
         ("adapter: llama-adapter", "adapter: 'llama-adapter' (deltatune has lora, dora and full)"),
         ("learning_rate: 1e-4\nlr_scheduler: rex", "the schedule: 'rex' (the rate stays at 0.0001)"),
         ("learning_rate: 1e-4", "the cosine schedule: its length is epochs * rows / (batch_size * grad_accumulation"),
+        ("learning_rate: 1e-4\nwarmup_steps: 2", "the cosine schedule: its length is epochs * rows"),
+        ("warmup_steps: 1.5", "warmup_steps: 1.5 (expected a whole number, or a share below 1)"),
+        ("excess_length_strategy: raise", "excess_length_strategy: 'raise' (deltatune has skip and truncate)"),
         ("", "no learning rate is named there, so that trainer's own default holds; here it is 1e-5"),
         ("", "no data could be named: give --data, or data in the file"),
         ("datasets: rows", "datasets: 'rows' (expected a list of mappings with path)"),
@@ -279,6 +290,12 @@ def test_what_cannot_be_said_is_listed(text, line, file):
     translation = translate(file("a.yaml", text))
     assert any(each.startswith(line) for each in translation.unsaid), translation.unsaid
     assert isinstance(yaml.safe_load(translation.text), dict)
+
+
+def test_a_rate_that_llama_factory_does_not_name_is_transformers_own(file):
+    translation = translate(file("a.yaml", "model_name_or_path: x\nmax_steps: 10"))
+    assert yaml.safe_load(translation.text)["lr_schedule"]["arguments"] == [5e-5, 0.0, 10]
+    assert not any("learning rate" in line for line in translation.unsaid)
 
 
 def test_nothing_of_a_notebook_is_executed(file, tmp_path):

@@ -16,15 +16,31 @@ _OF_RUN, _OF_ADAPTERS = cache(lambda: fields_of(TrainConfig)), cache(lambda: fie
 
 @dataclass
 class Rate:
-    """What the other trainer says about its learning rate and its length; steps count optimizer updates."""
+    """What the other trainer says about its learning rate and its length; steps count optimizer updates.
+
+    The defaults are those of transformers' TrainingArguments. `unsaid_warmup` is the share of the updates, and the most
+    of them, that warm up where the file names neither steps nor a share.
+    """
 
     peak: float | None = None
     schedule: str = "linear"
     floor: float = 0.0
-    warmup: int = 0
-    warmup_share: float = 0.0
+    warmup: int | None = None
+    warmup_share: float | None = None
+    unsaid_warmup: tuple[float, int] = (0.0, 0)
     updates: int | None = None
     epochs: float = 3.0
+
+    def warmup_of(self, total: int | None) -> int | None:
+        """Return the updates that warm up; None where that depends on a length that is not known."""
+        if self.warmup is not None:
+            return self.warmup
+        share, most = self.unsaid_warmup if self.warmup_share is None else (self.warmup_share, None)
+        if not share:
+            return 0
+        if total is None:
+            return None
+        return math.ceil(total * share) if most is None else min(int(total * share), most)
 
 
 @dataclass
@@ -101,8 +117,8 @@ class Draft:
             self.unsaid.append("no learning rate is named there, so that trainer's own default holds; here it is 1e-5")
             return {}
         total = rate.updates
-        warmup = rate.warmup or (math.ceil(total * rate.warmup_share) if total else 0)
-        if rate.schedule == "constant" or (rate.schedule == "constant_with_warmup" and (warmup or total)):
+        warmup = rate.warmup_of(total)
+        if rate.schedule == "constant" or (rate.schedule == "constant_with_warmup" and warmup is not None):
             if rate.schedule == "constant" or not warmup:
                 return {"learning_rate": peak}
             return {"lr_schedule": {"name": "linear_schedule", "arguments": [peak, peak, 1], "warmup": warmup}}
@@ -111,7 +127,7 @@ class Draft:
         if name is None:
             self.leave("the schedule", rate.schedule, f"the rate stays at {peak}")
             return {"learning_rate": peak}
-        if total and total > warmup:
+        if total and warmup is not None and total > warmup:
             steps = total - warmup
             cosine = [peak, steps, rate.floor * peak] if rate.floor else [peak, steps]
             arguments = [peak, 0.0, steps] if name == "linear_schedule" else cosine
@@ -121,7 +137,7 @@ class Draft:
         self.unsaid.append(
             f"the {rate.schedule} schedule: its length is epochs * rows / (batch_size * grad_accumulation_steps) "
             f"updates, and the rows are not known here. In place of learning_rate: lr_schedule: {{name: {name}, "
-            f"arguments: {written}, warmup: {warmup or 'WARMUP'}}}"
+            f"arguments: {written}, warmup: {'WARMUP' if warmup is None else warmup}}}"
         )
         return {"learning_rate": peak}
 

@@ -44,6 +44,23 @@ def not_here(why: str) -> Put:
     return put
 
 
+def warmup(draft: Draft, value: Any) -> None:
+    """Put a number of updates or, below 1, a share of them, as transformers 5 takes it."""
+    if 0 < _of_kind(value, (int, float)) < 1:
+        draft.rate.warmup_share = value
+    elif int(value) == value:
+        draft.rate.warmup = int(value)
+    else:
+        raise UserError("expected a whole number, or a share below 1")
+
+
+def overlong(draft: Draft, value: Any) -> None:
+    kinds = {"drop": "skip", "truncate": "truncate"}
+    if value not in kinds:
+        raise UserError("deltatune has skip and truncate")
+    draft.set("overlong", kinds[value])
+
+
 def model(draft: Draft, name: Any) -> None:
     if isinstance(name, str) and name.endswith("bnb-4bit"):
         raise UserError("MLX does not load weights of bitsandbytes; give the original, or one that mlx_lm.convert made")

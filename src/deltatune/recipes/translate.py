@@ -69,11 +69,15 @@ def translate(path: Path) -> Translation:
 
 
 def _started(trainer: str, given: dict[str, Any]) -> Draft:
-    """A draft with the defaults of a trainer, where they differ from those of deltatune."""
+    """A draft with the defaults of a trainer, where they differ from those of deltatune.
+
+    Source: axolotl's utils/schemas and core/builders/base.py (2026-07-24), LLaMA-Factory's hparams (2026-08-18) and
+    transformers' TrainingArguments (5.23).
+    """
     draft = Draft(options={"batch_size": 8, "grad_clip": 1.0})
     if trainer == "axolotl":
-        draft.options["batch_size"] = 1
-        draft.rate = Rate(schedule="cosine", epochs=1.0)
+        draft.options |= {"batch_size": 1, "max_seq_length": 512, "overlong": "skip"}
+        draft.rate = Rate(schedule="cosine", epochs=1.0, unsaid_warmup=(0.03, 100))
         if not given.get("adapter"):
             draft.options["fine_tune_type"] = "full"
     elif trainer == "unsloth":
@@ -87,6 +91,7 @@ def _started(trainer: str, given: dict[str, Any]) -> Draft:
             "template of the model"
         )
     else:
+        draft.rate.peak = 5e-5
         rank = given.get("lora_rank", 8)
         draft.adapters |= {"rank": 8} | ({"alpha": 2.0 * rank} if type(rank) is int else {})
     return draft
