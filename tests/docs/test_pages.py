@@ -97,6 +97,9 @@ MATH = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FORMULAS = [*PAGES, *(ROOT / "src/deltatune/ops").rglob("README.md")]
 
 
+SENTENCES = [each for page in FORMULAS for each in re.findall(r"\$`([^`]+)`\$", page.read_text(encoding="utf-8"))]
+
+
 def formulas():
     return [block for page in FORMULAS for block in MATH.findall(page.read_text(encoding="utf-8"))]
 
@@ -114,6 +117,19 @@ def test_mathematics_becomes_mathml():
         assert docs_math.display(block, "math", "math", {}, None).startswith('<div class="math"><math ')
     with pytest.raises(Exception, match="cannot be converted"):
         docs_math.display(r"\unheard x", "math", "math", {}, None)
+
+
+def test_mathematics_within_a_sentence_becomes_mathml_and_code_stays_code():
+    markdown = pytest.importorskip("markdown", reason="mkdocs is not installed")
+    docs_math = pytest.importorskip("docs_math", reason="latex2mathml is not installed")
+    found = markdown.markdown("with $`a_i < b_{ij}`$ in `$x$`", extensions=[docs_math.Mathematics()])
+    assert re.match(r'<p>with <math [^>]*display="inline">.*<mi>b</mi>.*</math> in <code>\$x\$</code></p>$', found), (
+        found
+    )
+    assert "`" not in found
+    for formula in SENTENCES:
+        assert docs_math.mathml(formula, "inline").startswith("<math ")
+    assert len(SENTENCES) > 40
 
 
 def test_the_pages_stay_short_enough_to_be_read():

@@ -1,6 +1,7 @@
 """The live page: who gets it, what it shows while a run goes on, and that it ends with the run."""
 
 import http.client
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -148,6 +150,24 @@ def test_a_page_gets_what_it_does_not_have_yet(page, folder):
 def test_a_mark_of_something_else_gives_everything(page, mark):
     found = data(page, mark)
     assert (len(found["records"]), found["reset"]) == (22, True)
+
+
+def test_what_a_page_has_is_not_read_again(page, folder, monkeypatch):
+    mark, path, sizes, opened = page.data("")["mark"], folder / "metrics.jsonl", [], Path.open
+
+    class Counted(io.FileIO):
+        def read(self, size=-1):
+            sizes.append(size if size >= 0 else len(content := super().read()))
+            return super().read(size) if size >= 0 else content
+
+    line = json.dumps(record(21)) + "\n"
+    with path.open("a") as file:
+        file.write(line)
+    monkeypatch.setattr(
+        Path, "open", lambda at, *mode, **more: Counted(at) if at == path else opened(at, *mode, **more)
+    )
+    assert len(page.data(mark)["records"]) == 1
+    assert 0 < sum(sizes) <= len(line) + live._MARKED < path.stat().st_size
 
 
 def test_a_run_that_went_back_is_told_from_its_start(page, folder):

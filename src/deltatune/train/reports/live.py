@@ -102,12 +102,8 @@ class LivePage:
             `mark`; what the run is; and whether it goes on.
         """
         running = not self._closing and self._running()
-        content = b""
-        with contextlib.suppress(OSError):
-            content = (self._folder / "metrics.jsonl").read_bytes()
-        content = content[: content.rfind(b"\n") + 1]
-        start = next((at for at in _place(mark) if _mark(content[:at]) == mark and at <= len(content)), 0)
-        records = [parse_record(line) for line in content[start:].splitlines()]
+        start, new, next_mark = _since(self._folder / "metrics.jsonl", mark)
+        records = [parse_record(line) for line in new.splitlines()]
         run = described(self._folder / "report.html")
         self._asked = time.monotonic()
         if not running:
@@ -115,21 +111,42 @@ class LivePage:
         return {
             "records": [record for record in records if record is not None],
             "reset": start == 0,
-            "mark": _mark(content),
+            "mark": next_mark,
             "iterations": run.pop("iterations", 0),
             "about": run,
             "running": running,
         }
 
 
-def _mark(content: bytes) -> str:
-    return f"{len(content)}-{zlib.crc32(content[-_MARKED:]):08x}"
+def _since(path: Path, mark: str) -> tuple[int, bytes, str]:
+    """Return the place from which a file is new to the holder of a mark, its whole lines from there, and the next mark.
+
+    Only what is new is read, and the bytes before it that the mark tells of. The place is 0 where these are others.
+    """
+    at = _place(mark)
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, at - _MARKED))
+            before = file.read(min(at, _MARKED))
+            if _mark(at, before) != mark or len(before) < min(at, _MARKED):
+                at, before = 0, b""
+                file.seek(0)
+            new = file.read()
+    except OSError:
+        at, before, new = 0, b"", b""
+    new = new[: new.rfind(b"\n") + 1]
+    return at, new, _mark(at + len(new), (before + new)[-_MARKED:])
 
 
-def _place(mark: str) -> list[int]:
-    """Return the place that a mark names, or nothing if it is none."""
+def _mark(size: int, last: bytes) -> str:
+    """Return the mark of the first `size` bytes of a file, the last _MARKED of which are `last`."""
+    return f"{size}-{zlib.crc32(last):08x}"
+
+
+def _place(mark: str) -> int:
+    """Return the place that a mark names, 0 if it is none."""
     number = mark.partition("-")[0]
-    return [int(number)] if number.isascii() and number.isdigit() and len(number) < 16 else []
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 16 else 0
 
 
 class _Server(ThreadingHTTPServer):
