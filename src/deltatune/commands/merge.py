@@ -36,5 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
     if done.pictures is not None:
         say(done.pictures)
     if done.rounding is not None:
-        say(done.rounding)
+        say(str(done.rounding))
     return 0

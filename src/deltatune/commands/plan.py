@@ -61,5 +61,5 @@ def _bounded(config: TrainConfig) -> int:
         say(str(error))
         return 1
     for fact in placed.placement.said():
-        say(fact)
+        say(str(fact))
     return 0
