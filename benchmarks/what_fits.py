@@ -80,21 +80,28 @@ def prepared(name: str, bits: int, checkpoint: bool | str) -> tuple[nn.Module, T
 
 
 @cache
-def line(name: str, bits: int, device: str, limit: int, lengths: tuple[int, int]) -> tuple[float, float]:
-    """The bytes that a step always needs and those of each token, by the plans of one row of each length."""
+def line(name: str, bits: int, device: str, limit: int, lengths: tuple[int, int]) -> tuple[float, float, bool]:
+    """The bytes that a step always needs and those of each token, by the plans of one row of each length.
+
+    Also whether the line goes on. It rises by less than the layers' inputs where the update of the adapters needs most,
+    as in short rows of mixtures; longer rows then rise faster.
+    """
     with pretended(device), patch.object(backend, "gpu_memory", lambda: limit):
         model, config, layout = prepared(name, bits, True)
         first, second = (forecast_step(model, config, 1, length, layout).bytes.amount for length in lengths)
     rise = (second - first) / (lengths[1] - lengths[0])
-    return second - rise * lengths[1], rise
+    inputs = 2 * CONFIGS[name]["num_hidden_layers"] * CONFIGS[name]["hidden_size"]
+    return second - rise * lengths[1], rise, rise >= inputs
 
 
 def cell(name: str, bits: int, device: str, memory: int, lengths: tuple[int, int]) -> str:
     """The longest row that fits the memory, and the line through the plans."""
     limit = int(usable(device, memory))
     # A Mac's step does not depend on its memory.
-    start, rise = line(name, bits, device, limit if device == "cuda" else int(usable(device, 64)), lengths)
+    start, rise, goes_on = line(name, bits, device, limit if device == "cuda" else int(usable(device, 64)), lengths)
     tokens = min(LONGEST, (limit - start) / rise) // 1024 * 1024
+    if tokens > lengths[1] and not goes_on:
+        return f"{lengths[1]:,} or more ({(start + rise * lengths[1]) / 1e9:.1f})"
     return f"{tokens:,.0f} ({start / 1e9:.1f} + {rise / 1e3:.0f})" if tokens > 0 else f"- ({start / 1e9:.1f})"
 
 

@@ -109,12 +109,11 @@ def ready(
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
     """
-    config = settled(config)
-    check_options(config)
+    check_options(config := settled(config))
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
-    image = first_image(config) if (fetched := comes_from_hub(config.model)) else None
-    path = locate(config.model)
-    image = image if fetched else first_image(config)
+    path = None if comes_from_hub(config.model) else locate(config.model)
+    image = first_image(config)
+    path = path or locate(config.model)
     if not config.force:
         refuse_unserved(path, uses(config), image=image, trust_remote_code=config.trust_remote_code)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
