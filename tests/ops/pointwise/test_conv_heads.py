@@ -14,6 +14,7 @@ from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.trial import first_use
 from deltatune.selftest.pointwise import reference_heads
+from two_dtypes import in_two_dtypes
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, or of
 # one rounding to the dtype, with room for a second one in the gradient of the weight.
@@ -63,9 +64,8 @@ def error(found, exact):
     return np.abs(found - exact).max() / np.abs(exact).max()
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=lambda dtype: str(dtype).split(".")[-1])
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
 @pytest.mark.parametrize("spread", [1.0, 20.0])
-@pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_against_float64(case, spread, dtype, execute):
     heads, owner = form_of(case)
     arrays = drawn(case, dtype, spread)

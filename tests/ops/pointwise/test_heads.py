@@ -17,6 +17,7 @@ from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.trial import first_use
 from deltatune.selftest.pointwise import reference_turned_heads
+from two_dtypes import in_two_dtypes
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, and of
 # angles below 16; or that of one rounding to the dtype.
@@ -86,8 +87,7 @@ def gate_errors(execute, dtype=mx.float32, width=40):
     )
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=lambda dtype: str(dtype).split(".")[-1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
 def test_turned_heads_against_float64(case, dtype, execute):
     for spread in (1.0, 20.0):
         found = turned_errors(case, execute, dtype, spread)

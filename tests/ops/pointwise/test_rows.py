@@ -10,6 +10,7 @@ from deltatune.machine import backend
 from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
 from deltatune.ops.trial import first_use
+from two_dtypes import in_two_dtypes
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -62,8 +63,7 @@ def test_an_embedding_and_its_gradient(shape, execute):
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("result", [None, mx.float32])
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("k", "dtype"), in_two_dtypes([1, 2, 3]))
 def test_sums_of_rows_against_float64(dtype, k, result, weighted, execute):
     x, weights, order = random_case(dtype, k=k)
     index = order.reshape(-1, k)

@@ -16,6 +16,7 @@ from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.ops.pointwise.weighted_norms import FILES, WIDEST, branch_norm, sum_norm, weighted_norm
 from deltatune.ops.trial import first_use
+from two_dtypes import in_two_dtypes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from pretended import pretended
@@ -72,8 +73,7 @@ def check(name, shape, dtype, execute, spread=1.0, weight_dtype=None):
     return found
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", BOUND, ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize(("width", "dtype"), in_two_dtypes(WIDTHS))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_against_float64(name, dtype, width, execute):
     check(name, (3, 3, width), dtype, execute)
