@@ -1,10 +1,11 @@
 """Measures how fast a model decodes under deltatune's patches, beside mlx-lm alone.
 
-usage: python benchmarks/decoding.py [--shape 0.8B] [--rows 1 64] [--tokens 100] [--adapters]
+usage: python benchmarks/decoding.py [--shape 0.8B] [--rows 1 64] [--prompt 512] [--tokens 100] [--adapters]
 
 Rows of random prompts continue with their likeliest tokens through mlx-lm's caches, the next step started before a
-token is read, as mlx-lm does it. Ways: mlx-lm alone; under the patches; and as deltatune's commands decode, without
-kernels that mx.compile builds. They take turns, twice; figures are the better of each way's two. Prompts are timed too.
+token is read, as mlx-lm does it. Ways: mlx-lm alone; under the patches; as deltatune's commands decode, without kernels
+that mx.compile builds; and many prompts at once, by models/batch_decoder.py. They take turns, twice; figures are the
+better of each way's two. Prompts are timed too. With --dtype float32, the tokens of all ways should be the same.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import processes
 import trainers
 from machine import heading
 
-_PROMPT = 512
+# The tokens of the shorter of two runs of the batch decoder, and how many times as many more the longer one has.
+_FIRST, _MORE = 8, 4
 
 
-def decode(model: Any, rows: int, tokens: int, vocabulary: int) -> tuple[float, float, list[list[int]]]:
+def decode(model: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
     """Return tokens a second of the prompt and of decoding, over all rows, and the tokens."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    prompt = mx.array(np.random.default_rng(0).integers(0, vocabulary, (rows, _PROMPT)))
+    rows, prompt = len(prompts), mx.array(prompts)
     cache = make_prompt_cache(model)
     mx.eval(prompt)
     started = time.perf_counter()
@@ -43,18 +45,35 @@ def decode(model: Any, rows: int, tokens: int, vocabulary: int) -> tuple[float, 
         y = following
     mx.eval(y)
     ended = time.perf_counter()
-    return rows * _PROMPT / (prompted - started), rows * tokens / (ended - prompted), found
+    return prompt.size / (prompted - started), rows * tokens / (ended - prompted), found
+
+
+def decode_together(model: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
+    """The same by the batch decoder: two runs, whose difference is the time of further tokens."""
+    from deltatune.models.batch_decoder import BatchDecoder
+
+    rows, seconds, answers = len(prompts), [], []
+    for count in (_FIRST, _FIRST + _MORE * tokens):
+        decoder = BatchDecoder(model, rows, (), count)
+        started = time.perf_counter()
+        answers = decoder.run(prompts)
+        seconds.append(time.perf_counter() - started)
+    step = (seconds[1] - seconds[0]) / (_MORE * tokens)
+    found = [list(step) for step in zip(*answers, strict=True)]
+    return rows * len(prompts[0]) / (seconds[0] - _FIRST * step), rows / step, found
 
 
 def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--dtype", help="of the weights; by default that of the shape")
     parser.add_argument("--adapters", action="store_true", help="with LoRA on every linear layer")
     options = parser.parse_args()
     shape = trainers.SHAPES[options.shape]
-    model = trainers.mlx_model(shape)
+    model = trainers.mlx_model(shape, options.dtype)
     from deltatune.lora import convert_to_lora
     from deltatune.machine.compiling import without_kernels
     from deltatune.options.config import LoraConfig
@@ -65,24 +84,34 @@ def main() -> None:
     model.eval()
     print(f"{heading()}\n{shape}\n", flush=True)
     print(
-        "| rows | way | prompt, tokens/s | decoding, tokens/s | of mlx-lm alone | first tokens |\n" + "|---" * 6 + "|"
+        "| rows | way | prompt, tokens/s | decoding, tokens/s | of mlx-lm alone | tokens as mlx-lm alone |\n"
+        + "|---" * 6
+        + "|"
     )
-    ways: dict[str, list[Callable[[], Any]]] = {
-        "mlx-lm alone": [], "under the patches": [patched], "as deltatune's commands": [without_kernels, patched],
-    }  # fmt: skip
+    ways: dict[str, tuple[Callable[..., Any], list[Callable[[], Any]]]] = {
+        "mlx-lm alone": (decode, []),
+        "under the patches": (decode, [patched]),
+        "as deltatune's commands": (decode, [without_kernels, patched]),
+        "many prompts at once": (decode_together, [without_kernels, patched]),
+    }
     for rows in options.rows:
         best: dict[str, tuple[float, float]] = {}
+        chosen: dict[str, np.ndarray] = {}
+        prompts = np.random.default_rng(0).integers(0, shape.vocabulary, (rows, options.prompt)).tolist()
         for turn in range(3):
-            for name, contexts in ways.items():
+            for name, (way, contexts) in ways.items():
                 with ExitStack() as stack:
                     for context in contexts:
                         stack.enter_context(context())
-                    *rates, found = decode(model, rows, options.tokens if turn else 10, shape.vocabulary)
+                    *rates, found = way(model, prompts, options.tokens if turn else 10)
+                chosen[name] = np.array(found)
                 if turn:
                     best[name] = tuple(map(max, rates, best.get(name, rates)))
         for name, (prompted, decoded) in best.items():
             share = decoded / best["mlx-lm alone"][1]
-            print(f"| {rows} | {name} | {prompted:,.0f} | {decoded:,.1f} | {share:.3f} | {found[1][:2]} |", flush=True)
+            alone = chosen["mlx-lm alone"]
+            same = (chosen[name][: len(alone)] == alone).mean()
+            print(f"| {rows} | {name} | {prompted:,.0f} | {decoded:,.1f} | {share:.3f} | {same:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

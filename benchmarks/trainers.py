@@ -270,50 +270,68 @@ def mlx_lm(shape: Shape, checkpoint: bool, compiled: bool) -> Iterator[Trainer]:
 
 @contextmanager
 def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
-    """transformers' model and loss with PEFT's LoRA, on its own chunk form: FLA refuses to train on a Hopper GPU."""
+    """transformers' model and loss with PEFT's LoRA, on its own array form of the recurrence."""
     import inspect
 
-    if shape.experts:
-        raise ValueError("PEFT's all-linear leaves transformers' experts without adapters: another task, not timed")
-    import peft
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        if hasattr(modeling, name):
+            setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
+    model = torch_model(shape)
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = modeling.torch_chunk_gated_delta_rule
+    with peft_trainer(model, shape, checkpoint) as trainer:
+        yield trainer
+
+
+def torch_model(shape: Shape) -> Any:
+    """transformers' model with random weights from a fixed seed."""
     import torch
     from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 
-    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-        if hasattr(modeling_qwen3_5, name):
-            setattr(modeling_qwen3_5, name, inspect.unwrap(getattr(modeling_qwen3_5, name)))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if shape.experts:
+        raise ValueError("PEFT's all-linear leaves transformers' experts without adapters: another task, not timed")
     torch.manual_seed(0)
     options = {key: value for key, value in shape.config().items() if key != "model_type"}
     config = configuration_qwen3_5.Qwen3_5TextConfig(**options, use_cache=False)
-    model = modeling_qwen3_5.Qwen3_5ForCausalLM(config).to(device=device, dtype=getattr(torch, shape.dtype))
+    model = modeling_qwen3_5.Qwen3_5ForCausalLM(config)
+    return model.to(device="cuda" if torch.cuda.is_available() else "cpu", dtype=getattr(torch, shape.dtype))
+
+
+@contextmanager
+def peft_trainer(model: Any, shape: Shape, checkpoint: bool, **optimizer_options: bool) -> Iterator[Trainer]:
+    """A step of a model of transformers with PEFT's LoRA on every linear layer, and PyTorch's AdamW."""
+    import peft
+    import torch
+
     ready = time.perf_counter()
-    for module in model.modules():
-        if hasattr(module, "chunk_gated_delta_rule"):
-            module.chunk_gated_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    on_gpu = torch.cuda.is_available()
     lora = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, lora)
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     model.train()
-    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=RATE)
-    rows = torch.tensor(shape.rows(), device=device).long()[:, :-1]
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, **optimizer_options)
+    rows = torch.tensor(shape.rows(), device=model.device).long()[:, :-1]
 
     def step() -> float:
         loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         return loss.item()
 
     def peak() -> float | None:
-        return float(torch.cuda.max_memory_allocated()) if device == "cuda" else None
+        return float(torch.cuda.max_memory_allocated()) if on_gpu else None
 
     def reset() -> None:
-        if device == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     yield Trainer(ready, step, reset, peak)

@@ -1,12 +1,12 @@
 """Measures a training step of a Qwen3.5 shape: tokens a second, peak memory and time to the first step.
 
-usage: python benchmarks/training_step.py RESULTS.json [--seconds 500] [--only NAME ...] [--shape 35B-A3B]
+usage: python benchmarks/training_step.py RESULTS.json [--seconds 500] [--only NAME ...] [--shape 35B-A3B] [--batch 8]
 
-The model has random bf16 weights and LoRA r=8 on every linear, and trains with AdamW, batch 2 and T=2048. Each trainer
-has a process of its own, one after another. Its gradients on a short batch are first compared with those of mlx-lm's
-own model and loop in fp32: a trainer whose error is more than twice that of the same model and loop in bf16 gets no
-figure. (transformers has other weights; tests/oracle compares it.) The time to the first step starts with the finished
-weights, and includes checks and compiling.
+The model has random bf16 weights and LoRA r=8 on every linear, and trains with AdamW and T=2048. Each trainer has a
+process of its own, one after another. Its gradients on a short batch are first compared with those of mlx-lm's own
+model and loop in fp32: a trainer whose error is more than twice that of the same model and loop in bf16 gets no figure.
+(transformers has other weights; tests/oracle compares it.) The time to the first step starts with the finished weights,
+and includes checks and compiling. strong_stack.py says which kernels transformers is given in the entries with FLA's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import processes
 import trainers
 from machine import cpu, gpu, versions
+from strong_stack import strong_stack
 from tables import training_table
 from trainers import SHAPES, Shape
 
@@ -42,13 +44,13 @@ class Entry:
     """A trainer to measure.
 
     Args:
-        make: The function of trainers.py that sets it up.
+        make: The function that sets it up.
         options: The keyword arguments of that function.
         parity: The name of the gradients that it must have; None for no comparison.
         seconds: How long its process may take.
     """
 
-    make: str
+    make: Callable[..., Any]
     options: dict[str, bool]
     parity: str | None
     seconds: float
@@ -56,20 +58,24 @@ class Entry:
 
 _OURS, _ARRAYS = "deltatune", "arrays with autodiff"
 ENTRIES = {
-    "deltatune, checkpointed": Entry("deltatune", {"checkpoint": True}, _OURS, 120),
-    "deltatune": Entry("deltatune", {"checkpoint": False}, _OURS, 120),
-    "transformers + PEFT, checkpointed": Entry("transformers", {"checkpoint": True}, None, 120),
+    "deltatune, checkpointed": Entry(trainers.deltatune, {"checkpoint": True}, _OURS, 120),
+    "deltatune": Entry(trainers.deltatune, {"checkpoint": False}, _OURS, 120),
+    "transformers + PEFT, checkpointed": Entry(trainers.transformers, {"checkpoint": True}, None, 120),
+    "with FLA's, Liger's and fused kernels, checkpointed": Entry(strong_stack, {"checkpoint": True}, None, 300),
+    "with FLA's, Liger's and fused kernels": Entry(strong_stack, {"checkpoint": False}, None, 300),
     "mlx-lm, arrays with autodiff, checkpointed, not compiled": Entry(
-        "mlx_lm", {"checkpoint": True, "compiled": False}, _ARRAYS, 100
+        trainers.mlx_lm, {"checkpoint": True, "compiled": False}, _ARRAYS, 100
     ),
-    "mlx-lm, arrays with autodiff": Entry("mlx_lm", {"checkpoint": False, "compiled": True}, _ARRAYS, 150),
-    "mlx-lm, arrays with autodiff, checkpointed": Entry("mlx_lm", {"checkpoint": True, "compiled": True}, _ARRAYS, 330),
+    "mlx-lm, arrays with autodiff": Entry(trainers.mlx_lm, {"checkpoint": False, "compiled": True}, _ARRAYS, 150),
+    "mlx-lm, arrays with autodiff, checkpointed": Entry(
+        trainers.mlx_lm, {"checkpoint": True, "compiled": True}, _ARRAYS, 330
+    ),
 }
 
 
 def measure(name: str, shape: Shape) -> dict[str, Any]:
     entry = ENTRIES[name]
-    with getattr(trainers, entry.make)(shape, **entry.options) as trainer:
+    with entry.make(shape, **entry.options) as trainer:
         losses = [trainer.step()]
         first = time.perf_counter() - trainer.ready
         print(json.dumps({"note": f"{name}: first step after {first:.1f} s"}), flush=True)
@@ -103,7 +109,7 @@ def work(name: str, shape: Shape) -> None:
 
 def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
     """The record of one process, whose empty cache makes the first step include the check before first use."""
-    command = [sys.executable, __file__, "--work", name, "--shape", shape.name]
+    command = [sys.executable, __file__, "--work", name, "--shape", shape.name, "--batch", str(shape.batch)]
     with (
         tempfile.TemporaryDirectory() as cache,
         tempfile.TemporaryFile("w+") as output,
@@ -158,7 +164,7 @@ def show(record: dict[str, Any]) -> str:
 
 def main() -> None:
     options = parse()
-    shape = SHAPES[options.shape]
+    shape = replace(SHAPES[options.shape], batch=options.batch)
     if options.work:
         work(options.work, shape)
         return
@@ -193,6 +199,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
     parser.add_argument("--shape", choices=list(SHAPES), default="0.8B", help="tiny ones: for trying it on a CPU")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     return parser.parse_args()
 

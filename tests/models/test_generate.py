@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from deltatune.models import answer, generate
@@ -33,9 +34,31 @@ def test_many_answers_are_those_of_one_at_a_time(loaded):
     assert all(found)
 
 
+def test_a_model_that_is_not_covered_answers_by_mlx_lm(loaded, monkeypatch):
+    expected = at_once(loaded)
+    monkeypatch.setattr(answer, "is_covered", lambda _: False)
+    monkeypatch.setattr(answer, "BatchDecoder", None)
+    assert at_once(loaded) == expected
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_a_sampler_is_asked(loaded, covered, monkeypatch):
+    monkeypatch.setattr(answer, "is_covered", lambda _: covered)
+    token = loaded.tokenizer.encode("fox")[0]
+    texts = answer.answer_all(
+        loaded.model,
+        loaded.tokenizer,
+        PROMPTS,
+        max_tokens=3,
+        sampler=lambda logprobs: mx.full(logprobs.shape[0], token),
+    )
+    assert texts == [loaded.tokenizer.decode([token] * 3)] * len(PROMPTS)
+
+
 @pytest.mark.parametrize(("answers", "name"), [(at_once, "batch_generate"), (one_by_one, "stream_generate")])
 def test_answers_are_given_under_the_patches(loaded, answers, name, monkeypatch):
     module, found = {"batch_generate": answer, "stream_generate": generate}[name], []
+    monkeypatch.setattr(answer, "is_covered", lambda _: False)
 
     def upstream(*arguments, **options):
         found.append(patch.in_force(UPDATE))

@@ -122,3 +122,11 @@ def test_adapters_can_be_taken_away_for_a_while():
     with without_adapters(loaded.model):
         assert mx.array_equal(loaded.model(tokens), plain)
     assert mx.array_equal(loaded.model(tokens), adapted)
+
+
+def test_several_prompts_are_answered_as_each_by_itself():
+    found = load(MODEL)
+    prompts = ["6 mochas for Zelda, please.", "two teas", "hello"]
+    expected = [deltatune.generate(found, prompt, max_tokens=8) for prompt in prompts]
+    assert deltatune.generate(found, prompts, max_tokens=8) == expected
+    assert deltatune.generate(found, [], max_tokens=8) == []

@@ -1,4 +1,4 @@
-"""Answers prompts with mlx-lm's generation, always taking the likeliest token: many at once, or one by itself."""
+"""Answers prompts: many at once, or one by itself, which always takes the likeliest token."""
 
 from __future__ import annotations
 
@@ -11,34 +11,48 @@ from mlx_lm import batch_generate, stream_generate
 from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..patches import patched
+from .batch_decoder import BatchDecoder, Sampler, is_covered
 
-# Prompts in a batch, by device; _LARGEST_BATCH on other devices. On CUDA, MLX's rotary embedding of one token fails for
-# larger batches of models with few rotated pairs, such as the demo's.
-_BATCH_SIZES = {"cuda": 32}
-_LARGEST_BATCH = 128
+# How many prompts are continued at a time.
+ROWS = 128
+# The same for mlx-lm's generation, by device; ROWS on other devices. On CUDA, MLX's rotary embedding of one token fails
+# for larger batches of models with few rotated pairs, such as the demo's.
+_ROWS_OF_MLX_LM = {"cuda": 32}
 
 
-def answer_all(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[str]:
-    """Continue each prompt with the likeliest token at every step, until the model ends its answer.
+def answer_all(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampler: Sampler | None = None,
+) -> list[str]:
+    """Continue each prompt until the model ends its answer.
 
     Args:
         model: The model. It is left in inference mode.
         tokenizer: mlx-lm's wrapper of its tokenizer.
         prompts: The tokens of each prompt. Lengths may differ.
         max_tokens: The largest number of tokens in an answer.
+        sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
 
     Returns:
         The text of each answer.
     """
     model.eval()
-    batch_size = _BATCH_SIZES.get(backend.device(), _LARGEST_BATCH)
     # Building kernels would take longer than all the answers of an evaluation take without them.
     with without_kernels(), patched():
+        if is_covered(model):
+            decoder = BatchDecoder(model, min(ROWS, len(prompts)), tokenizer.eos_token_ids, max_tokens, sampler)
+            return [tokenizer.decode(tokens) for tokens in decoder.run(prompts)]
+        batch_size = _ROWS_OF_MLX_LM.get(backend.device(), ROWS)
         response = batch_generate(
             model,
             tokenizer,
             [list(prompt) for prompt in prompts],
             max_tokens=max_tokens,
+            sampler=sampler,
             completion_batch_size=batch_size,
             prefill_batch_size=batch_size,
         )

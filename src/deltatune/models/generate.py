@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
@@ -30,6 +31,12 @@ class Sampling:
     min_p: float = 0.0
     top_k: int = 0
 
+    def sampler(self) -> Callable[[mx.array], mx.array] | None:
+        """Return what chooses a token of each row of log-probabilities [B, V]; None for the likeliest."""
+        if self.temp == 0:
+            return None
+        return make_sampler(temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k)
+
 
 def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Any]:
     """Generate an answer piece by piece.
@@ -44,7 +51,8 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
         mlx-lm's responses: each has the `text` of a piece; the last one also has speeds, token counts and
         `finish_reason`.
     """
-    sampler = make_sampler(temp=sampling.temp, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k)
     # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
-        yield from stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampler)
+        yield from stream_generate(
+            loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampling.sampler()
+        )

@@ -20,6 +20,8 @@ import mlx.core as mx
 
 from ..ops.attention import attention
 from ..ops.attention.choice import AttentionCall, choose
+from ..ops.decoding import attention_token
+from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating, promoted
 from ..ops.tracing import trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
@@ -51,12 +53,12 @@ def serves() -> bool:
 def decodes(tokens: int) -> bool:
     """Whether a call on so many tokens of each row is a decoder's, which leaves a patched function at once.
 
-    It is short, no gradient is taken of it, and no documents are packed in it.
+    It is short, no gradient is taken of it, no documents are packed in it, and it is no step of a batch.
     """
     if tokens >= PROMPT_TOKENS:
         return False
     told = trace.current()
-    return not told.whole_rows and told.segments is None
+    return not told.whole_rows and told.segments is None and not told.next_tokens
 
 
 def served() -> Counter[str]:
@@ -110,6 +112,9 @@ def attending(upstream: Function) -> Function:
         arrays = None if options or not serves() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
             told = trace.current()
+            y = _of_a_token(q, k, v, scale, mask, sinks)
+            if y is not None:
+                return y
             # A call of deltatune's attention that MLX's function serves is counted by whoever made it.
             if not told.attending:
                 told.attentions[UPSTREAM] += 1
@@ -122,6 +127,14 @@ def attending(upstream: Function) -> Function:
             return _attend(upstream, arrays, scale, mask, sinks)
 
     return scaled_dot_product_attention
+
+
+def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> mx.array | None:
+    """The attention of a batch's next tokens, whose rows have different lengths; None for any other call."""
+    lengths = lengths_of(mask) if sinks is None else None
+    if lengths is None or not attention_token.serves(q, k, v, lengths):
+        return None
+    return attention_token.attention_token(q, k, v, lengths, scale)
 
 
 def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import conversation_tokens, prompt_tokens
 from ..errors import UserError
+from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
@@ -20,7 +21,7 @@ from .evaluate import inferring
 
 def generate(
     loaded: Loaded,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     system_prompt: str | None = None,
     max_tokens: int = 100,
@@ -29,42 +30,59 @@ def generate(
     min_p: float = 0.0,
     top_k: int = 0,
     template_options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the model's answer to a prompt, which goes through the chat template if the model has one.
+) -> str | list[str]:
+    """Return the model's answer to a prompt, or to each of several, through the chat template if the model has one.
+
+    Several prompts are answered at once, which takes little longer than one.
 
     Args:
         loaded: The model and its tokenizer; adapters that it has count, trained a moment ago or loaded.
-        prompt: The user's message.
+        prompt: The user's message, or a list of them.
         system_prompt: A system message before it.
-        max_tokens: The largest number of tokens in the answer.
+        max_tokens: The largest number of tokens in an answer.
         temp: The temperature; 0 always takes the likeliest token.
         top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
         min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
         top_k: Only this many of the likeliest tokens are drawn from; 0 means all.
         template_options: Variables of the chat template, such as {"enable_thinking": False}.
 
+    Returns:
+        The text of the answer, or a list of them in the prompts' order.
+
     Raises:
-        UserError: The chat template refuses the prompt, or the model has no row for a token of it.
+        UserError: The chat template refuses a prompt, or the model has no row for a token of it.
 
     Example:
         >>> loaded = deltatune.load("path/to/model")
         >>> deltatune.generate(loaded, "When do you open?", max_tokens=50)
+        >>> deltatune.generate(loaded, ["When do you open?", "And on Sundays?"], temp=1.0)
     """
-    tokenizer = loaded.tokenizer
+    messages = [prompt] if isinstance(prompt, str) else list(prompt)
+    rows = [_prompt_tokens(loaded, message, system_prompt, template_options) for message in messages]
+    stopping = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
+    sampling = Sampling(temp, top_p, min_p, top_k)
+    with inferring(loaded.model):
+        if not isinstance(prompt, str):
+            return answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
+        pieces = stream(stopping, rows[0], max_tokens, sampling)
+        return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
+
+
+def _prompt_tokens(
+    loaded: Loaded, message: str, system_prompt: str | None, template_options: Mapping[str, Any] | None
+) -> list[int]:
+    """The tokens of a prompt; UserError where none is left of it, or the model has no row for one."""
     tokens = prompt_tokens(
-        tokenizer,
-        prompt,
+        loaded.tokenizer,
+        message,
         system_prompt=system_prompt,
         template_options=template_options,
         refused="change the prompt, system_prompt or template_options",
     )
     if not tokens:
         raise UserError("generate: no token is left of the prompt; give one with text in it.")
-    check_prompt(loaded.model, tokenizer, tokens, "generate")
-    stopping = dataclasses.replace(loaded, tokenizer=ending_answers(tokenizer))
-    with inferring(loaded.model):
-        pieces = stream(stopping, tokens, max_tokens, Sampling(temp, top_p, min_p, top_k))
-        return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
+    check_prompt(loaded.model, loaded.tokenizer, tokens, "generate")
+    return tokens
 
 
 class Dialogue:

@@ -15,11 +15,11 @@ import mlx.core as mx
 from ...machine import backend
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs, Values
-from ..recomputation import is_small_case, note
+from ..recomputation import is_small_case, large_enough, note
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .passes import BOUNDS, LEAST
+from .passes import BOUNDS
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
 GROUPS, _OF_A_GROUP = 4, 512
@@ -94,7 +94,7 @@ def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool
     """Whether the kernels are to be used: they cover these arrays, are faster, and were found right on this machine."""
     if is_small_case():
         return covers(x, weight, *others)
-    if backend.device() != "cuda" or x.size < LEAST or not covers(x, weight, *others):
+    if backend.device() != "cuda" or not large_enough(x) or not covers(x, weight, *others):
         return False
     return first_use.is_right(trial_case, x.shape[-1], x.dtype, weight.dtype, float(eps), run=Launch.run)
 

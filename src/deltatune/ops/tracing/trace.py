@@ -76,6 +76,8 @@ class Trace:
         callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
         recurrences: How many calls of the recurrence each of those who may serve it has served.
         attentions: The same of attention.
+        next_tokens: Whether a compiled step gives all rows of a batch their next token (models/batch_decoder.py), which
+            takes as long as its kernels are many.
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
             small cases of patches.
         trials: Whether an implementation may serve that has to be tried on this machine before.
@@ -101,6 +103,7 @@ class Trace:
     callers: list[NotedCall] | None = None
     recurrences: Counter[str] = field(default_factory=Counter)
     attentions: Counter[str] = field(default_factory=Counter)
+    next_tokens: bool = False
     small_case: list[str] | None = None
     trials: bool = True
     rankings: object | None = None

@@ -21,11 +21,24 @@ from ...layers import ENTRY_POINT
 from ...machine import backend
 from ...ops import pieces
 from ...ops.causal_conv import joined_conv
+from ...ops.decoding import delta_token
+from ...ops.decoding.delta_token import DeltaToken, TokenArrays
+from ...ops.decoding.row_caches import RecurrentRows
 from ...ops.pointwise import conv
-from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
+from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered, small_cases
 from ...ops.tracing import trace
 from ..patch_record import Function, Patch
-from ..small_cases import layer_input, same_layer, serving
+from ..small_cases import (
+    BOUND,
+    WIDTH,
+    built,
+    describe_difference,
+    drawn,
+    layer_input,
+    of_config,
+    same_layer,
+    serving,
+)
 
 
 class _Projected(NamedTuple):
@@ -110,9 +123,45 @@ def _last_rows(before: mx.array | None, x: mx.array, count: int) -> mx.array:
     return mx.contiguous(x[:, x.shape[1] - count :])
 
 
+def _next_token(
+    layer: Any, project: Callable[[Any, mx.array], _Projected], of_sum: bool, x: mx.array, cache: RecurrentRows
+) -> mx.array | None:
+    """The layer's output for one token of each row [B, 1, D], by one kernel; None where upstream's code serves."""
+    taps = layer.conv1d
+    if "bias" in taps or getattr(layer, "sharding_group", None) is not None:
+        return None
+    rows, joined = x.shape[0], _joined_weight(layer)
+    if joined is None:
+        qkv, z, b, a = project(layer, x)
+        projected = tuple(part.reshape(rows, -1) for part in (qkv, z, b, a))
+    else:
+        projected = ((x @ joined.T).reshape(rows, -1),)
+    kind = DeltaToken(_norms(layer, 1e-6, of_sum), layer.num_v_heads, layer.head_v_dim, layer.norm.eps)
+    weights = taps.weight[..., 0], layer.A_log, layer.dt_bias, layer.norm.weight
+    arrays = TokenArrays(projected, cache[0], cache[1], *weights)
+    if not delta_token.serves(kind, arrays):
+        return None
+    y, cache[0], cache[1] = delta_token.delta_token(kind, arrays)
+    return layer.out_proj(y[:, None])
+
+
+def _joined_weight(layer: Any) -> mx.array | None:
+    """The weights of a layer's four projections as one, computed once in a trace; None where they are no plain ones."""
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    projections = [layer[name] for name in names if name in layer]
+    if len(projections) < len(names) or any(type(each) is not nn.Linear or "bias" in each for each in projections):
+        return None
+    joined = mx.concatenate([each.weight for each in projections])
+    mx.eval(joined)
+    return joined
+
+
 def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Callable[[Function], Function]:
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:  # noqa: N807
+            if isinstance(cache, RecurrentRows):
+                y = _next_token(self, project, of_sum, inputs, cache)
+                return upstream(self, inputs, mask, cache) if y is None else y
             if not _trained_here(self, inputs, cache):
                 return upstream(self, inputs, mask, cache)
             qkv, z, b, a = project(self, inputs)
@@ -140,6 +189,23 @@ def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Call
     return replacement
 
 
+def _same(upstream: Function, ours: Function) -> str | None:
+    """Compare a layer with its replacement, in training and for the next token of a row."""
+    return same_layer(layer_input, inside=serving)(upstream, ours) or _same_next_token(upstream, ours)
+
+
+def _same_next_token(upstream: Function, ours: Function) -> str | None:
+    """Compare the output for one more token, and what a row keeps then."""
+    layer, token = built(upstream, of_config).eval(), drawn(7, 1, 1, WIDTH)
+    cache = upstream.__globals__["ArraysCache"](2)
+    upstream(layer, layer_input(), None, cache)
+    rows = RecurrentRows(cache.cache)
+    with small_cases(), trace.having(next_tokens=True):
+        actual = [ours(layer, token, None, rows), *rows.arrays]
+    expected = [upstream(layer, token, None, cache), *cache.cache]
+    return describe_difference(actual, expected, BOUND, "upstream's next token")
+
+
 def _records(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> tuple[Patch, Patch]:
     """The records of a layer: mlx-lm 0.31.3 adds eps to the mean of the squares, later versions add it to their sum."""
     record: dict[str, Any] = {
@@ -150,7 +216,7 @@ def _records(module: str, name: str, project: Callable[[Any, mx.array], _Project
         "module": f"mlx_lm.models.{module}",
         "name": f"{name}.__call__",
         "signature": "(self, inputs, mask=None, cache=None)",
-        "check": same_layer(layer_input, inside=serving),
+        "check": _same,
     }
     return (
         Patch(**record, tried="==0.31.3", replacement=_layer(project, of_sum=False)),

@@ -1,0 +1,248 @@
+"""Continues many prompts at once: one compiled step gives every row of a batch its next token.
+
+Rows that have ended make room for prompts that wait (continuous batching). The caches of all rows have room beforehand,
+so that the step is one graph whose shapes seldom change, and a step is started before the tokens of the one before it
+are read. On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has several times as many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+
+from ..layers import gated_delta_layers, logits_of
+from ..machine import backend
+from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
+from ..ops.tracing import trace
+from ..ops.trial.measure import relative_norm
+
+# How many tokens of prompts are read at a time, of one row or of several. mlx-lm reads 2,048 of one.
+PROMPT_TOKENS = {"cuda": 8192, "metal": 2048, "cpu": 2048}
+# How many tokens a row has room for at first. The room is doubled when a row needs more, and the step traced anew.
+LEAST_ROOM = 256
+# Prompts are read when one row in so many is free, since all other rows wait meanwhile.
+SHARE_FREE = 8
+# What two ways of reading a prompt may differ by, over the norm of a state: far more than they round.
+ROUNDED = 0.1
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+def is_covered(model: nn.Module) -> bool:
+    """Whether BatchDecoder can keep what the layers of a hybrid gated-delta model keep: states, or keys and values.
+
+    Models of mlx-vlm take positions besides. Windows have caches of other kinds, and latent attention reads the mask of
+    a token in a way of its own.
+    """
+    if not type(model).__module__.startswith("mlx_lm.") or not gated_delta_layers(model):
+        return False
+    kinds = {type(cache) for cache in make_prompt_cache(model)}
+    latent = any(name.startswith("kv_a_proj") for module in model.modules() for name in module.children())
+    return kinds <= {ArraysCache, KVCache} and not latent
+
+
+@dataclass
+class _Row:
+    """A prompt that is being continued."""
+
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+
+
+class BatchDecoder:
+    """Continues prompts, so many at a time, until each has ended.
+
+    Use it within `patched()`, with a model in inference mode. Its weights must not change meanwhile.
+
+    Args:
+        model: A model that `is_covered`.
+        rows: How many prompts are continued at a time.
+        ends: The tokens that end an answer.
+        max_tokens: The largest number of tokens in an answer.
+        sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        ends: Collection[int],
+        max_tokens: int,
+        sampler: Sampler | None = None,
+    ):
+        self._model, self._ends, self._max_tokens, self._sampler = model, frozenset(ends), max_tokens, sampler
+        self._rows: list[_Row | None] = [None] * rows
+        # By layer: a recurrence's states, or the keys and values of an attention.
+        self._arrays: list[list[mx.array]] = []
+        self._kinds = [type(cache) for cache in make_prompt_cache(model)]
+        self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
+        self._room = LEAST_ROOM
+        # Whether prompts of different lengths can be read together; None until that was tried.
+        self._padding_is_right: bool | None = None
+        self._step = mx.compile(self._traced)
+
+    def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens that follow each prompt, without the one that ended it."""
+        rows = [_Row(prompt) for prompt in prompts]
+        waiting = deque(rows)
+        while waiting or any(self._rows):
+            free = self._rows.count(None)
+            if waiting and free >= min(len(waiting), max(1, len(self._rows) // SHARE_FREE)):
+                self._admit(waiting)
+            self._decode(bool(waiting))
+        return [row.tokens for row in rows]
+
+    def _decode(self, prompts_wait: bool) -> None:
+        """Give all rows tokens until enough of them have ended for others to take their places."""
+        enough = max(1, len(self._rows) // SHARE_FREE) if prompts_wait else len(self._rows)
+        before: mx.array | None = None
+        while True:
+            self._make_room()
+            following = self._launch()
+            if before is not None:
+                self._take(before)
+            before = following
+            # The row that ended with the tokens just read has one more under way, which nobody takes.
+            if self._rows.count(None) >= enough:
+                break
+        self._take(before)
+
+    def _launch(self) -> mx.array:
+        logits, self._arrays, self._offset = self._step(self._tokens, self._arrays, self._offset)
+        if self._sampler is None:
+            self._tokens = logits.argmax(axis=-1).astype(mx.int32)
+        else:
+            logits = logits.astype(mx.float32)
+            self._tokens = self._sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.int32)
+        mx.async_eval(self._tokens, self._arrays, self._offset)
+        return self._tokens
+
+    def _traced(
+        self, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+        """The logits after one token of each row, and what the rows then keep; mx.compile traces it."""
+        caches = [
+            RecurrentRows(own) if kind is ArraysCache else AttentionRows(own[0], own[1], offset)
+            for kind, own in zip(self._kinds, arrays, strict=True)
+        ]
+        with trace.having(next_tokens=True):
+            logits = logits_of(self._model, tokens[:, None], cache=caches)[:, -1]
+        return logits, [cache.arrays for cache in caches], offset + 1
+
+    def _take(self, tokens: mx.array) -> None:
+        """Read the tokens of a step."""
+        for place, (row, token) in enumerate(zip(self._rows, np.array(tokens), strict=True)):
+            if row is None:
+                continue
+            if token not in self._ends:
+                row.tokens.append(int(token))
+            if token in self._ends or len(row.tokens) == self._max_tokens:
+                self._rows[place] = None
+
+    def _make_room(self) -> None:
+        """Make room for the tokens that the next step and the one under way add."""
+        most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
+        if most <= self._room and self._arrays:
+            return
+        while self._room < most:
+            self._room *= 2
+        for kind, own in zip(self._kinds, self._arrays, strict=True):
+            if kind is KVCache:
+                own[:] = [_widened(array, self._room) for array in own]
+
+    def _admit(self, waiting: deque[_Row]) -> None:
+        """Read prompts that wait, for the rows that are free."""
+        places = [place for place, row in enumerate(self._rows) if row is None]
+        while places and waiting:
+            group = [waiting.popleft()]
+            while waiting and len(group) < len(places) and self._joins(group, waiting[0]):
+                group.append(waiting.popleft())
+            for part in [group] if self._may_be_padded(group) else [[row] for row in group]:
+                self._place(part, places[: len(part)], self._read(part))
+                del places[: len(part)]
+
+    def _joins(self, group: list[_Row], row: _Row) -> bool:
+        """Whether a prompt is read with others, behind which the shorter ones are padded."""
+        longest = max(len(each.prompt) for each in (*group, row))
+        alike = self._padding_is_right is not False or len(row.prompt) == longest == len(group[0].prompt)
+        return alike and longest * (len(group) + 1) <= PROMPT_TOKENS[backend.device()]
+
+    def _may_be_padded(self, group: list[_Row]) -> bool:
+        """Whether prompts can be read together, which is tried with the first ones of different lengths.
+
+        The recurrent layers of some models keep the padding's inputs for their convolutions.
+        """
+        shortest = min(group, key=lambda row: len(row.prompt))
+        if self._padding_is_right is None and len(shortest.prompt) < max(len(row.prompt) for row in group):
+            together, alone, at = self._read(group), self._read([shortest]), group.index(shortest)
+            pairs = [
+                (kept[at], kept_alone[0])
+                for kind, *both in zip(self._kinds, together, alone, strict=True)
+                if kind is ArraysCache
+                for kept, kept_alone in zip(*both, strict=True)
+            ]
+            self._padding_is_right = all(relative_norm(one, other) < ROUNDED for one, other in pairs)
+        return self._padding_is_right is not False or len({len(row.prompt) for row in group}) == 1
+
+    def _read(self, group: list[_Row]) -> list[list[mx.array]]:
+        """Read all but the last token of prompts, which the next step takes; return what each layer keeps of them."""
+        lengths = [len(row.prompt) - 1 for row in group]
+        longest = max(lengths)
+        if longest == 0:
+            # There is nothing to read yet. Another token shows the shapes of what is kept.
+            return [[mx.zeros_like(array) for array in own] for own in self._read([_Row([0, 0])] * len(group))]
+        padded = [[*row.prompt[:-1], *[0] * (longest - length)] for row, length in zip(group, lengths, strict=True)]
+        tokens, caches = mx.array(padded), make_prompt_cache(self._model)
+        if set(lengths) != {longest}:
+            for cache in caches:
+                if isinstance(cache, ArraysCache):
+                    cache.prepare(lengths=lengths)
+        piece = PROMPT_TOKENS[backend.device()]
+        for start in range(0, longest, piece):
+            logits_of(self._model, tokens[:, start : start + piece], cache=caches)
+            mx.eval([cache.state for cache in caches])
+        return [_kept(cache) for cache in caches]
+
+    def _place(self, group: list[_Row], places: list[int], kept: list[list[mx.array]]) -> None:
+        """Put prompts, and what each layer keeps of them, into free rows."""
+        for place, row in zip(places, group, strict=True):
+            self._rows[place] = row
+        if not self._arrays:
+            self._arrays = [
+                [mx.zeros((len(self._rows), *_roomy(array, kind, self._room)), array.dtype) for array in own]
+                for kind, own in zip(self._kinds, kept, strict=True)
+            ]
+        self._make_room()
+        at = mx.array(places)
+        for kind, own, new in zip(self._kinds, self._arrays, kept, strict=True):
+            for index, array in enumerate(new):
+                if kind is ArraysCache:
+                    own[index][at] = array
+                else:
+                    own[index][at, :, : array.shape[2]] = array
+        self._tokens[at] = mx.array([row.prompt[-1] for row in group], mx.int32)
+        self._offset[at] = mx.array([len(row.prompt) - 1 for row in group], mx.int32)
+        mx.eval(self._arrays, self._tokens, self._offset)
+
+
+def _kept(cache: Any) -> list[mx.array]:
+    """What a layer's cache keeps of the prompts that were read."""
+    return list(cache.keys_and_values() if isinstance(cache, KVCache) else cache.cache)
+
+
+def _roomy(array: mx.array, kind: type, room: int) -> tuple[int, ...]:
+    """The shape of a row, with room for so many tokens where it has tokens."""
+    return (array.shape[1], room, array.shape[3]) if kind is KVCache else array.shape[1:]
+
+
+def _widened(array: mx.array, room: int) -> mx.array:
+    """The keys or values [B, H, T, D] with room for so many tokens."""
+    more = mx.zeros((*array.shape[:2], room - array.shape[2], array.shape[3]), array.dtype)
+    return mx.concatenate([array, more], axis=2)

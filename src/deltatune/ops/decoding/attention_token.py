@@ -1,0 +1,133 @@
+"""Attention of one token of each row to the keys and values of its row, where rows of a batch have different lengths.
+
+MLX's attention takes a mask for that and reads all keys that there is room for; on an NVIDIA GPU it computes and keeps
+the scores of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from ...machine import backend
+from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
+from ..recomputation import is_small_case
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
+
+# The supported head sizes: the lanes of a key, eight elements each, are a power of two within a group of 32.
+SIZES = (32, 64, 128, 256)
+# Groups of 32 lanes in a block, and the most query heads that it computes.
+GROUPS, MOST_HEADS = 4, 4
+KERNEL = Kernel(
+    name="attention_token",
+    files=("passes/pointwise.h", "decoding/attention_token.h"),
+    values=("GROUPS", "HEADS", "RATIO", "SIZE"),
+    sizes=("q_shape[1]", "keys_shape[2]"),
+    arrays=("scale", "q", "keys", "values", "lengths", "y"),
+    memory="AttentionTokenMemory",
+    memory_values=("GROUPS", "HEADS", "SIZE"),
+)
+# The largest error that a trial allows over the largest element: a few roundings of the dtype.
+BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
+
+
+def attention_token(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    lengths: mx.array,
+    scale: float,
+    *,
+    execute: Execute = Launch.run,
+) -> mx.array:
+    """Return softmax(scale q keys^T) values for the first keys of each row.
+
+    Args:
+        q: [B, Hq, 1, D], D one of SIZES.
+        keys: [B, Hk, T, D], Hq a multiple of Hk, in q's dtype.
+        values: [B, Hk, T, D].
+        lengths: [B] int32: how many keys row b sees, from 1 to T.
+        scale: That of the scores.
+        execute: Runs a launch; tests run it on the host machine.
+
+    Returns:
+        [B, Hq, 1, D].
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+    """
+    if not covers(q, keys, values, lengths):
+        raise ValueError(
+            f"attention_token: q {q.shape}, keys {keys.shape}, values {values.shape} and lengths {lengths.shape} do "
+            f"not fit; expected [B, Hq, 1, D], [B, Hk, T, D] twice, D one of {SIZES}, and [B] int32."
+        )
+    return execute(_launch(q, keys, values, lengths, scale))[0]
+
+
+def attention_token_naive(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> mx.array:
+    """Compute the same by its definition, in fp32."""
+    ratio = q.shape[1] // keys.shape[1]
+    keys, values = (mx.repeat(x.astype(mx.float32), ratio, axis=1) for x in (keys, values))
+    scores = scale * (q.astype(mx.float32) @ keys.swapaxes(2, 3))
+    seen = mx.arange(keys.shape[2]) < lengths[:, None, None, None]
+    return (mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1) @ values).astype(q.dtype)
+
+
+def covers(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> bool:
+    """Whether the kernel can compute with arrays of these shapes and dtypes."""
+    if q.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape or not keys.size:
+        return False
+    rows, heads, tokens, size = q.shape
+    fits = (rows, size) == (keys.shape[0], keys.shape[3]) and tokens == 1 and heads % keys.shape[1] == 0
+    alike = q.dtype == keys.dtype == values.dtype and q.dtype in BOUNDS
+    return fits and alike and size in SIZES and lengths.shape == (rows,) and lengths.dtype == mx.int32
+
+
+def serves(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> bool:
+    """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
+    if is_small_case() or backend.device() == "cpu" or not covers(q, keys, values, lengths):
+        return False
+    return first_use.is_right(trial_case, q.shape[1], keys.shape[1], q.shape[3], q.dtype, run=Launch.run)
+
+
+def _launch(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> Launch:
+    rows, heads, _, size = q.shape
+    ratio = heads // keys.shape[1]
+    together = math.gcd(ratio, MOST_HEADS)
+    constants: Values = {"GROUPS": GROUPS, "HEADS": together, "RATIO": ratio, "SIZE": size}
+    shares = GROUPS * 256 // size
+    inputs = {"q": q, "keys": keys, "values": values, "lengths": lengths}
+    outputs: Outputs = {"y": (q.shape, q.dtype)}
+    return Launch(
+        kernel=KERNEL,
+        inputs=inputs,
+        outputs=outputs,
+        values=constants,
+        blocks=(heads // together, rows, 1),
+        bytes=4 * shares * together * (size + 2),
+        groups=GROUPS,
+        written={"scale": f"{scale * math.log2(math.e)!r}f"},
+    )
+
+
+def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[Execute]:
+    """Return the case of rows of one key, of a few, and of more than a block reads at a time."""
+    rows, capacity = 3, 4 * GROUPS * 256 // size + 3
+    shapes = [(rows, heads, 1, size), (rows, key_heads, capacity, size), (rows, key_heads, capacity, size)]
+    q, keys, values = random_arrays([(shape, dtype) for shape in shapes])
+    lengths, scale = mx.array([1, 7, capacity], mx.int32), size**-0.5
+    # What lies behind a row's last key must not matter.
+    behind = mx.arange(capacity)[None, None, :, None] >= lengths[:, None, None, None]
+    unread = [mx.where(behind, mx.array(mx.nan, dtype), x) for x in (keys, values)]
+    exact = [x.astype(mx.float32) for x in (q, keys, values)]
+    return Case(
+        name=f"attention of a token to its row ({heads} heads to {key_heads} of {size}, {dtype})",
+        results=("y",),
+        call=lambda execute: [attention_token(q, unread[0], unread[1], lengths, scale, execute=execute)],
+        truth=lambda: [attention_token_naive(exact[0], exact[1], exact[2], lengths, scale)],
+        bound=BOUNDS[dtype],
+        like=(q, keys, values),
+    )

@@ -1,0 +1,132 @@
+"""Many prompts are continued at once as mlx-lm continues each, whatever their lengths, in however few rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from deltatune.lora import convert_to_lora
+from deltatune.models import batch_decoder
+from deltatune.models.batch_decoder import BatchDecoder, is_covered
+from deltatune.ops.decoding import attention_token, delta_token
+from deltatune.options.config import LoraConfig
+from deltatune.patches import patched
+from deltatune.patches.tables import delta_layers
+from families import VOCABULARY
+
+# One token; many more than the others; and the same twice.
+LENGTHS = (3, 1, 40, 17, 5, 1)
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(0)
+    return [random.integers(1, VOCABULARY, length).tolist() for length in LENGTHS]
+
+
+def by_mlx_lm(model, prompt, tokens=TOKENS):
+    cache, following, found = make_prompt_cache(model), mx.array([prompt]), []
+    for _ in range(tokens):
+        found.append(model(following, cache=cache)[0, -1].argmax().item())
+        following = mx.array([found[-1:]])
+    return found
+
+
+def check_alike(model, prompts, rows=3):
+    model.eval()
+    expected = [by_mlx_lm(model, prompt) for prompt in prompts]
+    with patched():
+        assert BatchDecoder(model, rows, (), TOKENS).run(prompts) == expected
+    return expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
+def test_tokens_are_those_of_mlx_lm(family, tiny_model, prompts):
+    """Of these, olmo_hybrid's convolutions would keep the padding behind a prompt."""
+    model = tiny_model(family)
+    assert is_covered(model)
+    check_alike(model, prompts)
+
+
+def test_adapters_and_packed_weights_count(tiny_model, prompts):
+    model = tiny_model("qwen3_5")
+    nn.quantize(model, 32, 4, class_predicate=lambda _, module: hasattr(module, "to_quantized"))
+    convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
+    adapters = tree_flatten(model.trainable_parameters())
+    keys = mx.random.split(mx.random.key(0), len(adapters))
+    model.update(
+        tree_unflatten([(n, mx.random.normal(x.shape, key=k)) for (n, x), k in zip(adapters, keys, strict=True)])
+    )
+    check_alike(model, prompts[:4])
+
+
+def test_latent_attention_and_other_models_are_not_covered(tiny_model, other_model):
+    assert not is_covered(tiny_model("kimi_linear"))
+    assert not is_covered(other_model("gemma2"))
+
+
+def test_an_answer_ends_at_its_end_token(tiny_model, prompts):
+    model = tiny_model("qwen3_5").eval()
+    expected = [by_mlx_lm(model, prompt, 8) for prompt in prompts]
+    ends = {tokens[3] for tokens in expected}
+    shortened = [next((tokens[:at] for at, token in enumerate(tokens) if token in ends), tokens) for tokens in expected]
+    assert len({len(tokens) for tokens in shortened}) > 1
+    with patched():
+        assert BatchDecoder(model, 2, ends, 8).run(prompts) == shortened
+
+
+def test_the_room_grows_with_the_longest_row(tiny_model, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "LEAST_ROOM", 4)
+    model = tiny_model("qwen3_5").eval()
+    prompts = [[5, 6, 7], [8]]
+    with patched():
+        found = BatchDecoder(model, 2, (), 20).run(prompts)
+    assert found == [by_mlx_lm(model, prompt, 20) for prompt in prompts]
+
+
+def test_long_prompts_are_read_piece_by_piece(tiny_model, prompts, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "PROMPT_TOKENS", dict.fromkeys(("cpu", "cuda", "metal"), 16))
+    check_alike(tiny_model("qwen3_5"), prompts)
+
+
+def test_a_sampler_chooses_by_probabilities(tiny_model, prompts):
+    seen = []
+
+    def least(logprobs):
+        seen.append(np.exp(np.array(logprobs)).sum(axis=-1))
+        return logprobs.argmin(axis=-1)
+
+    model = tiny_model("qwen3_5").eval()
+    with patched():
+        (found,) = BatchDecoder(model, 1, (), 1, least).run(prompts[:1])
+    assert found == [model(mx.array(prompts[:1]))[0, -1].argmin().item()]
+    assert np.abs(np.concatenate(seen) - 1).max() < 1e-4
+
+
+def test_kernels_serve_each_layer_of_the_step(tiny_model, prompts, monkeypatch):
+    """Where a GPU would run kernels, their definitions run here."""
+    calls = []
+
+    def recurrent(layer, arrays):
+        calls.append("delta")
+        return delta_token.delta_token_naive(layer, arrays)
+
+    def attended(q, keys, values, lengths, scale):
+        calls.append("attention")
+        return attention_token.attention_token_naive(q, keys, values, lengths, scale)
+
+    monkeypatch.setattr("deltatune.patches.ON_CPU", delta_layers.PATCHES)
+    monkeypatch.setattr(delta_token, "serves", lambda layer, arrays: True)
+    monkeypatch.setattr(delta_token, "delta_token", recurrent)
+    monkeypatch.setattr(attention_token, "serves", lambda *arrays: True)
+    monkeypatch.setattr(attention_token, "attention_token", attended)
+    model = tiny_model("qwen3_5")
+    check_alike(model, prompts)
+    layers = ["delta" if layer.is_linear else "attention" for layer in model.layers]
+    # The step is traced once, and calls them once a layer.
+    assert calls == layers
