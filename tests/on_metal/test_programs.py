@@ -235,7 +235,8 @@ def test_the_selftest_passes(selftest):
 
 def test_the_demo_runs_to_its_end(selftest):
     _, found = selftest
-    assert set(found["kernels"]) == GATED_DELTA | ATTENTION
+    # Its questions are answered many at once.
+    assert set(found["kernels"]) == GATED_DELTA | ATTENTION | {"delta_token", "attention_token"}
     assert "mlx_lm.load reads the adapter; 3 of 3 answers are the same." in found["said"]
 
 

@@ -292,6 +292,20 @@ def test_what_cannot_be_said_is_listed(text, line, file):
     assert isinstance(yaml.safe_load(translation.text), dict)
 
 
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("", "[0.0001, UPDATES - WARMUP], warmup: WARMUP}; WARMUP is 0.03 of UPDATES, at most 100"),
+        ("warmup_ratio: 0.1", "warmup: WARMUP}; WARMUP is 0.1 of UPDATES"),
+        ("warmup_steps: 7", "[0.0001, UPDATES - 7], warmup: 7}"),
+        ("warmup_steps: 0", "[0.0001, UPDATES], warmup: 0}"),
+    ],
+)
+def test_a_schedule_whose_length_is_not_known_is_said_in_words(text, end, file):
+    translation = translate(file("a.yaml", f"base_model: x\nlearning_rate: 1e-4\n{text}"))
+    assert any(line.endswith(end) for line in translation.unsaid), translation.unsaid
+
+
 def test_a_rate_that_llama_factory_does_not_name_is_transformers_own(file):
     translation = translate(file("a.yaml", "model_name_or_path: x\nmax_steps: 10"))
     assert yaml.safe_load(translation.text)["lr_schedule"]["arguments"] == [5e-5, 0.0, 10]

@@ -35,12 +35,20 @@ class Rate:
         """Return the updates that warm up; None where that depends on a length that is not known."""
         if self.warmup is not None:
             return self.warmup
-        share, most = self.unsaid_warmup if self.warmup_share is None else (self.warmup_share, None)
+        share, most = self._share()
         if not share:
             return 0
         if total is None:
             return None
         return math.ceil(total * share) if most is None else min(int(total * share), most)
+
+    def warmup_word(self) -> str:
+        """Say what the updates that warm up are where the length is not known."""
+        share, most = self._share()
+        return f"WARMUP is {share:.3g} of UPDATES{'' if most is None else f', at most {most}'}"
+
+    def _share(self) -> tuple[float, int | None]:
+        return self.unsaid_warmup if self.warmup_share is None else (self.warmup_share, None)
 
 
 @dataclass
@@ -132,12 +140,13 @@ class Draft:
             cosine = [peak, steps, rate.floor * peak] if rate.floor else [peak, steps]
             arguments = [peak, 0.0, steps] if name == "linear_schedule" else cosine
             return {"lr_schedule": {"name": name, "arguments": arguments} | ({"warmup": warmup} if warmup else {})}
-        steps_word = "UPDATES - WARMUP"
+        steps_word = "UPDATES - WARMUP" if warmup is None else f"UPDATES - {warmup}" if warmup else "UPDATES"
         written = f"[{peak}, 0.0, {steps_word}]" if name == "linear_schedule" else f"[{peak}, {steps_word}]"
         self.unsaid.append(
             f"the {rate.schedule} schedule: its length is epochs * rows / (batch_size * grad_accumulation_steps) "
             f"updates, and the rows are not known here. In place of learning_rate: lr_schedule: {{name: {name}, "
             f"arguments: {written}, warmup: {'WARMUP' if warmup is None else warmup}}}"
+            f"{f'; {rate.warmup_word()}' if warmup is None else ''}"
         )
         return {"learning_rate": peak}
 
