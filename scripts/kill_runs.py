@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/train/test_kills.py", "tests/train/test_peers.py")
+TESTS = ("tests/train/saved/test_kills.py", "tests/train/ending/test_peers.py")
 KINDS = 6
 
 

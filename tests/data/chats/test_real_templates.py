@@ -138,7 +138,9 @@ def tokenizer(request, tokenizers, tmp_path):
     tokenizers("plain")._tokenizer.save_pretrained(folder)
     inner = AutoTokenizer.from_pretrained(folder)
     inner.add_tokens(SPECIAL[request.param])
-    inner.chat_template = (Path(__file__).parent / "templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
+    inner.chat_template = (Path(__file__).parents[1] / "templates" / f"{request.param}.jinja").read_text(
+        encoding="utf-8"
+    )
     inner.save_pretrained(folder)
     names = ENDS.get(request.param, ["<|im_end|>", "<|endoftext|>"])
     inner = AutoTokenizer.from_pretrained(folder, eos_token=names[0])

@@ -50,7 +50,7 @@ def qwen(tokenizers, tmp_path):
     inner = tokenizers("thinking")._tokenizer
     folder = tmp_path / "tokenizer"
     inner.save_pretrained(folder)
-    template = Path(__file__).parent / "templates" / "qwen3_5.jinja"
+    template = Path(__file__).parents[1] / "templates" / "qwen3_5.jinja"
     (folder / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
     return load(folder)
 
