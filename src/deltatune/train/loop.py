@@ -107,9 +107,9 @@ class Trainer:
         weights: LayerWeights | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
-        given = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
+        from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
-        return cls(*given, world=run.world, screen=screen, folder=folder, weights=weights, **more)
+        return cls(*from_run, world=run.world, screen=screen, folder=folder, weights=weights, **more)
 
     def run(self, *, checkpoints: Checkpoints | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.

@@ -331,9 +331,9 @@ class Step:
             parameters, parts, norm = self._update(parameters, gradients, loss, weight)
             self._replace(parameters, parts)
             return norm, None
-        rest, _ = self._active.split(parameters)
-        rest, parts, norm, experts = self._update(rest, gradients, loss, weight)
-        self._replace(rest, parts)
+        others, _ = self._active.split(parameters)
+        others, parts, norm, experts = self._update(others, gradients, loss, weight)
+        self._replace(others, parts)
         return norm, ExpertGradients(*experts)
 
     def finish_update(self, experts: ExpertGradients) -> None:

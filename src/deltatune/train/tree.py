@@ -34,14 +34,14 @@ class Place:
 
 def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
     """Return the places of the arrays at dotted `paths` of a tree or module."""
-    found = {}
+    by_path = {}
     for path in paths:
         *names, last = path.split(".")
         container = tree
         for name in names:
             container = container[int(name) if isinstance(container, (list, tuple)) else name]
-        found[path] = Place(container, int(last) if isinstance(container, list) else last)
-    return found
+        by_path[path] = Place(container, int(last) if isinstance(container, list) else last)
+    return by_path
 
 
 # The dtypes of numbers of four bytes.

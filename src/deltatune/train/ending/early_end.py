@@ -164,10 +164,10 @@ class Ending:
     def _message(self, dead: list[int]) -> str:
         ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"
         folder = self._outputs.state.parent
-        found = state.peek(self._outputs.state)
+        progress = state.peek(self._outputs.state)
         saved = f"no state was saved yet in {folder}, so the same command starts from the beginning"
-        if found is not None:
-            saved = f"the state after iteration {found.iteration} is saved in {folder}"
+        if progress is not None:
+            saved = f"the state after iteration {progress.iteration} is saved in {folder}"
             saved += ". Run the same command with --resume to continue"
         return (
             f"{ended} of {self._world.size} ended before the run did: killed, out of memory, or its machine is gone. "

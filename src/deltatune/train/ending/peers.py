@@ -103,14 +103,14 @@ class Peers:
     def _exchange(self) -> list[tuple[int, int, list[str]]]:
         """Return every rank's secret number, port, and the addresses at which it may be reached."""
         host = socket.gethostname()
-        own = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
-        room = int(self._world.largest(len(own)))
-        padded = mx.array(list(own.ljust(room)), mx.uint8)
-        found = []
+        introduction = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
+        room = int(self._world.largest(len(introduction)))
+        padded = mx.array(list(introduction.ljust(room)), mx.uint8)
+        listeners = []
         for text in self._world.gather(padded).tolist():  # type: ignore[union-attr]
             secret, port, name, addresses = json.loads(bytes(text))  # type: ignore[arg-type]
-            found.append((secret, port, ["127.0.0.1", *addresses] if name == host else addresses))
-        return found
+            listeners.append((secret, port, ["127.0.0.1", *addresses] if name == host else addresses))
+        return listeners
 
     def _call(self, rank: int, listener: tuple[int, int, list[str]]) -> None:
         """Connect to a lower rank; its answer shows that no other program listens at that address and port."""
@@ -197,10 +197,10 @@ class Peers:
 
 def _exactly(link: socket.socket, size: int) -> bytes:
     """Receive `size` bytes, or fewer if the other side closes the connection."""
-    found = b""
-    while len(found) < size and (more := link.recv(size - len(found))):
-        found += more
-    return found
+    received = b""
+    while len(received) < size and (more := link.recv(size - len(received))):
+        received += more
+    return received
 
 
 def _keep_alive(link: socket.socket) -> None:
@@ -216,11 +216,11 @@ def _keep_alive(link: socket.socket) -> None:
 
 def _addresses() -> list[str]:
     """Return the IPv4 addresses at which other machines may reach this one; those that the launcher uses come first."""
-    found = environment.launched_addresses()
+    addresses = environment.launched_addresses()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket only chooses the network interface; nothing is sent.
         probe.connect((environment.launched_host() or "10.255.255.255", 9))
-        found.append(probe.getsockname()[0])
+        addresses.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys(address for address in found if not address.startswith("127.")))
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys(address for address in addresses if not address.startswith("127.")))

@@ -15,10 +15,10 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
         sums: As many sums, then how many answers each is the sum of. A figure of no answer is left out.
     """
     counts = sums[len(names) :]
-    found = {name: value / count for name, value, count in zip(names, sums, counts, strict=False) if count}
-    if "rewards/chosen" in found and "rewards/rejected" in found:
-        found[MARGINS] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+    by_name = {name: value / count for name, value, count in zip(names, sums, counts, strict=False) if count}
+    if "rewards/chosen" in by_name and "rewards/rejected" in by_name:
+        by_name[MARGINS] = by_name["rewards/chosen"] - by_name["rewards/rejected"]
+    return by_name
 
 
 def line(record: Mapping[str, float], prefix: str = "") -> str:

@@ -33,8 +33,8 @@ def chunked_token_losses(
         if not images or "counted" not in images[0]:
             return linear_token_losses(head, hidden, targets)
         at = images[0]["counted"]
-        found = linear_token_losses(head, hidden.reshape(-1, hidden.shape[-1])[at], targets.reshape(-1)[at])
-        return mx.put_along_axis(mx.zeros(targets.size), at, found, axis=0).reshape(targets.shape)
+        counted_losses = linear_token_losses(head, hidden.reshape(-1, hidden.shape[-1])[at], targets.reshape(-1)[at])
+        return mx.put_along_axis(mx.zeros(targets.size), at, counted_losses, axis=0).reshape(targets.shape)
 
     return losses
 

@@ -64,20 +64,20 @@ def fill(
     facts = {**facts, "seed": config.seed if config.from_scratch else None}
     path = Path(config.adapter_path) / "reference" / f"{_digest(parts, facts)}.safetensors"
     shapes = {name: (len(preferences), 2) for name, (_, preferences) in parts.items()}
-    kept = _read(path, shapes) if world.main else None
-    found = bool(world.sum_numbers(float(kept is not None))[0])
+    stored = _read(path, shapes) if world.main else None
+    was_stored = bool(world.sum_numbers(float(stored is not None))[0])
     values: dict[str, mx.array] = {}
     for name, (order, preferences) in parts.items():
-        mine = kept[name] if kept is not None else mx.zeros(shapes[name])
-        if not found:
+        mine = stored[name] if stored is not None else mx.zeros(shapes[name])
+        if not was_stored:
             mine = _log_probabilities(model, trained.token_losses, order, *shapes[name])
         values[name] = world.sum(mine)
         for preference, reference in zip(preferences, np.array(values[name]), strict=True):
             preference.reference[:] = reference
     count = sum(len(preferences) for _, preferences in parts.values())
-    how = f"read from {path}" if found else f"computed once and kept in {path}"
+    how = f"read from {path}" if was_stored else f"computed once and kept in {path}"
     screen.say(f"Reference log-probabilities of {count:,} preferences: {how}.")
-    return partial(_keep, path, values, found)
+    return partial(_keep, path, values, was_stored)
 
 
 def _keep(path: Path, values: dict[str, mx.array], found: bool) -> None:
@@ -115,11 +115,11 @@ def _log_probabilities(model: nn.Module, token_losses: TokenLosses, order: Batch
         return answers_of(losses, weights, preferences).policy
 
     compiled_policy = compiled(policy, [model.state])
-    found = np.zeros(shape, np.float32)
+    log_probabilities = np.zeros(shape, np.float32)
     with evaluating(model):
         for batch in order.epoch():
             assert batch.preferences is not None
             values = np.array(compiled_policy(arrays(batch)))
             numbers = batch.preferences.numbers
-            found[numbers[numbers >= 0]] = values[numbers >= 0]
-    return mx.array(found)
+            log_probabilities[numbers[numbers >= 0]] = values[numbers >= 0]
+    return mx.array(log_probabilities)

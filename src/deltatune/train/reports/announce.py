@@ -83,7 +83,7 @@ def nothing_to_resume(config: TrainConfig) -> str:
     """Return the line of a run that was given --resume and found no state; it names runs beside its folder."""
     folder = Path(config.adapter_path)
     parent = folder.parent
-    beside = [each for each in parent.iterdir() if exists(state_path(each))] if parent.is_dir() else []
+    beside = [other for other in parent.iterdir() if exists(state_path(other))] if parent.is_dir() else []
     line = f"Note: there is nothing to resume in {folder}: training starts from the beginning."
     if not beside:
         return line
@@ -102,13 +102,13 @@ def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
             f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration} iterations, and "
             f"{flag} is {number}. To train further, give {flag} a larger number."
         ]
-    found = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
+    lines = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
     if progress.ranks not in (None, world.size):
-        found.append(
+        lines.append(
             f"The number of ranks is {world.size}; it was {progress.ranks} when the state was saved. The batches stay "
             "the same; sums are rounded in another order, and dropout draws other numbers."
         )
-    return found
+    return lines
 
 
 def facts(
@@ -197,8 +197,8 @@ def _stored_numbers(model: nn.Module) -> int:
     """Count the numbers of the model; a quantized weight counts as the numbers that it encodes."""
 
     def count(module: Any) -> int:
-        own = {key: leaf for key, leaf in module.items() if hasattr(leaf, "size") and not key.startswith("_")}
-        sizes = {key: leaf.size for key, leaf in own.items()}
+        arrays = {key: leaf for key, leaf in module.items() if hasattr(leaf, "size") and not key.startswith("_")}
+        sizes = {key: leaf.size for key, leaf in arrays.items()}
         if is_quantized(module):
             sizes |= {"weight": sizes["scales"] * quantization(module)["group_size"], "scales": 0, "biases": 0}
         return sum(sizes.values())

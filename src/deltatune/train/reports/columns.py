@@ -124,14 +124,14 @@ class Columns:
         return [heading, row]
 
     def _chosen(self, width: int) -> tuple[Column, ...]:
-        kept: list[str] = []
+        fitting: list[str] = []
         by_name = {column.name: column for column in _COLUMNS}
         for name in _WANTED:
             column = by_name[name]
             if (column.always or name in self._seen) and column.width <= width:
-                kept.append(name)
+                fitting.append(name)
                 width -= column.width
-        return tuple(column for column in _COLUMNS if column.name in kept)
+        return tuple(column for column in _COLUMNS if column.name in fitting)
 
     def _row(self, record: Record, chosen: Sequence[Column], best: bool) -> Text:
         evaluated = "val_loss" in record

@@ -92,8 +92,8 @@ def described(path: Path) -> dict[str, Any]:
     """Return what the report in `path` says of its run: its fields by name, and `iterations`; {} if it says nothing."""
     # It stands in the first lines, before anything that a run wrote.
     with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
-        found = _RUN.search(file.read(1 << 16))
-        return {} if found is None else dict(json.loads(html.unescape(found[1])))
+        described_run = _RUN.search(file.read(1 << 16))
+        return {} if described_run is None else dict(json.loads(html.unescape(described_run[1])))
     return {}
 
 

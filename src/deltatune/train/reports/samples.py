@@ -120,14 +120,14 @@ class Samples:
         Returns:
             The `prompt` and the `answer` of each, or None if `ended` ended it.
         """
-        found = []
+        answers = []
         with inferring(self._loaded.model):
             for prompt in self.prompts:
                 answer = self._answer(prompt, ended)
                 if answer is None:
                     return None
-                found.append({"prompt": prompt.text, "answer": answer})
-        return found
+                answers.append({"prompt": prompt.text, "answer": answer})
+        return answers
 
     def _answer(self, prompt: Prompt, ended: Callable[[], bool]) -> str | None:
         """Return the answer to a prompt, by the way that `deltatune generate` goes; None if `ended` ended it."""
@@ -154,9 +154,9 @@ class Samples:
             ending.check()
             return ending.stop.asked and world.size == 1
 
-        found: list[list[dict[str, str]] | None] = []
-        world.do_on_main(lambda: found.append(self.answers(ended)), "answer sample_prompts")
-        return found[0] if found else []
+        of_main: list[list[dict[str, str]] | None] = []
+        world.do_on_main(lambda: of_main.append(self.answers(ended)), "answer sample_prompts")
+        return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:
         """Return the prompt of an entry, or those of the file that it names."""

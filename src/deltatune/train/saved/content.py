@@ -52,9 +52,9 @@ def weights_digest(model: nn.Module, config: TrainConfig, weights: LayerWeights 
     model that trains from scratch. The seed, one of the options that a continuation must share, determines those.
     """
     drawn = set() if config.fine_tune_type == "full" else {name for name, _ in leaves(model.trainable_parameters())}
-    given = [(name, leaf) for name, leaf in sorted(leaves(model.parameters())) if name not in drawn]
+    loaded = [(name, leaf) for name, leaf in sorted(leaves(model.parameters())) if name not in drawn]
     digest = xxhash.xxh3_128()
-    for name, leaf in [] if config.from_scratch else given:
+    for name, leaf in [] if config.from_scratch else loaded:
         digest.update(name.encode())
         array = leaf if weights is None else weights.numbers(name, leaf)
         numbers: Any = array.reshape(-1).view(mx.uint8)

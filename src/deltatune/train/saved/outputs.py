@@ -117,9 +117,9 @@ class Outputs:
         keep = self._config.keep
         if keep is None:
             return
-        found = [(int(match[1]), file) for file in self.directory.iterdir() if (match := _COPY.fullmatch(file.name))]
+        copies = [(int(match[1]), file) for file in self.directory.iterdir() if (match := _COPY.fullmatch(file.name))]
         try:
-            for number, file in sorted(found)[: max(len(found) - keep, 0)]:
+            for number, file in sorted(copies)[: max(len(copies) - keep, 0)]:
                 if number != newest or not keep:
                     file.unlink(missing_ok=True)
         except OSError as error:

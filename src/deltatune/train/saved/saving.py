@@ -162,8 +162,8 @@ class Saving:
             mine = {key: self._share(leaf) for key, leaf in window.items()}
             sums = Sums(**state.unpack("window", self._parted(self.sums)._asdict(), mine, path))
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
-            kept = window if self._world.main else {}
-            self._start = _Start(dataclasses.replace(progress), kept)
+            ours = window if self._world.main else {}
+            self._start = _Start(dataclasses.replace(progress), ours)
         mx.eval(self._model.parameters(), self._optimizer.state, self.sums)
         return lines
 

@@ -118,17 +118,17 @@ class Bundles:
     def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
         """Return `tree` with bundles in place of their members; `joined` gives the bundles if they exist already."""
         flat = dict(leaves(tree))
-        rest = [(path, leaf) for path, leaf in flat.items() if path not in self.members]
+        alone = [(path, leaf) for path, leaf in flat.items() if path not in self.members]
         together = [bundle.join(flat) for bundle in self.all] if joined is None else list(joined)
-        separate: Any = tree_unflatten(rest) if rest else {}
+        separate: Any = tree_unflatten(alone) if alone else {}
         return separate | {TOGETHER: together} if together else separate
 
     def part(self, tree: Any, used: bool = False) -> Any:
         """Undo join() without a copy; with `used`, the parameters have the dtypes in which the model uses them."""
-        rest = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
+        members = [(path, leaf) for path, leaf in leaves(tree) if not path.startswith(f"{TOGETHER}.")]
         for bundle, joined in zip(self.all, tree.get(TOGETHER, []), strict=True):
-            rest += zip(bundle.paths, bundle.used(joined) if used else bundle.part(joined), strict=True)
-        return tree_unflatten(rest)
+            members += zip(bundle.paths, bundle.used(joined) if used else bundle.part(joined), strict=True)
+        return tree_unflatten(members)
 
     def join_gradients(self, gradients: Any, parameters: Any) -> Any:
         """Join the gradients of what `part` gave for `parameters` with `used`, in the dtypes of `parameters`."""

@@ -73,8 +73,8 @@ class ActiveExperts:
     def split(self, tree: Any) -> tuple[Any, dict[str, mx.array]]:
         """Return the tree without expert parameters, and the expert parameters by path."""
         flat = leaves(tree)
-        rest = [(path, leaf) for path, leaf in flat if path not in self.paths]
-        return tree_unflatten(rest) if rest else {}, {path: leaf for path, leaf in flat if path in self.paths}
+        others = [(path, leaf) for path, leaf in flat if path not in self.paths]
+        return tree_unflatten(others) if others else {}, {path: leaf for path, leaf in flat if path in self.paths}
 
     def touched(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return which experts have a gradient other than zero: [E] bool, by layer."""

@@ -53,8 +53,8 @@ _SETTINGS: dict[str, tuple[Any, Range | None]] = {
 def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
     """Raise UserError for a setting of an optimizer, or an argument of a schedule, that it cannot have."""
     hint, limits = _SETTINGS.get(f"{owner}.{name}") or _SETTINGS.get(name, (Any, None))
-    found = checked(value, hint, {"range": limits}, where)
-    if isinstance(found, list) and len(found) != 2:
+    setting = checked(value, hint, {"range": limits}, where)
+    if isinstance(setting, list) and len(setting) != 2:
         raise UserError(f"{where}: expected a list of 2 numbers, got {short(value)}.")
 
 
