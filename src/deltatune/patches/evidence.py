@@ -181,10 +181,10 @@ def _file_digest(module: ModuleType) -> str:
 @functools.cache
 def _machine() -> str:
     """What every check depends on: MLX's library, deltatune's operators and records, and the machine."""
-    own = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]
     core = Path(str(mx.__file__))
     files = [core, *core.parent.glob("lib/libmlx.*")]
-    files += sorted(file for part in ("ops", "patches") for file in (own / part).rglob("*.py"))
+    files += sorted(file for part in ("ops", "patches") for file in (package / part).rglob("*.py"))
     about = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     device = mx.device_info()
     return "\n".join([*about, str(device.get("device_name", "")), platform.machine(), platform.node()])

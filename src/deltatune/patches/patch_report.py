@@ -78,13 +78,13 @@ class PatchReport:
     @property
     def untried(self) -> list[str]:
         """A sentence for each installed version that the records do not name."""
-        found: dict[tuple[str, str], list[tuple[Patch, bool]]] = defaultdict(list)
+        by_version: dict[tuple[str, str], list[tuple[Patch, bool]]] = defaultdict(list)
         for applied in self.applied:
-            found[applied.patch.package, applied.version].append((applied.patch, True))
+            by_version[applied.patch.package, applied.version].append((applied.patch, True))
         for left in self.left_alone:
-            found[left.patch.package, left.version].append((left.patch, False))
+            by_version[left.patch.package, left.version].append((left.patch, False))
         lines = []
-        for (package, version), patches in found.items():
+        for (package, version), patches in by_version.items():
             new = [(patch, behaves) for patch, behaves in patches if not contains(patch.tried, version)]
             if new:
                 known = latest([patch.tried for patch, _ in new])

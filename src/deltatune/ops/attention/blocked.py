@@ -121,11 +121,11 @@ def _forward(
         share = mx.zeros(y.shape[:4] if part.shared else (0,), mx.float32)
         for block in part.blocks():
             rows = part.rows(0, block, (y,))
-            weights, own = part.weights(rows, block)
+            weights, block_shares = part.weights(rows, block)
             result = part.unfolded(part.folded(weights) @ part.v[..., block.low : block.high, :], block)
-            if own is not None:
-                share[..., block.first : block.last] = own
-                result = result * own[..., None]
+            if block_shares is not None:
+                share[..., block.first : block.last] = block_shares
+                result = result * block_shares[..., None]
             y[..., block.first : block.last, :] = result.astype(q.dtype)
         ys.append(y)
         shares.append(share)
@@ -149,23 +149,23 @@ def _backward(
         dsinks = mx.zeros(part.sinks.shape)
         for block in part.blocks():
             keys, before = slice(block.low, block.high), (dq, dk, dv)
-            rows, dy_rows, *own = (part.rows(i, block, before) for i in range(len(along)))
+            rows, dy_rows, *share_rows = (part.rows(i, block, before) for i in range(len(along)))
             weights, _ = part.weights(rows, block)
-            dy_rows = part.folded(dy_rows * own[0] if own else dy_rows)
+            dy_rows = part.folded(dy_rows * share_rows[0] if share_rows else dy_rows)
             weights, dweights = part.folded(weights), dy_rows @ part.v[..., keys, :].swapaxes(-1, -2)
             delta = (weights * dweights).sum(axis=-1, keepdims=True)
-            if own:
+            if share_rows:
                 unfolded = part.unfolded(delta, block)
-                dsinks = dsinks - (unfolded * (1.0 - own[0])).sum(axis=(0, 3, 4))
-                delta = part.folded(unfolded * own[0])
+                dsinks = dsinks - (unfolded * (1.0 - share_rows[0])).sum(axis=(0, 3, 4))
+                delta = part.folded(unfolded * share_rows[0])
             dscores = weights * (dweights - delta)
             dq[..., block.first : block.last, :] = part.unfolded(dscores @ part.k[..., keys, :], block) * options.scale
             rows = part.folded(rows) * options.scale
             dk[..., keys, :] = mx.addmm(dk[..., keys, :], dscores.swapaxes(-1, -2), rows)
             dv[..., keys, :] = mx.addmm(dv[..., keys, :], weights.swapaxes(-1, -2), dy_rows)
-        for found, result in zip(results, (dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks), strict=True):
-            found.append(result)
-    dq, dk, dv = (_joined(found, x.shape) for found, x in zip(results, (q, k, v), strict=False))
+        for of_parts, result in zip(results, (dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks), strict=True):
+            of_parts.append(result)
+    dq, dk, dv = (_joined(of_parts, x.shape) for of_parts, x in zip(results, (q, k, v), strict=False))
     return dq, dk, dv, mx.concatenate([x.reshape(-1) for x in results[3]]).reshape(-1, q.shape[1]).sum(axis=0)
 
 
@@ -263,24 +263,24 @@ class _Part:
             Booleans for the block's keys from index `start` on, or None if all of those are visible; and `start`. All
             keys before it are visible.
         """
-        ahead, found = self.k.shape[3] - self.queries[0].shape[3], []
+        ahead, conditions = self.k.shape[3] - self.queries[0].shape[3], []
         windowed = self.options.window is not None and block.low < block.last + ahead - self.options.window
         # Causality alone can only hide keys at the positions of the block's own queries.
         start = 0 if windowed or self.segments is not None else max(0, block.first + ahead - block.low)
         position = mx.arange(block.first + ahead, block.last + ahead)[:, None]
         keys = mx.arange(block.low + start, block.high)[None]
         if self.options.causal and block.high > block.first + ahead + 1:
-            found.append(keys <= position)
+            conditions.append(keys <= position)
         if self.options.window is not None and windowed:
-            found.append(keys > position - self.options.window)
+            conditions.append(keys > position - self.options.window)
         if self.segments is not None:
             of_rows = self.segments[..., block.first + ahead : block.last + ahead]
             of_keys = self.segments[..., block.low + start : block.high]
-            found.append(of_rows[..., :, None] == of_keys[..., None, :])
-        if not found:
+            conditions.append(of_rows[..., :, None] == of_keys[..., None, :])
+        if not conditions:
             return None, start
-        visible = found[0]
-        for other in found[1:]:
+        visible = conditions[0]
+        for other in conditions[1:]:
             visible = visible & other
         return visible, start
 

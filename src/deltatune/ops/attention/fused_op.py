@@ -93,9 +93,9 @@ def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Funct
     """Return f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
 
     def operands(arrays: Sequence[mx.array]) -> Operands:
-        rest = list(arrays[3:])
-        sinks = rest.pop(0) if options.with_sinks else None
-        starts, ends = rest if options.segmented else (None, None)
+        extra = list(arrays[3:])
+        sinks = extra.pop(0) if options.with_sinks else None
+        starts, ends = extra if options.segmented else (None, None)
         return Operands(arrays[0], arrays[1], arrays[2], sinks, starts, ends)
 
     inputs = 3 + options.with_sinks + 2 * options.segmented

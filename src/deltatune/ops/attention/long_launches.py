@@ -51,7 +51,7 @@ def keys(
     parts = _parts(options, x, _KEYS, of_keys=True)
     if len(parts) == 1:
         return execute(fused.keys(options, x, *read, machine))
-    ahead, found = x.k.shape[2] - x.q.shape[2], []
+    ahead, of_parts = x.k.shape[2] - x.q.shape[2], []
     for first, last in parts:
         # Queries before the first key of the part do not see it; those after the part see its keys.
         unseen = max(0, first - ahead) if options.causal else 0
@@ -62,8 +62,8 @@ def keys(
         dy, sums, delta = (each[:, :, unseen:] for each in read)
         launch = fused.keys(options, part, dy, sums, delta, machine)
         tiles = -(-(last - first) // TILE)
-        found.append([each[:, :, : last - first] for each in execute(_with_tiles(launch, tiles))])
-    return [mx.concatenate(list(each), axis=2) for each in zip(*found, strict=True)]
+        of_parts.append([each[:, :, : last - first] for each in execute(_with_tiles(launch, tiles))])
+    return [mx.concatenate(list(each), axis=2) for each in zip(*of_parts, strict=True)]
 
 
 def _with_tiles(launch: Launch, tiles: int) -> Launch:
@@ -81,15 +81,15 @@ def _by_rows(
     parts = _parts(options, x, products)
     if len(parts) == 1:
         return launch(x, slice(None))
-    found = []
+    of_parts = []
     for first, last in parts:
         seen = x.k.shape[2] - x.q.shape[2] + last if options.causal else x.k.shape[2]
         k, v = x.k[:, :, :seen], x.v[:, :, :seen]
         starts = None if x.starts is None else x.starts[:, :seen]
         ends = None if x.ends is None else mx.minimum(x.ends[:, :seen], seen)
         rows = slice(first, last)
-        found.append(launch(Operands(x.q[:, :, rows], k, v, x.sinks, starts, ends), rows))
-    return [mx.concatenate(list(each), axis=2) for each in zip(*found, strict=True)]
+        of_parts.append(launch(Operands(x.q[:, :, rows], k, v, x.sinks, starts, ends), rows))
+    return [mx.concatenate(list(each), axis=2) for each in zip(*of_parts, strict=True)]
 
 
 def _parts(options: FusedOptions, x: Operands, products: tuple[int, int], of_keys: bool = False) -> list[Part]:
@@ -119,11 +119,11 @@ def divided(queries: int, keys: int, causal: bool, window: int, pairs: float, of
         seen = at.astype(float) * (queries if of_keys else keys)
     elif of_keys:
         row = np.arange(length)
-        each = np.minimum(queries - np.maximum(row - ahead, 0), window or keys)
-        seen = np.concatenate([[0.0], np.cumsum(each, dtype=float)])[at]
+        visible_pairs = np.minimum(queries - np.maximum(row - ahead, 0), window or keys)
+        seen = np.concatenate([[0.0], np.cumsum(visible_pairs, dtype=float)])[at]
     else:
-        each = np.minimum(np.arange(length) + ahead + 1, window or keys)
-        seen = np.concatenate([[0.0], np.cumsum(each, dtype=float)])[at]
+        visible_pairs = np.minimum(np.arange(length) + ahead + 1, window or keys)
+        seen = np.concatenate([[0.0], np.cumsum(visible_pairs, dtype=float)])[at]
     count = max(1, int(np.ceil(seen[-1] / pairs)))
     shares = seen[-1] * np.arange(1, count) / count
     cuts = sorted({0, length, *(int(at[place]) for place in np.searchsorted(seen, shares))})

@@ -146,7 +146,7 @@ class _Block:
         result_dtype = promoted(x.dtype, scores.dtype)
         dtype = mx.float32 if self.in_fp32 else result_dtype
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), dtype)
-        kept: list[mx.array] = []
+        for_backward: list[mx.array] = []
         for number in range(layout.chunks):
             chunk = layout.chunk(routing, number, [total] if number else [])
             matrices = [p.unpacked_matrices(chunk.experts) for p in readers.projections]
@@ -154,13 +154,13 @@ class _Block:
             hidden = self.activation(*inner.outputs)
             low_rank = down.low_rank(hidden, chunk)
             if self.keeps and isinstance(layout, Sorted):
-                kept += [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
+                for_backward += [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
             y = down.forward(hidden, low_rank, chunk, down.unpacked_matrices(chunk.experts))
             if self.summed:
                 total = layout.add_to_tokens(total, y, chunk, scores)
             else:
                 total = layout.add_to_pairs(total, y * scores_of(scores, chunk).astype(y.dtype), chunk)
-        return [total.astype(result_dtype), *kept]
+        return [total.astype(result_dtype), *for_backward]
 
     def backward(
         self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays, kept: _Arrays

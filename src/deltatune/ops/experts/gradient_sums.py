@@ -60,16 +60,16 @@ class GradientSums:
         chunk: Chunk,
     ) -> None:
         """Add a chunk's part of the gradients of up and gate, as `Readers.backward` returns those of A x."""
-        own: Sequence[mx.array | None] = d_low_ranks
+        d_own_low_ranks: Sequence[mx.array | None] = d_low_ranks
         if self.readers.joined is not None:
-            own, (together,) = [None] * len(d), d_low_ranks
+            d_own_low_ranks, (together,) = [None] * len(d), d_low_ranks
             assert together is not None
             inputs = self.readers.projections[0].adapter_input(rows, chunk.number)
             self._joined = self.layout.add_products(self._joined, together, inputs, chunk)
-        for sums, p, low_rank, each, d_low_rank in zip(
-            self._of_readers, self.readers.projections, low_ranks, d, own, strict=True
+        for sums, p, low_rank, d_output, d_low_rank in zip(
+            self._of_readers, self.readers.projections, low_ranks, d, d_own_low_ranks, strict=True
         ):
-            self._add(sums, p, rows, low_rank, each, d_low_rank, chunk)
+            self._add(sums, p, rows, low_rank, d_output, d_low_rank, chunk)
 
     def by_projection(self) -> list[_Sums]:
         """Return the gradients of up, of down, and of gate if there is one."""

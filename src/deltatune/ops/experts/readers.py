@@ -51,8 +51,8 @@ class Readers:
         self, rows: mx.array, low_ranks: Sequence[mx.array | None], chunk: Chunk, matrices: Sequence[mx.array | None]
     ) -> list[mx.array]:
         """Return y of each projection [t, m, out], given its unpacked matrices and what `low_ranks` returns."""
-        given = zip(self.projections, low_ranks, matrices, strict=True)
-        return [p.forward(rows, low_rank, chunk, unpacked) for p, low_rank, unpacked in given]
+        operands = zip(self.projections, low_ranks, matrices, strict=True)
+        return [p.forward(rows, low_rank, chunk, unpacked) for p, low_rank, unpacked in operands]
 
     def backward(
         self, d: Sequence[mx.array], chunk: Chunk, matrices: Sequence[mx.array | None]

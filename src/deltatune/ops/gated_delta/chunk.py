@@ -50,8 +50,8 @@ def gated_delta_chunk(
     log_g, beta = effective_gates(log_g, beta, mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    chunking, given = choose_chunking(length, batch * value_heads, k.shape[-1]), input_of(q, k, v)
-    forward = _keeping(chunking) if given.compute is None else _differentiable(chunking, given)
+    chunking, inputs = choose_chunking(length, batch * value_heads, k.shape[-1]), input_of(q, k, v)
+    forward = _keeping(chunking) if inputs.compute is None else _differentiable(chunking, inputs)
     y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))

@@ -54,8 +54,8 @@ def gated_delta_fused(
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
     passes = FusedPasses(tiling_of_call, execute, stateful=initial_state is not None, **options)
-    given = input_of(q, k, v)
-    function = recomputing(passes, given) if recomputes() else keeping(passes)
+    inputs = input_of(q, k, v)
+    function = recomputing(passes, inputs) if recomputes() else keeping(passes)
     floats = [log_g.astype(mx.float32), beta.astype(dtype_of_beta(tiling, beta.dtype))]
     floats += [initial_state.astype(mx.float32)] if initial_state is not None else []
     arrays = without_vmap(_NO_VMAP)(q, k, v, *floats, *map(mx.stop_gradient, constants))

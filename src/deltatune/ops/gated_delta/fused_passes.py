@@ -99,12 +99,12 @@ class FusedPasses:
     ) -> list[mx.array]:
         """Run the launch that `describe` returns, which describes it once for all calls with this tiling."""
         key = describe, self.stateful, x.beta.dtype
-        found = tiling.launches.get(key)
-        if found is None:
+        known_launch = tiling.launches.get(key)
+        if known_launch is None:
             launch = describe(tiling, x, *more)
             tiling.launches[key] = launch.on({}), tuple(launch.inputs)
             return self.execute(launch)
-        launch, names = found
+        launch, names = known_launch
         arrays = vars(x)
         for group in more:
             arrays = arrays | group

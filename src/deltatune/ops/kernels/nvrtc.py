@@ -62,9 +62,9 @@ def _library() -> ctypes.CDLL:
     names = {f"libnvrtc.so.{release}": inner for release, (inner, _) in _RELEASES.items()}
     paths = [*names, *nvidia.packaged(names)]
     # A library that is already loaded comes first: MLX links it, so the driver can load the code that it compiles.
-    found = nvidia.library(paths, os.RTLD_NOLOAD) or nvidia.library(paths)
-    if found is not None:
-        return found
+    library = nvidia.library(paths, os.RTLD_NOLOAD) or nvidia.library(paths)
+    if library is not None:
+        return library
     raise RuntimeError(
         f"NVIDIA's runtime compiler was not found: expected one of {', '.join(names)}, which MLX links. "
         "Install deltatune with its CUDA packages: pip install 'deltatune[cuda13]' (or cuda12)."

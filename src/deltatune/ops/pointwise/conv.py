@@ -308,9 +308,9 @@ def _with_mlx(form: _Form, given: dict[str, mx.array]) -> Arrays:
         return [y]
     heads = form.heads
     *normed, values = mx.split(y, [heads.channels, 2 * heads.channels], axis=-1)
-    found = []
+    unit_heads = []
     for rows, factor in zip(normed, (heads.query_factor, heads.key_factor), strict=True):
         rows = rows.reshape(*y.shape[:2], heads.count, heads.size)
         mean = mx.square(rows.astype(mx.float32)).mean(axis=-1, keepdims=True)
-        found.append((factor * rows * mx.rsqrt(mean + heads.eps)).astype(y.dtype))
-    return [*found, values]
+        unit_heads.append((factor * rows * mx.rsqrt(mean + heads.eps)).astype(y.dtype))
+    return [*unit_heads, values]

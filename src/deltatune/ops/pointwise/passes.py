@@ -101,10 +101,10 @@ def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
         return execute(passes.backward(*arrays))
 
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
-        given, d = as_list(primals), as_list(cotangents)
-        fixed = [mx.zeros_like(array) for array in given[len(given) - passes.fixed :]]
-        gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*given, *d)
-        return [*gradients, *passes.parameters(given, d, execute), *fixed]
+        arrays, d = as_list(primals), as_list(cotangents)
+        fixed = [mx.zeros_like(array) for array in arrays[len(arrays) - passes.fixed :]]
+        gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*arrays, *d)
+        return [*gradients, *passes.parameters(arrays, d, execute), *fixed]
 
     forward.vjp(vjp)
     return cast(Callable[..., Arrays], forward)

@@ -57,8 +57,8 @@ def _differentiates_alike(upstream: Function, ours: Function) -> str | None:
     x = mx.array([0.5, 2.0])
 
     def gradient(transform: Function) -> mx.array:
-        found = transform(lambda x: (x**3).sum())(x)
-        return found[1] if isinstance(found, tuple) else found
+        result = transform(lambda x: (x**3).sum())(x)
+        return result[1] if isinstance(result, tuple) else result
 
     return describe_difference([gradient(ours)], [gradient(upstream)], 1e-6, "upstream's gradient")
 
@@ -100,9 +100,9 @@ def _is_window(upstream: Function, ours: Function) -> str | None:
     """Compare the masks of both with the definition of a window."""
     at = mx.arange(6)
     with whole_rows():
-        found = [function(*given) for function in (upstream, ours) for given in ((6,), (6, 0, 3))]
+        actual = [function(*given) for function in (upstream, ours) for given in ((6,), (6, 0, 3))]
     expected = [at[:, None] >= at, (at[:, None] >= at) & (at[:, None] < at + 3)]
-    return describe_difference([mx.squeeze(m) for m in found], 2 * expected, 1e-6, "a causal mask")
+    return describe_difference([mx.squeeze(m) for m in actual], 2 * expected, 1e-6, "a causal mask")
 
 
 def _attends(*more: Any) -> Any:

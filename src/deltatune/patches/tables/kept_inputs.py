@@ -94,7 +94,7 @@ def _attention(upstream: Function) -> Function:
             return upstream(self, x, mask, cache)
         queries, gate = mx.split(mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)), 2, axis=-1)
         keys, values = (
-            mx.unflatten(each(x), -1, (self.num_key_value_heads, -1)) for each in (self.k_proj, self.v_proj)
+            mx.unflatten(projection(x), -1, (self.num_key_value_heads, -1)) for projection in (self.k_proj, self.v_proj)
         )
         queries = self.rope(self.q_norm(queries).swapaxes(1, 2))
         keys = self.rope(self.k_norm(keys).swapaxes(1, 2))

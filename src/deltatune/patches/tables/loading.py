@@ -43,11 +43,11 @@ def _load_weights(upstream: Function) -> Function:
 
 def _loads_alike(upstream: Function, ours: Function) -> str | None:
     """Load the halves of an array into a layer through both."""
-    given = drawn(0, 2, 4, 6)
+    weights = drawn(0, 2, 4, 6)
     layers = nn.Module(), nn.Module()
     for layer, load in zip(layers, (upstream, ours), strict=True):
         layer.weight = mx.zeros((2, 2, 6))
-        load(layer, [("weight", given[:, :2])])
+        load(layer, [("weight", weights[:, :2])])
     return describe_difference([layers[0].weight], [layers[1].weight], 1e-6, "the weights that were given")
 
 

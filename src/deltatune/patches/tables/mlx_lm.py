@@ -41,12 +41,12 @@ def same_update(options: list[dict[str, Any]]) -> Check:
         for shapes in (of_heads, of_channels):
             arrays = [q, k, v, *(0.5 * drawn(3 + at, *shape) for at, shape in enumerate(shapes))]
             for option in options:
-                found, expected = (
+                actual, expected = (
                     results(lambda *x, f=function, o=option: f(*x, use_kernel=False, **o), arrays)
                     for function in (upstream, ours)
                 )
                 difference = describe_difference(
-                    found, expected, 1e-5, f"deltatune's{f' with {option}' if option else ''}"
+                    actual, expected, 1e-5, f"deltatune's{f' with {option}' if option else ''}"
                 )
                 if difference is not None:
                     return difference
@@ -80,11 +80,13 @@ def same_masks(upstream: Function, ours: Function) -> str | None:
     window = causal() & (at[:, None] < at + 3)
     with segments.segments(mx.zeros((1, LENGTH), mx.int32)):
         packed = ours(x, None, None, True), ours(x, None, 3, True)
-    found = [upstream(x, None, None, True), upstream(x, None, 3, True), *packed]
+    actual = [upstream(x, None, None, True), upstream(x, None, 3, True), *packed]
     if upstream(x) != "causal":
         return "it does not return 'causal' for rows without a cache."
     expected = [causal(), window, causal()[None, None], window[None, None]]
-    return describe_difference([mx.squeeze(m) for m in found], [mx.squeeze(m) for m in expected], 1e-6, "a causal mask")
+    return describe_difference(
+        [mx.squeeze(m) for m in actual], [mx.squeeze(m) for m in expected], 1e-6, "a causal mask"
+    )
 
 
 def _conv1d(upstream: Function) -> Function:

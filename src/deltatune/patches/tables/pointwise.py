@@ -84,12 +84,12 @@ def _attention(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if cache is not None or type(self.q_norm) is not nn.RMSNorm:
             return upstream(self, x, mask, cache)
-        found = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
-        if found is None:
+        queries_and_gate = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
+        if queries_and_gate is None:
             return upstream(self, x, mask, cache)
-        queries, gate = found
+        queries, gate = queries_and_gate
         keys, values = (
-            mx.unflatten(each(x), -1, (self.num_key_value_heads, -1)) for each in (self.k_proj, self.v_proj)
+            mx.unflatten(projection(x), -1, (self.num_key_value_heads, -1)) for projection in (self.k_proj, self.v_proj)
         )
         output = mx.fast.scaled_dot_product_attention(
             queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
