@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,39 +13,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.recipes import dictionary
 from deltatune.recipes.translate import translate
 
-AXOLOTL = """
-base_model: Qwen/Qwen3.5-9B
-model_type: AutoModelForCausalLM
-datasets:
-  - {path: mlabonne/FineTome-100k, type: chat_template, split: train, field_messages: dialogue}
-  - {path: ./rows.jsonl, type: alpaca}
-val_set_size: 0.05
-output_dir: out
-adapter: lora
-lora_r: 32
-lora_alpha: 64
-lora_dropout: 0.05
-lora_target_linear: true
-sequence_len: 4096
-sample_packing: true
-wandb_project: cooks
-wandb_entity:
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-max_steps: 300
-optimizer: adamw_bnb_8bit
-lr_scheduler: cosine
-cosine_min_lr_ratio: 0.1
-learning_rate: 2e-4
-warmup_ratio: 0.1
-save_steps: 50
-adam_beta2: 0.95
-bf16: auto
-gradient_checkpointing: true
-weight_decay: 0.01
-deepspeed: zero2.json
-lora_qkv_kernel: true
-"""
+AXOLOTL = Path(__file__).with_name("axolotl.yaml").read_text(encoding="utf-8")
 OF_AXOLOTL = {
     "model": "Qwen/Qwen3.5-9B",
     "hf_dataset": [
