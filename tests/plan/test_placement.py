@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -38,8 +37,7 @@ def test_the_largest_layers_on_the_disk_are_those_in_memory():
 
 def test_what_an_iteration_reads():
     def read(streamed, lowest=0):
-        plan: Any = None
-        return Placement(0, plan, (10,) * 6, lowest, streamed, Path()).read
+        return Placement(0, 0, (1, 1), (10,) * 6, lowest, streamed, Path()).read
 
     # The turning point is read once, and the layer at which the backward pass ends begins the next forward pass.
     assert read((0, 1, 2, 3, 4, 5)) == 100
@@ -47,6 +45,8 @@ def test_what_an_iteration_reads():
     # The backward pass ends above the lowest layers, which the forward pass reads each time.
     assert read((0, 1, 2, 3, 4, 5), lowest=2) == 90
     assert read((0, 1), lowest=2) == 20
+    # Without a backward pass, every pass reads everything.
+    assert read((0, 1, 2), lowest=6) == 30
     assert read((3,)) == 0
     assert read(()) == 0
 

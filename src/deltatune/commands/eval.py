@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -17,7 +18,7 @@ OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns",
     "chat_template_config", "pack", "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
     "prompt_feature", "completion_feature", "chat_feature", "text_feature",
-    "trust_remote_code", "force",
+    "memory", "trust_remote_code", "force",
 )  # fmt: skip
 # Where none is given, evaluate() takes the value with which the adapter was trained.
 _OF_ADAPTER = ("chat_template_config", "min_pixels", "max_pixels", "fps", "video_max_frames")
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     tasks, config = TaskOptions(**given(TaskOptions, arguments)), config_from(arguments)
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
+        if config.memory is not None:
+            raise UserError("--memory: weights do not stay on the disk for --tasks yet; leave one of them out.")
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:
@@ -132,6 +135,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     """
     from ..data.vision.preparation import picture_options
     from ..lora.adapter_files import template_options
+    from ..plan.forward_placement import placed_evaluation
     from ..train.evaluate import say_loss
     from ..train.reports.screen import Screen
     from ..train.setup import ready
@@ -139,8 +143,15 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     variables = template_options(adapter_path, config.chat_template_config) or None
     config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
-    run = ready(config, adapter_path=adapter_path)
+    run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)
     for line in [run.splits.rule, *run.splits.notes]:
         screen.say(line)
-    return say_loss("Test", run, run.splits.test, screen)
+    with contextlib.ExitStack() as stack:
+        weights = None
+        if config.memory is not None:
+            placed = placed_evaluation(run, adapter_path)
+            for fact in placed.placement.said("batch"):
+                screen.say(fact)
+            weights = placed.weights(run, stack)
+        return say_loss("Test", run, run.splits.test, screen, weights)

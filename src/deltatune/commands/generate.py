@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from mimetypes import guess_type
 from pathlib import Path
@@ -18,13 +19,14 @@ from .answering import (
     sampling_of,
     trained_template_options,
 )
-from .flags import add_adapter, add_model, given
+from .flags import add_adapter, add_model, given, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..data.vision.prompt import PromptPictures
     from ..models.load import Loaded
+    from ..train.by_layer.layer_weights import LayerWeights
 
 
 def add(commands: Any) -> None:
@@ -46,6 +48,13 @@ def add(commands: Any) -> None:
     add_sampling(add, GenerateOptions.max_tokens)
     add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
     _add_media(add)
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
+        "for every token, which is slow",
+    )
     add(
         "--verbose",
         type=_true_or_false,
@@ -108,8 +117,6 @@ def generate(options: GenerateOptions) -> str:
 
     from ..data.prompts import prompt_tokens
     from ..models.adapted_base import load_with_adapter
-    from ..models.generate import stream
-    from ..models.vision.generate import stream_with_pictures
     from ..models.vocabulary import check_prompt
     from ..train.dialogue import stopped_at_nan
 
@@ -120,7 +127,10 @@ def generate(options: GenerateOptions) -> str:
     prompt = _prompt(options.prompt)
     trusted = options.trust_remote_code
     check_served(options, media)
-    loaded = load_with_adapter(options.model, options.adapter_path, trust_remote_code=trusted, image=media)
+    bounded = options.memory is not None
+    loaded = load_with_adapter(
+        options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted, image=media
+    )
     check_tokens(options, loaded)
     _add_ends(options, loaded)
     pictures = _pictures(options, loaded) if media else None
@@ -138,16 +148,12 @@ def generate(options: GenerateOptions) -> str:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
-    sampling = sampling_of(options)
-    answer: Iterator[Any]
-    if pictures:
-        answer = stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, options.max_tokens, sampling)
-    else:
-        answer = stream(loaded, tokens, options.max_tokens, sampling)
-    parts, last = [], None
-    for last in stopped_at_nan(answer, loaded):
-        print(last.text, end="", flush=True)
-        parts.append(last.text)
+    answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
+    with contextlib.ExitStack() as stack:
+        weights = _placed(options, loaded, len(tokens), stack) if bounded else None
+        for last in stopped_at_nan(answer, loaded, weights):
+            print(last.text, end="", flush=True)
+            parts.append(last.text)
     print()
     if options.verbose and last is not None:
         print(
@@ -155,6 +161,50 @@ def generate(options: GenerateOptions) -> str:
             f"{last.generation_tps:.1f}/s; peak memory {last.peak_memory:.2f} GB]"
         )
     return "".join(parts)
+
+
+def _answer(
+    options: GenerateOptions, loaded: Loaded, tokens: list[int], pictures: PromptPictures | None
+) -> Iterator[Any]:
+    """Return the pieces of the answer to a prompt of these tokens; each is computed when it is asked for."""
+    from ..models.generate import stream
+    from ..models.vision.generate import stream_with_pictures
+
+    most, sampling = options.max_tokens, sampling_of(options)
+    if pictures:
+        return stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, most, sampling)
+    return stream(loaded, tokens, most, sampling)
+
+
+def _placed(options: GenerateOptions, loaded: Loaded, tokens: int, stack: contextlib.ExitStack) -> LayerWeights | None:
+    """Put the adapter on a model that was loaded lazily, whose layers read their weights until `stack` ends.
+
+    Returns:
+        What they are read from; None where all stay in memory.
+    """
+    import mlx.core as mx
+
+    from ..layers import describe
+    from ..plan.forward_placement import placed_answer
+    from ..train.by_layer.read_layers import reading_calls
+
+    assert options.memory is not None
+    placed = placed_answer(
+        loaded,
+        options.adapter_path,
+        options.memory,
+        tokens,
+        options.max_tokens,
+        trust_remote_code=options.trust_remote_code,
+    )
+    for fact in placed.placement.said("token"):
+        print(fact, file=sys.stderr)
+    weights = placed.of(loaded.model, stack)
+    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory))
+    if weights is not None:
+        layers = [layer.module for layer in describe(loaded.model)]
+        stack.enter_context(reading_calls(layers, weights).watched())
+    return weights
 
 
 def _prompt(text: str) -> str:

@@ -48,15 +48,17 @@ def folder_of(model: str | Path | None, adapter_path: str | None) -> Path:
     return locate(model)
 
 
-def load_with_adapter(model: str | Path | None, adapter_path: str | None, **options: Any) -> Loaded:
+def load_with_adapter(
+    model: str | Path | None, adapter_path: str | None, *, bare: bool = False, **options: Any
+) -> Loaded:
     """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given.
 
-    Where a run trained the whole model, that folder holds the model itself.
+    Where a run trained the whole model, that folder holds the model itself. If `bare`, an adapter is left out.
     """
     if adapter_path and is_trained_checkpoint(Path(adapter_path)):
         return load(Path(adapter_path), **options)
     loaded = load(model, **options)
-    if adapter_path:
+    if adapter_path and not bare:
         load_adapters(loaded.model, adapter_path)
         loaded.model.eval()
     return loaded

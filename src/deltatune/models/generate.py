@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from ..layers import logits_of
 from ..machine.compiling import without_kernels
 from ..patches import patched
 from .load import Loaded
+
+# stream_generate() gives a model so many tokens of a prompt at a time.
+_PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -56,3 +63,19 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
         yield from stream_generate(
             loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampling.sampler()
         )
+
+
+def first_piece(model: nn.Module, tokens: int) -> tuple[int, list[mx.array], list[mx.array]]:
+    """Let a model read the first piece of a prompt, without computing anything.
+
+    Args:
+        model: The model.
+        tokens: How many tokens the prompt has.
+
+    Returns:
+        The number of tokens in the piece, the logits behind it as a list of one array, and what the caches then hold.
+    """
+    piece, cache = min(tokens, _PIECE), make_prompt_cache(model)
+    logits = logits_of(model, mx.zeros((1, piece), mx.int32), cache=cache)[:, -1]
+    held: Any = tree_flatten([each.state for each in cache])
+    return piece, [logits], [array for _, array in held if isinstance(array, mx.array)]

@@ -379,7 +379,6 @@ class TrainConfig:
             "fine_tune_type: full trains them": self.fine_tune_type == "full",
             "from_scratch trains them": self.from_scratch,
             "init: pissa changes them": self.lora_parameters.init == "pissa",
-            f"the loss {self.loss} does not run by layers yet": self.loss != "sft",
         }
         for reason, applies in refused.items():
             if self.memory is not None and applies:

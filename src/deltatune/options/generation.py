@@ -63,10 +63,15 @@ class GenerateOptions(AnswerOptions):
     max_pixels: int | None = _number(None, least=1)
     fps: float | None = _number(None, above=0)
     video_max_frames: int | None = _number(None, least=1)
+    memory: int | None = _number(None, least=1, most=2**63 - 1)
     verbose: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.memory is not None and (self.image or self.video):
+            raise UserError(
+                "--memory: weights do not stay on the disk for --image and --video yet; leave one of them out."
+            )
         if self.ignore_chat_template and self.chat_template_config is not None:
             raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
 

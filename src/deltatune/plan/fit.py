@@ -71,14 +71,14 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: scre
     # Where larger values are searched for, auto may checkpoint every layer.
     searched = _without_choice(run.config)
     if choice is None:
-        first = _step(run.model, searched, rows, length, run.splits, layout)
+        first = planned_step(run.model, searched, rows, length, run.splits, layout)
         found = RunForecast(first, limits)
         shown.step(found)
     else:
         found = RunForecast(choice.forecast, limits, checkpoints=str(choice))
         shown.step(found)
         all_again = choice.again == choice.of
-        first = choice.forecast if all_again else _step(run.model, searched, rows, length, run.splits, layout)
+        first = choice.forecast if all_again else planned_step(run.model, searched, rows, length, run.splits, layout)
     values = {}
     for name, value in _searches(run, searched, first, limits, layout):
         values[name] = value
@@ -90,7 +90,7 @@ def _searches(
     run: Run, config: TrainConfig, first: Forecast, limits: DeviceLimits, layout: ArrayLayout
 ) -> Iterator[tuple[str, Largest]]:
     """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
-    planned = partial(_step, splits=run.splits, layout=layout)
+    planned = partial(planned_step, splits=run.splits, layout=layout)
     rows, length, until = first.rows, first.length, time.monotonic() + _SECONDS
 
     def planned_at_rank(rank: int) -> Forecast:
@@ -154,7 +154,7 @@ def check(run: Run, *, force: bool = False) -> Checked:
     try:
         layout = ArrayLayout.measured()
         choice = _choice(run, limits, layout)
-        plan = choice.forecast if choice else _step(run.model, run.config, *shape(run), run.splits, layout)
+        plan = choice.forecast if choice else planned_step(run.model, run.config, *shape(run), run.splits, layout)
     except LayoutError as error:
         line = (
             f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
@@ -183,7 +183,7 @@ def _choice(
     order, (rows, length) = order_of(run.model), shape(run)
 
     def attempt(checkpoints: Checkpoints) -> Forecast:
-        plan = _step(run.model, run.config, rows, length, run.splits, layout, checkpoints)
+        plan = planned_step(run.model, run.config, rows, length, run.splits, layout, checkpoints)
         if tried is not None:
             tried(order.choice(checkpoints, plan))
         return plan
@@ -244,7 +244,7 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
     config = _without_choice(run.config)
 
     def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
-        return _step(run.model, config, rows, length, run.splits, layout)
+        return planned_step(run.model, config, rows, length, run.splits, layout)
 
     words = ""
     if not config.grad_checkpoint or (choice is not None and choice.again < choice.of):
@@ -270,7 +270,7 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
 def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     """A sentence on the option that leaves frozen layers on the disk, if the run would fit with it; else nothing."""
     config, room = dataclasses.replace(run.config, grad_checkpoint=True), limits.bytes
-    if room is None or run.image is not None or run.world.size > 1:
+    if room is None or run.image is not None:
         return ""
     try:
         config = dataclasses.replace(config, memory=room)
@@ -278,7 +278,7 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
         return ""
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
-    peak = _step(run.model, config, *shape(run), run.splits, layout).bytes.amount
+    peak = planned_step(run.model, config, *shape(run), run.splits, layout).bytes.amount
     if left_on_disk(peak, frozen, room) is None:
         return ""
     given = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
@@ -289,7 +289,7 @@ def _bytes(tree: Any) -> int:
     return sum(array.nbytes for _, array in leaves(tree))
 
 
-def _step(
+def planned_step(
     model: nn.Module,
     config: TrainConfig,
     rows: int,

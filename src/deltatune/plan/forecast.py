@@ -12,6 +12,7 @@ import mlx.nn as nn
 from ..models.vision.inputs import ImageShapes
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import without_rule
@@ -53,6 +54,7 @@ class Forecast:
         counts: how many arrays are parameters, gradients and moments; the peak of buffers includes them.
         sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
         unknown: how many primitives of the step have no rule in primitives.py, by kind.
+        products: the matrix products of the step.
         seconds: how long it took to make this plan.
     """
 
@@ -64,6 +66,7 @@ class Forecast:
     counts: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)
+    products: Products = field(default_factory=Products)
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -130,6 +133,7 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> For
         counts,
         sizes,
         without_rule(machine.evaluated),
+        products(machine.evaluated),
     )
 
 

@@ -7,23 +7,31 @@ are in memory at a time, one in use and one that is being read.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import describe
 from ..machine import disk_rate
 from ..models.checkpoint_files import WEIGHTS
+from ..ops.functional import is_floating
 from ..train.by_layer.layer_functions import array_places, lowest_layer
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.stored_weights import StoredWeights
 from ..train.reports.screen import Fact
 from ..train.setup import Run
+from ..train.tree import leaves
+from . import arithmetic
 from .array_layout import ArrayLayout
-from .fit import shape
-from .forecast import Forecast, forecast_step
+from .fit import planned_step, shape
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size
@@ -31,32 +39,38 @@ from .screen import size
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen weights of a run's layers are.
+    """Where the frozen weights of a model's layers are.
 
     Args:
-        memory: what the run may hold, in bytes.
-        plan: the step with all weights in memory and all layers checkpointed.
+        memory: what may be held, in bytes.
+        peak: what is held with all weights in memory, in bytes.
+        tokens: what is computed at once, as rows and tokens of a row.
         layers: the bytes of each layer's frozen weights.
-        lowest: the first layer that the backward pass reaches.
+        lowest: the first layer that a backward pass reaches; their number without one.
         streamed: the positions of the layers that stay on the disk, ascending.
         folder: the folder of the checkpoint.
+        products: the matrix products of a step; None without one.
+        dtype: what they are computed in.
     """
 
     memory: int
-    plan: Forecast
+    peak: int
+    tokens: tuple[int, int]
     layers: tuple[int, ...]
     lowest: int
     streamed: tuple[int, ...]
     folder: Path
+    products: arithmetic.Products | None = None
+    dtype: mx.Dtype = mx.float32
 
     @property
     def bytes(self) -> int:
-        """What the run holds at its peak."""
-        return held(self.plan.bytes.amount, self.layers, self.streamed)
+        """What is held at the peak."""
+        return held(self.peak, self.layers, self.streamed)
 
     @property
     def read(self) -> int:
-        """The bytes that a micro-batch reads.
+        """The bytes that a micro-batch reads, or a forward pass.
 
         The layer at which the passes turn round is read once, and one at which the backward pass ends is there when the
         next forward pass begins with it.
@@ -68,24 +82,45 @@ class Placement:
         once = {self.streamed[-1], self.streamed[0]} if backward == list(self.streamed) else set(backward[-1:])
         return both - sum(self.layers[at] for at in once)
 
-    def said(self) -> list[Fact | str]:
-        """Return what to tell the user; this reads from the disk for a second."""
-        rows = f"{self.plan.rows} x {self.plan.length:,} tokens"
+    @property
+    def shape(self) -> str:
+        """What is computed at once, in words."""
+        rows, length = self.tokens
+        return f"{rows} x {length:,} tokens"
+
+    def said(self, each: str = "iteration") -> list[Fact | str]:
+        """Return what to tell the user; this reads from the disk for a second. Every `each` is a pass."""
         if not self.streamed:
-            text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {rows}; all weights stay in memory"
-            return [Fact("memory", text)]
+            text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}"
+            return [Fact("memory", f"{text}; all weights stay in memory")]
         on_disk = sum(self.layers[at] for at in self.streamed)
         file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
         rate = disk_rate.measured(file)
         memory = (
-            f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {rows}; {len(self.streamed)} of "
+            f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
             f"{len(self.layers)} layers, {size(on_disk)}, stay on the disk"
         )
-        disk = (
-            f"{size(self.read)} read in each iteration, {self.read / rate:.1f} s at the {size(int(rate))} a second "
-            f"measured now; an iteration that computes for longer does not wait"
+        seconds = self.read / rate
+        disk = f"{size(self.read)} read for each {each}, {seconds:.1f} s at the {size(int(rate))} a second measured now"
+        return [Fact("memory", memory), Fact("disk", f"{disk}; {self._hidden(seconds, each)}")]
+
+    def _hidden(self, seconds: float, each: str) -> str:
+        """Say when a pass does not wait for the disk, from which it reads for so many seconds."""
+        words = f"{each}s that compute for longer do not wait"
+        if self.products is None or self.products.largest is None:
+            return words
+        computing = self.products.operations / arithmetic.speed(self.products.largest, self.dtype)
+        tokens = self.tokens[0] * self.tokens[1] * seconds / computing
+        return (
+            f"its matrix products take about {computing:.1f} s, so that the disk is hidden from about "
+            f"{_rounded(tokens):,} tokens an {each} on"
         )
-        return [Fact("memory", memory), Fact("disk", disk)]
+
+
+def _rounded(count: float) -> int:
+    """Return a count with two digits, rounded up."""
+    step = 10 ** max(len(str(int(count))) - 2, 0)
+    return math.ceil(count / step) * step
 
 
 class TooLittleMemoryError(UserError):
@@ -93,11 +128,11 @@ class TooLittleMemoryError(UserError):
 
 
 class Placed(NamedTuple):
-    """A run whose weights have been placed.
+    """A model whose weights have been placed.
 
     Attributes:
         placement: Where they are.
-        lines: What the run's preparation says.
+        lines: What the preparation of a run says.
         stored: Which arrays lie in files.
     """
 
@@ -105,18 +140,22 @@ class Placed(NamedTuple):
     lines: list[str]
     stored: StoredWeights
 
-    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
+    def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
         """Read what stays in memory; return where the layers' weights are read from, or None if all stay.
 
         The files are closed with `stack`.
         """
-        layers = [layer.module for layer in describe(run.model)]
-        weights = LayerWeights(self.stored, run.model, layers, self.placement.streamed)
+        layers = [layer.module for layer in describe(model)]
+        weights = LayerWeights(self.stored, model, layers, self.placement.streamed)
         stack.callback(weights.close)
-        if self.placement.streamed:
-            return weights
-        run.config = dataclasses.replace(run.config, memory=None)
-        return None
+        return weights if self.placement.streamed else None
+
+    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
+        """Return of() for the model of a run, whose option `memory` is left out if all weights stay."""
+        weights = self.of(run.model, stack)
+        if weights is None:
+            run.config = dataclasses.replace(run.config, memory=None)
+        return weights
 
 
 def placed(run: Run) -> Placed:
@@ -133,28 +172,65 @@ def placed(run: Run) -> Placed:
     assert memory is not None
     if run.image is not None:
         raise UserError(f"memory: {run.image}: images do not train with weights on the disk yet; leave memory out.")
-    if run.world.size > 1:
-        raise UserError("memory: weights stay on the disk of one process alone, so far; start a single one.")
     stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
     run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
     stored.find(model)
+    rows, length = shape(run)
+    with refusing_layouts():
+        plan = planned_step(model, config, rows, length, run.splits, ArrayLayout.measured())
+    smaller = "a smaller --batch-size or --max-seq-length"
+    placement = chosen(model, stored, memory, plan.bytes.amount, (rows, length), smaller)
+    placement = dataclasses.replace(placement, products=plan.products, dtype=_most_used_dtype(model))
+    return Placed(placement, lines, stored)
+
+
+def _most_used_dtype(model: nn.Module) -> mx.Dtype:
+    """Return the dtype of most floating-point numbers of a model; those of quantised weights are scales."""
+    numbers: Counter[mx.Dtype] = Counter()
+    for _, array in leaves(model.parameters()):
+        if is_floating(array):
+            numbers[array.dtype] += array.size
+    return max(numbers, key=lambda dtype: numbers[dtype])
+
+
+@contextmanager
+def refusing_layouts() -> Iterator[None]:
+    """Say for the user that the loaded MLX cannot be planned for."""
+    try:
+        yield
+    except LayoutError as error:
+        raise UserError(f"memory: this version of MLX cannot be planned for ({error}); leave memory out.") from error
+
+
+def chosen(
+    model: nn.Module, stored: StoredWeights, memory: int, peak: int, tokens: tuple[int, int], smaller: str
+) -> Placement:
+    """Choose which layers stay on the disk.
+
+    Args:
+        model: the model.
+        stored: which of its arrays lie in files.
+        memory: what may be held, in bytes.
+        peak: what is held with all weights in memory, in bytes.
+        tokens: what is computed at once, as rows and tokens of a row.
+        smaller: what would take less memory, in words.
+
+    Raises:
+        TooLittleMemoryError: it is too little with all layers but two on the disk.
+    """
     layers = describe(model)
     sizes = tuple(
         sum(place.array.nbytes for path, place in array_places(layer.module, f"{layer.path}.") if path in stored.names)
         for layer in layers
     )
-    try:
-        plan = forecast_step(model, config, *shape(run), ArrayLayout.measured())
-    except LayoutError as error:
-        raise UserError(f"memory: this version of MLX cannot be planned for ({error}); leave memory out.") from error
-    streamed = left_on_disk(plan.bytes.amount, sizes, memory)
-    if streamed is None:
-        least = held(plan.bytes.amount, sizes, tuple(range(len(sizes))))
-        raise TooLittleMemoryError(
-            f"memory: {size(memory)} is too little. With all layers on the disk but two, {plan.rows} x "
-            f"{plan.length:,} tokens take {size(least)}; give more, or a smaller --batch-size or --max-seq-length."
-        )
+    streamed = left_on_disk(peak, sizes, memory)
     lowest = lowest_layer(model, [layer.path for layer in layers])
-    placement = Placement(memory, plan, sizes, lowest, streamed, run.loaded.path)
-    return Placed(placement, lines, stored)
+    placement = Placement(memory, peak, tokens, sizes, lowest, streamed or (), stored.path)
+    if streamed is None:
+        least = held(peak, sizes, tuple(range(len(sizes))))
+        raise TooLittleMemoryError(
+            f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
+            f"{size(least)}; give more, or {smaller}."
+        )
+    return placement

@@ -269,6 +269,18 @@ def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
     return machine
 
 
+def simulate_forward(layout: ArrayLayout, given: Any, outputs: Sequence[mx.array]) -> Simulation:
+    """The simulated evaluation of `outputs`, which were not computed, of the tree of arrays `given`."""
+    held = [array for _, array in leaves(given) if isinstance(array, mx.array)]
+    existing = _addresses(layout, held)
+    nodes = read(layout, outputs, existing)
+    machine = Simulation(layout, PACES[backend.device()])
+    machine.add_leaves([*read(layout, held, existing), *_constants(nodes, existing)])
+    phase = _phase("forward", nodes, [])
+    machine.evaluate(phase.order, phase.outputs)
+    return machine
+
+
 def simulate_step(built: TracedStep, layout: ArrayLayout) -> Simulation:
     """The simulated run of the step at the pace of MLX's default device."""
     machine = Simulation(layout, PACES[backend.device()])

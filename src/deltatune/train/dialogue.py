@@ -15,6 +15,7 @@ from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
+from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import refuse_damaged
 from .evaluate import inferring
 
@@ -149,9 +150,12 @@ class Dialogue:
         self.messages = []
 
 
-def stopped_at_nan(answer: Iterator[Any], loaded: Loaded) -> Iterator[Any]:
-    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN."""
+def stopped_at_nan(answer: Iterator[Any], loaded: Loaded, weights: LayerWeights | None = None) -> Iterator[Any]:
+    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN.
+
+    Layers read their weights from `weights`, where these stay on the disk.
+    """
     for number, piece in enumerate(answer):
         if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
-            refuse_damaged(loaded.model)
+            refuse_damaged(loaded.model, weights)
         yield piece

@@ -90,7 +90,9 @@ class Iterations:
         self._order, self._valid_order = parts.order, parts.valid_order
         self._samples, self._reporting = parts.samples, parts.reporting
         self._saving, self._ending, self._freed_memory = parts.saving, parts.ending, freed_memory
-        self._loss = trained.loss
+        self._loss, self._passes = trained.loss, passes
+        if self._weights is not None:
+            self._weights.between = self._ending.between_layers
         self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
         self.step = build_step(self._model, self._optimizer, self._loss, self.config, self.world, step_of(passes))
         self._figures = trained.figures + self.step.reports
@@ -158,7 +160,7 @@ class Iterations:
         if loss is None:
             return False
         if not math.isfinite(loss):
-            self._on_every_rank(lambda: nonfinite.refuse_damaged(self._model))
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(self._model, self._weights))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
@@ -273,9 +275,6 @@ class Iterations:
         if damage is not None:
             kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at}: {what}: {damage}{kept}")
-        if self._weights is None:
-            cause = nonfinite.cause(self._model, self._loss, batches, self._watched)
-        else:
-            cause = "where is not looked for with --memory"
+        cause = nonfinite.cause(self._model, self._loss, batches, self._watched, self._passes)
         kept = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
         raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", kept)

@@ -46,7 +46,7 @@ from .distributed import World
 from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
-from .step import LossFunction, Step, chunked_loss, full_loss
+from .step import Arrays, LossFunction, Step, chunked_loss, full_loss
 from .tree import leaves
 from .updates.routers import router_losses
 
@@ -103,7 +103,7 @@ def ready(
     Args:
         config: The options of the run.
         world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk until they are used.
+        lazy: Whether weights stay on the disk until they are used; an adapter is then left to the caller.
         adapter_path: The folder of an adapter to load into the model.
 
     Raises:
@@ -143,18 +143,14 @@ def load_model(
     lazy: bool = False,
     adapter_path: str | None = None,
 ) -> Loaded:
-    """Load the model of a run from its checkpoint, or initialise it randomly if it is trained from scratch.
+    """Load the model of a run from the folder `path`, or initialise it randomly if it is trained from scratch.
 
-    Args:
-        config: The options of the run.
-        path: The folder of the model, if it is already located.
-        image: Where the first image of the data is; None for text.
-        lazy: Whether weights stay on the disk until they are used.
-        adapter_path: The folder of an adapter to load into the model.
+    `image` says where the first image of the data is; None for text. The others are as in ready().
     """
     loaded = load_with_adapter(
         path or config.model,
         adapter_path,
+        bare=lazy,
         trust_remote_code=config.trust_remote_code,
         lazy=lazy,
         from_scratch=config.from_scratch,
@@ -321,6 +317,7 @@ class Training:
         compiled: How the step is compiled, in words.
         objective: The preference loss, or None for supervised fine-tuning.
         token_losses: For a preference loss, the tokens' losses.
+        by_layers: Computes a loss of a batch without a gradient, where weights are not all in memory.
     """
 
     loss: LossFunction
@@ -330,6 +327,7 @@ class Training:
     compiled: str
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
+    by_layers: Callable[[Arrays, LossFunction], Any] | None = None
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -367,14 +365,14 @@ def training(
             stack.enter_context(checkpointed([layers[at].module for at in at_all], [carried[at] for at in at_all]))
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
-        trained = _with_loss(model, config, compare, layers, patches, compiled)
+        trained = with_loss(model, config, compare, layers, patches, compiled)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
             stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
         yield trained
 
 
-def _with_loss(
+def with_loss(
     model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
 ) -> Training:
     """Return what training() yields: the loss that `config` names, and what was found of the model."""

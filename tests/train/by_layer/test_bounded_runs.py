@@ -1,10 +1,14 @@
 """Tests whole runs whose memory is bounded: their bits, what they say, and how they end."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
+import signal
+import time
 
+import mlx.core as mx
 import pytest
 
 from console import deltatune
@@ -14,6 +18,8 @@ from deltatune.errors import UserError
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.ending.interrupt import StoppedError
+from deltatune.train.saved.saving import Saving
 from killed_runs import result
 
 
@@ -21,6 +27,12 @@ from killed_runs import result
 def model(tiny_checkpoint):
     """Layers of 0.8 MB each, which are most of what a step holds."""
     return tiny_checkpoint("qwen3_5", num_hidden_layers=6, full_attention_interval=3, intermediate_size=1024)
+
+
+CONFIGURED = (
+    "model", "data", "iters", "batch_size", "max_seq_length", "num_layers", "grad_checkpoint",
+    "grad_accumulation_steps", "learning_rate", "steps_per_eval", "val_batches", "save_every",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -102,6 +114,41 @@ def test_samples_come_from_the_disk_too(config, least, tmp_path, capsys):
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
 
 
+def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsys):
+    """Their reference is computed by layers as well."""
+    data = tmp_path / "pairs"
+    data.mkdir()
+    rows = [{"prompt": f"question {at}", "chosen": f"answer {at} fox", "rejected": "no cat"} for at in range(6)]
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dataclasses.replace(config, data=str(data), loss="dpo", iters=2)
+    train(in_folder(given, tmp_path / "whole"))
+    whole = re.findall("Iter .*val loss [^,]*", capsys.readouterr().out)
+    train(in_folder(given, tmp_path / "bounded", memory=least(given)))
+    said = capsys.readouterr().out
+    assert "6 of 6 layers" in said
+    assert re.findall("Iter .*val loss [^,]*", said) == whole
+    assert len(whole) == 2
+    assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+    references = [
+        [file.read_bytes() for file in (tmp_path / name / "reference").glob("*")] for name in ("whole", "bounded")
+    ]
+    assert references[0] == references[1]
+    assert len(references[0]) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_read_one_base(config, least, launch, tmp_path):
+    config = dataclasses.replace(config, iters=2, batch_size=2, val_batches=1)
+    values = {name: vars(config)[name] for name in CONFIGURED} | {"lora_parameters": {"rank": 2, "dropout": 0.1}}
+    memory = least(dataclasses.replace(config, batch_size=1))
+    for name, bound in {"whole": None, "bounded": memory}.items():
+        done = launch(values | {"adapter_path": str(tmp_path / name), "memory": bound})
+        assert done.returncode == 0, done.stderr
+        assert ("6 of 6 layers" in done.stdout) == (bound is not None)
+    assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+
+
 def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, model, tmp_path, monkeypatch):
     """The run is continued when the file is as it was."""
     copy = shutil.copytree(model, tmp_path / "model")
@@ -126,6 +173,49 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, mode
     assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("at", [40, 6], ids=["step", "evaluation"])
+def test_a_second_signal_ends_within_a_pass(config, least, tmp_path, monkeypatch, at):
+    """Every layer is read anew, so the reads say where in the pass the run ended."""
+    train(in_folder(config, tmp_path / "whole"))
+    memory = least(config)
+    plain, reads, digest = StoredWeights.wait, [], []
+
+    def wait(self, arrays):
+        plain(self, arrays)
+        if len(arrays) == 1:
+            digest.append(None)
+            return
+        reads.append(None)
+        if len(reads) == at:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+
+    monkeypatch.setattr(StoredWeights, "wait", wait)
+    after = 2 if at == 40 else 0
+    with pytest.raises(StoppedError, match=f"stopped after iteration {after} of 4; the state is saved"):
+        train(in_folder(config, tmp_path / "out", memory=memory, save_every=100))
+    assert len(reads) == at
+    monkeypatch.undo()
+    train(in_folder(config, tmp_path / "out", memory=memory, resume=True))
+    assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
+
+
+def test_a_continued_run_leaves_its_weights_on_the_disk(config, least, tmp_path, monkeypatch):
+    memory, plain, grown = least(config), Saving.restore, []
+    train(in_folder(config, tmp_path / "out", memory=memory, iters=2, val_batches=0))
+
+    def restore(self):
+        before = mx.get_active_memory()
+        lines = plain(self)
+        grown.append(mx.get_active_memory() - before)
+        return lines
+
+    monkeypatch.setattr(Saving, "restore", restore)
+    train(in_folder(config, tmp_path / "out", memory=memory, iters=2, val_batches=0, resume=True))
+    assert grown[0] < 2_000_000
+
+
 @pytest.mark.bad_input("`--memory` that is too small for the run")
 def test_too_little_memory_is_said_by_plan_and_by_train(config, tmp_path, capsys):
     flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--memory", "1MB"]
@@ -144,7 +234,8 @@ def test_plan_says_what_is_read(config, least, capsys):
     assert main(["plan", *flags]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^Memory: [\d.]+ MB planned of [\d.]+ MB \(--memory\); 1 x 32 tokens; 6 of 6 layers", said, re.M)
-    assert re.search(r"^Disk: [78]\.[0-9] MB read in each iteration, [\d.]+ s at the [\d.,]+ .B a second", said, re.M)
+    assert re.search(r"^Disk: [78]\.[0-9] MB read for each iteration, [\d.]+ s at the [\d.,]+ .B a second", said, re.M)
+    assert re.search(r"measured now; its matrix products take about [\d.]+ s, .* from about [\d,]+ tokens", said)
 
 
 @pytest.mark.bad_input("`--memory` together with {what}")
@@ -153,7 +244,6 @@ def test_plan_says_what_is_read(config, least, capsys):
     {
         "full fine-tuning": {"fine_tune_type": "full"},
         "training from scratch": {"from_scratch": True, "fine_tune_type": "full"},
-        "a preference loss": {"loss": "dpo"},
         "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
     }.items(),
 )

@@ -3,20 +3,24 @@
 import dataclasses
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_map_with_path
 
 from deltatune.data import Batch
 from deltatune.errors import UserError
+from deltatune.layers import describe
 from deltatune.models.load import load
 from deltatune.ops.random_state import drawing_with
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
+from deltatune.train.ending.nonfinite import find
 from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import arrays, mean_loss_and_gradients
@@ -163,11 +167,64 @@ def test_layers_that_stay_are_not_read(tiny_checkpoint):
     assert 0 < weights.disk.read < every.disk.read
 
 
+@pytest.mark.parametrize("where", ["output", "gradient", "loss", "nothing"])
+def test_what_is_not_finite_is_named_as_in_a_whole_step(tiny_checkpoint, where):
+    folder = tiny_checkpoint("qwen3_5")
+    config, given = options(folder), batch()
+    model, stored = loaded(folder, config)
+    if where == "output":
+        adapter = model.layers[2].mlp.down_proj
+        adapter.lora_b = adapter.lora_b * 1e38
+        adapter.lora_a = adapter.lora_a * 1e38
+
+    def loss(inputs, targets, weights):
+        logits = model(inputs)
+        total = (nn.losses.cross_entropy(logits, targets) * weights).sum()
+        # The derivative of sqrt at 0 is infinite, and infinity times the 0 of x * 0 is NaN.
+        more = {"gradient": mx.sqrt(logits * 0).sum(), "loss": mx.log(mx.array(0.0))}
+        return total + more.get(where, 0), weights.sum()
+
+    with training(model, config, compare=False) as trained:
+        model.train()
+        layers = [layer.module for layer in trained.layers]
+        watched = [(f"layer {index}", layer) for index, layer in enumerate(layers)]
+        expected = find(model, loss, given, watched)
+        weights = LayerWeights(stored, model, layers, range(4))
+        passes = LayerPasses(model, layers, loss, weights)
+        with passes.served():
+            assert find(model, loss, given, watched, passes) == expected
+        weights.close()
+    said = {"output": "output of layer 2", "gradient": "reaches the output of layer 3", "loss": "but the loss is not"}
+    assert said.get(where, "None") in str(expected)
+
+
 def test_layers_that_compute_alike_share_one_function(tiny_checkpoint):
     """Three recurrent layers and one with attention; training and evaluation have functions of their own."""
     folder = tiny_checkpoint("qwen3_5")
     *_, passes = by_layers(folder, options(folder), batch())
     assert len(passes._functions) == 4
+
+
+def test_layers_that_differ_in_a_number_that_nothing_reads_share_one_function(tiny_checkpoint):
+    """Kimi-Linear's recurrent mixers keep their position, which their forward pass does not read."""
+    layers = [layer.module for layer in describe(load(tiny_checkpoint("kimi_linear"), lazy=True).model)]
+    positions = [layer.self_attn.layer_idx for layer in layers if hasattr(layer.self_attn, "layer_idx")]
+    assert len(set(positions)) == len(positions) > 1
+    kinds = {(type(layer.self_attn), type(layer.mlp)) for layer in layers}
+    assert len({signature(layer) for layer in layers}) == len(kinds)
+
+
+def test_layers_that_differ_in_a_number_that_is_read_do_not():
+    class Scaled(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def __call__(self, x):
+            return x * self.factor
+
+    assert signature(Scaled(2)) == signature(Scaled(2))
+    assert signature(Scaled(2)) != signature(Scaled(3))
 
 
 def test_two_batches_of_other_shapes_and_rules(tiny_checkpoint):

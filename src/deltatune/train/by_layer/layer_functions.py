@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -47,16 +52,57 @@ def signature(tree: Any) -> Any:
     """Return what two layers must share to compute the same function of their arrays, as a hashable value.
 
     It is their classes, their attributes, and the shapes and dtypes of the arrays that array_places() finds. Of an
-    object that cannot be looked into, they must share the very same.
+    object that cannot be looked into, they must share the very same. A whole number that nothing behind a constructor
+    reads, as Kimi-Linear keeps each layer's position, may differ.
     """
     if isinstance(tree, mx.array):
         return tree.shape, str(tree.dtype)
     if isinstance(tree, nn.Module):
-        attributes = tuple((name, _attribute(value)) for name, value in sorted(vars(tree).items()))
+        read = {
+            name: value for name, value in vars(tree).items() if type(value) is not int or _is_read(type(tree), name)
+        }
+        attributes = tuple((name, _attribute(value)) for name, value in sorted(read.items()))
         return type(tree), attributes, tuple((key, signature(value)) for key, value in tree.items())
     if type(tree) is dict:
         return tuple((key, signature(value)) for key, value in tree.items())
     return tuple(map(signature, tree)) if type(tree) is list else _attribute(tree)
+
+
+@cache
+def _is_read(cls: type, name: str) -> bool:
+    """Whether a function of a class or beside it names an attribute, constructors aside."""
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    # A patch may have put a function there that another file holds.
+    of_classes = [each for base in bases for key, each in vars(base).items() if key != "__init__"]
+    named = [_names(each.__code__) for each in of_classes if isinstance(each, FunctionType)]
+    return any(names is None or name in names for names in [*named, *(_names_in(base.__module__) for base in bases)])
+
+
+@cache
+def _names_in(module: str) -> frozenset[str] | None:
+    """Return the attributes and texts in a module's source, constructors aside; None where it cannot be read."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return None
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return frozenset(found)
+
+
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names and texts in a function, and in those inside it."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(*inner, (each for each in code.co_consts if isinstance(each, str)))
 
 
 def _attribute(value: Any) -> Any:

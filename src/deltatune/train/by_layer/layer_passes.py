@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...errors import UserError
+from ...layers import logits_of
 from ...lora.together import together
 from ...ops.experts import routing
 from ...ops.functional import differentiated_once, undisturbed
@@ -27,9 +29,10 @@ from ..compiled import compiled
 from ..step import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
 from ..updates.routers import RouterLosses
-from .layer_calls import LayerCalls, Recorder, own, passed_on
-from .layer_functions import LayerFunction, Told, array_places, lowest_layer, signature
+from .layer_calls import Recorder, own, passed_on
+from .layer_functions import LayerFunction, Told, lowest_layer, signature
 from .layer_weights import LayerWeights
+from .read_layers import reading_calls
 
 
 class _Around:
@@ -46,8 +49,15 @@ class _Around:
         state = [passes.model.state]
         self.before: Callable[..., Any] = compiled(self._before, state)
         self.behind: Callable[..., Any] = compiled(self._behind, state)
-        self.loss: Callable[..., Any] = compiled(passes.loss_behind, state)
+        self._losses: dict[LossFunction, Callable[..., Any]] = {}
+        self._state = state
         self.before_again: Callable[..., Any] = compiled(self._before_again, state)
+
+    def loss(self, loss: LossFunction) -> Callable[..., Any]:
+        """Return LayerPasses.loss_behind() of a loss, compiled."""
+        if loss not in self._losses:
+            self._losses[loss] = compiled(partial(self._passes.loss_behind, loss), self._state)
+        return self._losses[loss]
 
     def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Return the hidden states before the layers, the next key, and what layers are given beside them."""
@@ -71,7 +81,7 @@ class _Around:
 
         def mean(given: dict[str, Any]) -> tuple[mx.array, ...]:
             with self._passes.holding_outer(given["outer"]):
-                total, weight, *figures = self._passes.loss_behind(batch, given["x"], key)
+                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, given["x"], key)
             quotient = total / mx.where(weight > 0, weight, 1.0)
             if self._routers is not None:
                 added, reported = self._routers.of(given["sides"], weight)
@@ -81,6 +91,13 @@ class _Around:
         given = {"x": x, "sides": sides, "outer": self._passes.outer()}
         (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(given)
         return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
+
+
+class Watch(Protocol):
+    """Is shown the output of a layer, and going backward the gradient that reaches it, as they are computed."""
+
+    def __call__(self, index: int, array: mx.array, *, backward: bool) -> None:
+        """Look at an array of the layer at a position."""
 
 
 class _Kept(NamedTuple):
@@ -106,7 +123,7 @@ class LayerPasses:
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], loss: LossFunction, weights: LayerWeights):
         self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
-        self._calls = LayerCalls(layers, self._read)
+        self._calls = reading_calls(layers, weights)
         self._arounds: dict[Any, _Around] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
@@ -151,15 +168,15 @@ class LayerPasses:
 
         batch: Arrays = blank, blank, mx.ones((1, 8)), blank if packed else None, None, None
         with undisturbed(self.model), self._telling(batch, None, None, trains=False), self._calls.served_by(serve):
-            loss_of(self.loss, batch)
+            logits_of(self.model, blank)
         if len(recorder.calls) != len(self._layers):
             raise UserError(
                 f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
                 "layers calls each of them once; leave memory out."
             )
 
-    def evaluate(self, batch: Arrays) -> tuple[mx.array, ...]:
-        """Return the sum of losses and the sum of weights of a batch, as train/evaluate.py computes them."""
+    def evaluate(self, batch: Arrays, loss: LossFunction | None = None) -> Any:
+        """Return what a loss gives for a batch, without a gradient; by default the loss that is trained."""
         key = mx.random.key(0)
         with self._telling(batch, None, None, trains=False) as told:
             around = self._around(batch, told, None)
@@ -168,7 +185,7 @@ class LayerPasses:
             for index in range(len(self._layers)):
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
                 mx.eval(x, key)
-            return around.loss(batch, x, key)
+            return around.loss(loss or self.loss)(batch, x, key)
 
     def gradients(
         self,
@@ -177,6 +194,7 @@ class LayerPasses:
         key: mx.array,
         routers: RouterLosses | None = None,
         lengths: mx.array | None = None,
+        watch: Watch | None = None,
     ) -> tuple[Any, ...]:
         """Return what step.mean_loss_and_gradients() does, computed.
 
@@ -186,17 +204,20 @@ class LayerPasses:
             key: The key from which the batch draws.
             routers: What is added to the mean for the routers of a mixture.
             lengths: With `routers`, how many positions of each row hold tokens, [B].
+            watch: Is shown what layers compute.
         """
         trainable = self.model.trainable_parameters()
         try:
             with undisturbed(self.model), self._telling(batch, routers, lengths, trains=True) as told:
                 self.model.update(parameters)
-                return self._both_passes(batch, self._around(batch, told, routers), told, key)
+                return self._both_passes(batch, self._around(batch, told, routers), told, key, watch)
         finally:
             # Arrays in lists within a module, which undisturbed() leaves.
             self.model.update(trainable)
 
-    def _both_passes(self, batch: Arrays, around: _Around, told: Told, first_key: mx.array) -> tuple[Any, ...]:
+    def _both_passes(
+        self, batch: Arrays, around: _Around, told: Told, first_key: mx.array, watch: Watch | None
+    ) -> tuple[Any, ...]:
         count, lowest = len(self._layers), self._lowest
         reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
         x, key, others = around.before(batch, first_key)
@@ -206,6 +227,8 @@ class LayerPasses:
             function = self._function(index, around, told)
             y, more, next_key = function.forward(next(reading), x, others, told, key)
             mx.eval(y, more, next_key)
+            if watch is not None:
+                watch(index, y, backward=False)
             kept.append(_Kept(x, key, len(more)))
             sides += more
             x, key = y, next_key
@@ -216,6 +239,8 @@ class LayerPasses:
         gradients = dict(zip(self._outer, d_outer, strict=True))
         for index in reversed(range(lowest, count)):
             function, (x, key, number) = self._function(index, around, told), kept.pop()
+            if watch is not None:
+                watch(index, dx, backward=True)
             cut = len(d_sides) - number
             d_sides, d_own = d_sides[:cut], d_sides[cut:]
             dx, found = function.backward(next(reading), x, others, told, key, dx, d_own)
@@ -258,8 +283,8 @@ class LayerPasses:
         assert recorder.hidden is not None
         return recorder, recorder.hidden, keys[0]
 
-    def loss_behind(self, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
-        """Return the loss where the last layer returns x, and what follows draws from `key`."""
+    def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
+        """Return a loss where the last layer returns x, and what follows draws from `key`."""
         last, state = len(self._layers) - 1, [key]
 
         def serve(index: int, *call: Any) -> Any:
@@ -269,7 +294,7 @@ class LayerPasses:
             return x
 
         with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
-            return loss_of(self.loss, batch)
+            return loss_of(loss, batch)
 
     @contextmanager
     def _telling(
@@ -278,10 +303,10 @@ class LayerPasses:
         """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
         inputs, packed = batch[0], batch[3]
         with ExitStack() as stack:
-            stack.enter_context(whole_rows())
             stack.enter_context(segments(packed))
             stack.enter_context(self._calls.served_by(own))
             if trains:
+                stack.enter_context(whole_rows())
                 stack.enter_context(differentiated_once())
                 stack.enter_context(together(self.model))
             if routers is not None and lengths is not None:
@@ -291,7 +316,7 @@ class LayerPasses:
 
     def _around(self, batch: Arrays, told: Told, routers: RouterLosses | None) -> _Around:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
-        kind = shapes, self.model.training, told.real is not None
+        kind = shapes, self.model.training, told.real is not None, trace.current().whole_rows
         return self._arounds.setdefault(kind, _Around(self, routers))
 
     def _function(self, index: int, around: _Around, told: Told) -> LayerFunction:
@@ -301,18 +326,7 @@ class LayerPasses:
             self._signatures[trains] = [signature(layer) for layer in self._layers]
         collects = told.real is not None
         call = around.recorded.calls[index]
-        kind = self._signatures[trains][index], call, collects, told.documents is not None
+        kind = self._signatures[trains][index], call, collects, told.documents is not None, trace.current().whole_rows
         if kind not in self._functions:
             self._functions[kind] = LayerFunction(self._layers[index], call, collects)
         return self._functions[kind]
-
-    def _read(self, index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Serve a layer, as a decoder calls it, with weights that are read for the call."""
-        layer = self._layers[index]
-        with undisturbed(layer):
-            arrays = next(self._weights.along([index, (index + 1) % len(self._layers)]))
-            for (_, place), array in zip(array_places(layer), arrays, strict=True):
-                place.array = array
-            y = call(*arguments, **options)
-            mx.eval(y)
-        return y

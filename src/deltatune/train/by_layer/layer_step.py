@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
 from ..compiled import compiled
-from ..setup import Training, choose_loss
+from ..setup import Training, with_loss
 from ..step import Arrays, Step
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
@@ -87,10 +87,11 @@ def by_layers(
     before = mx.set_memory_limit(config.memory)
     try:
         with passes.served():
-            with passes.passing_on():
-                passes.loss, kind = choose_loss(model)
-            passes.check(packed=config.pack)
             compiled_by = f"{trained.compiled}, one layer at a time"
-            yield dataclasses.replace(trained, loss=passes.loss, loss_kind=kind, compiled=compiled_by), passes
+            with passes.passing_on():
+                trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
+            passes.loss = trained.loss
+            passes.check(packed=config.pack)
+            yield dataclasses.replace(trained, by_layers=passes.evaluate), passes
     finally:
         mx.set_memory_limit(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -52,10 +52,12 @@ class LayerWeights:
 
     Attributes:
         disk: What reading has cost.
+        between: Is called before a layer is handed out, and may leave the pass by an error.
     """
 
     def __init__(self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]):
         self._stored, self.disk = stored, DiskTime()
+        self.between: Callable[[], None] = lambda: None
         self._places: list[list[Place]] = []
         self._names: list[dict[int, str]] = []
         paths = {id(module): path for path, module in model.named_modules()}
@@ -95,6 +97,7 @@ class LayerWeights:
             UnreadableWeightsError: The files have changed, or cannot be read.
         """
         for at, index in enumerate(order):
+            self.between()
             places, names = self._places[index], self._names[index]
             arrays = [place.array for place in places]
             if names:

@@ -34,11 +34,12 @@ class StoredWeights:
         trust_remote_code: Whether Python code in the checkpoint may run.
 
     Attributes:
+        path: The folder.
         names: The name of each of these arrays by its path in the prepared model, once find() was called.
     """
 
     def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):
-        self._path, self._trust = path, trust_remote_code
+        self.path, self._trust = path, trust_remote_code
         # The arrays are held, since an id is an array's only while the array lives.
         self._given = {id(array): (name, array) for name, array in leaves(model.parameters())}
         self.names: dict[str, str] = {}
@@ -98,7 +99,7 @@ class StoredWeights:
     def _load(self) -> None:
         self._check()
         with mx.stream(self._stream):
-            model, _ = load_model(self._path, trust_remote_code=self._trust, lazy=True)
+            model, _ = load_model(self.path, trust_remote_code=self._trust, lazy=True)
         self._unread = dict(leaves(model.parameters()))
 
     def _check(self) -> None:
@@ -111,7 +112,7 @@ class StoredWeights:
                 raise UnreadableWeightsError(f"{file}: the file has changed while the run reads weights from it")
 
     def _unreadable(self, error: Exception) -> UnreadableWeightsError:
-        return UnreadableWeightsError(f"{self._path}: the weights cannot be read any more ({first_line(error)})")
+        return UnreadableWeightsError(f"{self.path}: the weights cannot be read any more ({first_line(error)})")
 
 
 def _version(file: Path) -> tuple[int, int, int]:

@@ -23,6 +23,10 @@ from .peers import Peers
 _RETURN, _SAVE, _NOTICE = 2.0, 12.0, 5.0
 
 
+class HurriedError(Exception):
+    """Leaves a step by layers after a second signal, or because another rank has died."""
+
+
 class Ending:
     """Inside its `with` block, signals and dead ranks end the run with its state saved.
 
@@ -73,6 +77,15 @@ class Ending:
             self._saving.save_last_update()
             raise self.stopped()
 
+    def between_layers(self) -> None:
+        """Leave a step by layers if a second signal came or a rank has died; the last update is then saved.
+
+        Raises:
+            HurriedError: There is such a reason.
+        """
+        if self.stop.hurried or self._peers.dead:
+            raise HurriedError
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Let another thread save while the main thread, inside the `with` block, waits for a batch's gradients."""
@@ -89,10 +102,15 @@ class Ending:
         """Save the state of the last update if an exception other than UserError leaves the `with` block.
 
         Raises:
+            StoppedError: If between_layers() has left a step.
             UserError: If macOS ended a step that took too long, or the model's files cannot be read any more.
         """
         try:
             yield
+        except HurriedError:
+            self.check()
+            self._wait_for_end()
+            raise
         except UnreadableWeightsError as error:
             self._saving.save_last_update()
             raise UserError(
@@ -103,10 +121,8 @@ class Ending:
             raise
         except Exception as error:
             if self._world.size > 1:
-                # The backend fails if a rank has died. Then the thread that watches the ranks reports it, once.
-                self._lock.release()
-                self._peers.wait_for_end(_NOTICE)
-                self._lock.acquire()
+                # The backend fails if a rank has died.
+                self._wait_for_end()
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as second:
@@ -120,6 +136,12 @@ class Ending:
                     raise UserError(too_long) from error
                 error.add_note(f"{saved} Run the same command with --resume to continue.")
             raise
+
+    def _wait_for_end(self) -> None:
+        """Let the thread that watches the ranks save, report that one has died, and end this process."""
+        self._lock.release()
+        self._peers.wait_for_end(_NOTICE)
+        self._lock.acquire()
 
     def _answer(self, name: str) -> None:
         """Answer the first signal, in the thread that handles signals."""

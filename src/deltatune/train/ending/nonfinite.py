@@ -18,6 +18,7 @@ from ...errors import UserError
 from ...lora.adapter import Adapter
 from ...lora.new_rows import GrownTable
 from ...ops.functional import is_finite
+from ..by_layer.layer_passes import LayerPasses
 from ..by_layer.layer_weights import LayerWeights
 from ..step import LossFunction, arrays, mean_loss_and_gradients
 from ..tree import leaves
@@ -71,16 +72,24 @@ def _name_without_adapter(model: nn.Module, name: str) -> str:
     return name
 
 
-def cause(model: nn.Module, loss: LossFunction, batches: list[Batch], layers: list[Watched]) -> str:
+def cause(
+    model: nn.Module,
+    loss: LossFunction,
+    batches: list[Batch],
+    layers: list[Watched],
+    passes: LayerPasses | None = None,
+) -> str:
     """Describe the first place that is not finite in any of the batches, and where the rows of its batch come from."""
     for batch in batches:
-        place = find(model, loss, batch, layers)
+        place = find(model, loss, batch, layers, passes)
         if place is not None:
             return f"{place}; batch: {', '.join(source for row in batch.sources for source in row)}"
     return "no cause was found when the rows of this process were run again"
 
 
-def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched]) -> str | None:
+def find(
+    model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched], passes: LayerPasses | None = None
+) -> str | None:
     """Describe the first place that is not finite; None if this batch has none.
 
     The search goes in the order of computation: outputs of layers; loss; from the last layer backward, the
@@ -91,12 +100,23 @@ def find(model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watche
         loss: The loss that is trained.
         batch: The batch to run again.
         layers: The layers, in forward order.
+        passes: Compute the batch, where the model's weights are not all in memory.
     """
     seen: list[tuple[str, mx.array]] = []
     arrived: list[tuple[str, mx.array]] = []
-    with _watching(layers, seen, arrived):
-        total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
-        mx.eval(total, gradients, [flag for _, flag in seen + arrived])
+
+    def watch(index: int, array: mx.array, *, backward: bool) -> None:
+        finite = mx.isfinite(array).all()
+        mx.eval(finite)
+        (arrived if backward else seen).append((layers[index][0], finite))
+
+    if passes is None:
+        with _watching(layers, seen, arrived):
+            total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
+            mx.eval(total, gradients, [flag for _, flag in seen + arrived])
+    else:
+        given = arrays(batch), model.trainable_parameters(), mx.random.key(0)
+        total, _, gradients, *_ = passes.gradients(*given, watch=watch)
     for name, finite in seen:
         if not finite.item():
             return f"the output of {name} is the first that is not finite"

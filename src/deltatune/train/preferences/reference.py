@@ -19,7 +19,6 @@ import numpy as np
 
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
-from ...ops.segments import segments
 from ...options.config import TrainConfig
 from ..compiled import compiled
 from ..distributed import World
@@ -27,9 +26,8 @@ from ..evaluate import evaluating
 from ..reports.screen import Screen
 from ..saved.state import write_atomically
 from ..setup import Training, batch_order
-from ..step import Arrays, arrays
+from ..step import arrays, loss_of
 from .answers import answers_of
-from .loss import TokenLosses
 
 _Parts = Mapping[str, tuple[BatchOrder, Sequence[Preference]]]
 
@@ -70,7 +68,7 @@ def fill(
     for name, (order, preferences) in parts.items():
         mine = stored[name] if stored is not None else mx.zeros(shapes[name])
         if not was_stored:
-            mine = _log_probabilities(model, trained.token_losses, order, *shapes[name])
+            mine = _log_probabilities(model, trained, order, *shapes[name])
         values[name] = world.sum(mine)
         for preference, reference in zip(preferences, np.array(values[name]), strict=True):
             preference.reference[:] = reference
@@ -104,22 +102,23 @@ def _read(path: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, mx.arr
     return values if {name: tuple(value.shape) for name, value in values.items()} == dict(shapes) else None
 
 
-def _log_probabilities(model: nn.Module, token_losses: TokenLosses, order: BatchOrder, *shape: int) -> mx.array:
+def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *shape: int) -> mx.array:
     """Return the log-probabilities of this rank's share of the preferences, of this shape; 0 elsewhere."""
+    token_losses, by_layers = trained.token_losses, trained.by_layers
+    assert token_losses is not None
 
-    def policy(batch: Arrays) -> mx.array:
-        inputs, targets, weights, packed, images, preferences = batch
-        assert preferences is not None
-        with segments(packed):
-            losses = token_losses(inputs, targets, *([] if images is None else [images]))
-        return answers_of(losses, weights, preferences).policy
+    def policy(inputs: mx.array, targets: mx.array, weights: mx.array, *rest: Any) -> tuple[mx.array]:
+        *images, preferences = rest
+        return (answers_of(token_losses(inputs, targets, *images), weights, preferences).policy,)
 
-    compiled_policy = compiled(policy, [model.state])
+    whole = compiled(lambda batch: loss_of(policy, batch), [model.state])
     log_probabilities = np.zeros(shape, np.float32)
     with evaluating(model):
         for batch in order.epoch():
             assert batch.preferences is not None
-            values = np.array(compiled_policy(arrays(batch)))
+            given = arrays(batch)
+            (of_answers,) = whole(given) if by_layers is None else by_layers(given, policy)
+            values = np.array(of_answers)
             numbers = batch.preferences.numbers
             log_probabilities[numbers[numbers >= 0]] = values[numbers >= 0]
     return mx.array(log_probabilities)

@@ -164,7 +164,9 @@ class Saving:
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
             ours = window if self._world.main else {}
             self._start = _Start(dataclasses.replace(progress), ours)
-        mx.eval(self._model.parameters(), self._optimizer.state, self.sums)
+        # Frozen weights may stay on the disk, and nothing here has changed them.
+        trained = self._model.trainable_parameters()
+        mx.eval(trained, pissa.starts(self._model), self._optimizer.state, self.sums)
         return lines
 
     def _choose(self) -> tuple[Path, list[str]]:

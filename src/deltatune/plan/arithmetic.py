@@ -1,0 +1,60 @@
+"""Counts the operations of a step's matrix products, and measures how fast this machine computes such products."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .graph import Node
+
+# By kind of primitive: the position of the input whose last axis is summed over.
+_PRODUCTS = {"Matmul": 0, "AddMM": 0, "GatherMM": 0, "QuantizedMatmul": 0, "GatherQMM": 0}
+# Enough rows to be as fast as it gets; a product of more takes longer to measure.
+_MOST_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a step.
+
+    Args:
+        operations: multiplications and additions of all of them. What kernels of our own compute is not counted.
+        largest: rows, summed length and columns of the product that most of the operations are in; None without one.
+    """
+
+    operations: int = 0
+    largest: tuple[int, int, int] | None = None
+
+
+def products(order: Sequence[Node]) -> Products:
+    """Return the matrix products among the primitives of a graph."""
+    operations: Counter[tuple[int, int, int]] = Counter()
+    for node in order:
+        if node.kind in _PRODUCTS and node.size:
+            inner, columns = node.inputs[_PRODUCTS[node.kind]].shape[-1], node.shape[-1]
+            operations[node.size // columns, inner, columns] += 2 * node.size * inner
+    largest = max(operations, key=lambda shape: operations[shape], default=None)
+    return Products(operations.total(), largest)
+
+
+def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) -> float:
+    """Return how many operations a second a matrix product takes, at its best within so many seconds.
+
+    Args:
+        shape: rows, summed length and columns.
+        dtype: of the matrices.
+        seconds: for how long it is measured.
+    """
+    rows, inner, columns = min(shape[0], _MOST_ROWS), *shape[1:]
+    x, w = (mx.random.normal(each, dtype=dtype, key=mx.random.key(0)) for each in ((rows, inner), (columns, inner)))
+    mx.eval(x, w, x @ w.T)
+    best, begun = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begun < seconds:
+        started = time.perf_counter()
+        mx.eval(x @ w.T)
+        best = min(best, time.perf_counter() - started)
+    return 2 * rows * inner * columns / best

@@ -1,0 +1,56 @@
+"""Tests how the operations of a graph's products are counted, and what a bounded run is told of them."""
+
+import mlx.core as mx
+import pytest
+
+from deltatune.machine import disk_rate
+from deltatune.plan import arithmetic
+from deltatune.plan.arithmetic import Products, products
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.graph import evaluation_order, read
+from deltatune.plan.placement import Placement
+
+
+def test_products_of_every_kind_are_counted():
+    layout = ArrayLayout.measured()
+    x, w, stack = mx.zeros((2, 8, 64)), mx.zeros((32, 64)), mx.zeros((4, 64, 16))
+    packed = mx.quantize(w, group_size=32, bits=4)
+    mx.eval(x, w, stack, packed)
+    outputs = [
+        x @ w.T,
+        mx.addmm(mx.zeros(32), x, w.T),
+        mx.quantized_matmul(x, *packed, group_size=32, bits=4),
+        mx.gather_mm(x[:, :, None], stack, rhs_indices=mx.zeros((2, 8), mx.int32)),
+        mx.exp(x),
+    ]
+    given = {layout.address(array) for array in (x, w, stack, *packed)}
+    found = products(evaluation_order(read(layout, outputs, given), 20))
+    assert found.operations == 2 * 16 * 64 * (3 * 32 + 16)
+    assert found.largest == (16, 64, 32)
+
+
+def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
+    """1,000 bytes a second and 100 operations a second: 4 s of reading, 2 s of computing for 24 tokens."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)
+    monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 100.0)
+    placement = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path, Products(200, (1, 1, 1)))
+    assert placement.read == 4000
+    assert str(placement.said()[1]).endswith(
+        "4.0 s at the 0.0 MB a second measured now; its matrix products take about 2.0 s, so that the disk is hidden "
+        "from about 48 tokens an iteration on."
+    )
+
+
+def test_a_speed_is_measured():
+    assert arithmetic.speed((4, 8, 16), mx.float32, 0.01) > 0
+
+
+@pytest.mark.parametrize(("count", "said"), [(3.2, 4), (47.0, 47), (3012.0, 3100), (123_456.0, 130_000)])
+def test_tokens_are_rounded_up_to_two_digits(count, said, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    monkeypatch.setattr(disk_rate, "measured", lambda file: 1.0)
+    monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 1.0)
+    monkeypatch.setattr(Placement, "read", property(lambda self: 2 * count))
+    placement = Placement(9, 9, (1, 1), (1, 1), 2, (0, 1), tmp_path, Products(2, (1, 1, 1)))
+    assert f"about {said:,} tokens" in str(placement.said()[1])

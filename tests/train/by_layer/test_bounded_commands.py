@@ -1,0 +1,116 @@
+"""Tests that eval, generate and merge work within a bound of memory, with the results that they have without one."""
+
+import gc
+import re
+
+import mlx.core as mx
+import pytest
+
+from console import deltatune
+from deltatune.cli import main
+from deltatune.commands.train import train
+from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.load import load_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.stored_weights import StoredWeights
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_checkpoint, data_folder, tmp_path_factory):
+    """A model with layers of 0.8 MB each, its data, and an adapter of it."""
+    model = tiny_checkpoint("qwen3_5", num_hidden_layers=6, full_attention_interval=3, intermediate_size=1024)
+    adapter = tmp_path_factory.mktemp("adapter") / "out"
+    lora = LoraConfig(rank=2, keys=["*.q_proj", "*.down_proj", "language_model.model.embed_tokens"])
+    train(
+        TrainConfig(
+            model=str(model), data=str(data_folder), adapter_path=str(adapter), iters=2, batch_size=1, num_layers=-1,
+            max_seq_length=32, learning_rate=1e-1, val_batches=0, lora_parameters=lora,
+        )
+    )  # fmt: skip
+    return model, data_folder, adapter
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The bytes of the arrays that are waited for."""
+    found, plain = [], StoredWeights.wait
+
+    def wait(self, arrays):
+        found.extend(array.nbytes for array in arrays)
+        plain(self, arrays)
+
+    monkeypatch.setattr(StoredWeights, "wait", wait)
+    return found
+
+
+def commands(trained):
+    model, data, adapter = map(str, trained)
+    batches = ["--data", data, "--batch-size", "1", "--max-seq-length", "32"]
+    return {
+        "eval": ["eval", "--model", model, "--adapter-path", adapter, *batches],
+        "generate": ["generate", "--model", model, "--adapter-path", adapter, "--prompt", "question 3", "-m", "3",
+                     "--verbose", "false"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, read, capsys, command):
+    flags = commands(trained)[command]
+    assert main(flags) == 0
+    expected = capsys.readouterr().out
+    assert read == []
+    assert main([*flags, "--memory", "1MB"]) == 2
+    said = capsys.readouterr().err
+    least = re.search(r"^deltatune: memory: 1\.0 MB is too little\. .* take ([\d.]+) MB; give more", said, re.M)
+    memory = int(float(least[1]) * 1e6) + 100_000
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert main([*flags, "--memory", str(memory)]) == 0
+    assert mx.get_peak_memory() - before < memory
+    found = capsys.readouterr()
+    said = found.out + found.err
+    assert re.search(r"6 of 6 layers, [\d.]+ MB, stay on the disk", said)
+    # The last lines are the answer, or the loss.
+    assert found.out.splitlines()[-1] == expected.splitlines()[-1]
+    layers = 6 * 3 * 64 * 1024 * 4
+    assert sum(read) > layers
+    # Where everything fits, nothing is read again.
+    read.clear()
+    assert main([*flags, "--memory", "1GB"]) == 0
+    found = capsys.readouterr()
+    assert "all weights stay in memory" in found.out + found.err
+    assert found.out.splitlines()[-1] == expected.splitlines()[-1]
+    assert read == []
+
+
+def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
+    """Thirty-six tensors of 1 MB change."""
+    path = tiny_checkpoint("qwen3_5", num_hidden_layers=12, intermediate_size=4096)
+    model = load_model(path, lazy=True)[0]
+    convert_to_lora(model, LoraConfig(rank=2, keys=["*.gate_proj", "*.up_proj", "*.down_proj"]))
+    save_adapters(model, tmp_path / "adapter", {"model": str(path)})
+    del model
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert len(merge_checkpoint(path, tmp_path / "adapter", tmp_path / "merged").changed) == 36
+    assert mx.get_peak_memory() - before < 8_000_000
+
+
+@pytest.mark.bad_input("`--memory` together with `eval --tasks`, or with `generate --image`")
+def test_what_does_not_stay_on_the_disk_is_refused(trained, tmp_path):
+    flags = commands(trained)
+    model = str(trained[0])
+    tasks = deltatune("eval", "--model", model, "--tasks", "arc_easy", "--memory", "1GB")
+    assert tasks.returncode == 2
+    assert "--memory" in tasks.stderr
+    assert "--tasks" in tasks.stderr
+    (tmp_path / "picture.png").touch()
+    picture = deltatune(*flags["generate"], "--image", tmp_path / "picture.png", "--memory", "1GB")
+    assert picture.returncode == 2
+    assert "--memory" in picture.stderr
+    assert "--image" in picture.stderr
