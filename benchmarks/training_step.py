@@ -99,7 +99,7 @@ def work(name: str, shape: Shape) -> None:
             from gradients import distances
 
             layers, tokens = COMPARED[shape.name]
-            found |= {"distances": distances(replace(shape, layers=layers), tokens)}
+            found |= {"distances": distances(replace(shape, layers=layers, batch=2), tokens)}
         else:
             found |= measure(name, shape)
     except Exception as error:  # noqa: BLE001  (whatever it is, the other trainers go on)
