@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -130,3 +133,18 @@ def test_kernels_serve_each_layer_of_the_step(tiny_model, prompts, monkeypatch):
     layers = ["delta" if layer.is_linear else "attention" for layer in model.layers]
     # The step is traced once, and calls them once a layer.
     assert calls == layers
+
+
+def test_what_rows_kept_goes_with_the_decoder(tiny_model, prompts):
+    """At once, not when Python next looks for cycles: it may be gigabytes."""
+    model = tiny_model("qwen3_5").eval()
+    with patched():
+        decoder = BatchDecoder(model, 2, (), 2)
+        decoder.run(prompts[:2])
+    gone = weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert gone() is None
+    finally:
+        gc.enable()

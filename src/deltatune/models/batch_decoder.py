@@ -33,6 +33,7 @@ SHARE_FREE = 8
 ROUNDED = 0.1
 
 Sampler = Callable[[mx.array], mx.array]
+Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
 
 
 def is_covered(model: nn.Module) -> bool:
@@ -86,7 +87,7 @@ class BatchDecoder:
         self._room = LEAST_ROOM
         # Whether prompts of different lengths can be read together; None until that was tried.
         self._padding_is_right: bool | None = None
-        self._step = mx.compile(self._traced)
+        self._step = _compiled(model, self._kinds)
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens that follow each prompt, without the one that ended it."""
@@ -124,20 +125,8 @@ class BatchDecoder:
         mx.async_eval(self._tokens, self._arrays, self._offset)
         return self._tokens
 
-    def _traced(
-        self, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
-    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
-        """The logits after one token of each row, and what the rows then keep; mx.compile traces it."""
-        caches = [
-            RecurrentRows(own) if kind is ArraysCache else AttentionRows(own[0], own[1], offset)
-            for kind, own in zip(self._kinds, arrays, strict=True)
-        ]
-        with trace.having(next_tokens=True):
-            logits = logits_of(self._model, tokens[:, None], cache=caches)[:, -1]
-        return logits, [cache.arrays for cache in caches], offset + 1
-
     def _take(self, tokens: mx.array) -> None:
-        """Read the tokens of a step."""
+        """Read the tokens of a step, which ends the rows that are done."""
         for place, (row, token) in enumerate(zip(self._rows, np.array(tokens), strict=True)):
             if row is None:
                 continue
@@ -149,7 +138,7 @@ class BatchDecoder:
     def _make_room(self) -> None:
         """Make room for the tokens that the next step and the one under way add."""
         most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
-        if most <= self._room and self._arrays:
+        if most <= self._room:
             return
         while self._room < most:
             self._room *= 2
@@ -230,6 +219,23 @@ class BatchDecoder:
         self._tokens[at] = mx.array([row.prompt[-1] for row in group], mx.int32)
         self._offset[at] = mx.array([len(row.prompt) - 1 for row in group], mx.int32)
         mx.eval(self._arrays, self._tokens, self._offset)
+
+
+def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
+    """The compiled step: the logits after one token of each row, and what the rows then keep."""
+
+    def step(
+        tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+        caches = [
+            RecurrentRows(own) if kind is ArraysCache else AttentionRows(own[0], own[1], offset)
+            for kind, own in zip(kinds, arrays, strict=True)
+        ]
+        with trace.having(next_tokens=True):
+            logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
+        return logits, [cache.arrays for cache in caches], offset + 1
+
+    return mx.compile(step)
 
 
 def _kept(cache: Any) -> list[mx.array]:
