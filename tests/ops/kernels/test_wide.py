@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.fused_op import tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY
 from deltatune.ops.kernels.launch import header
@@ -48,7 +49,7 @@ BETWEEN_SPANS = "if (UNSTAGED && m > 0) {\n        barrier();"
 
 
 def test_a_removed_barrier_between_spans(watching, host_module, host_folder, on_host, table):
-    text = host_module.plant(header("metal"), BETWEEN_SPANS, BETWEEN_SPANS.replace("barrier();", ";"))
+    text = host_module.plant(header("metal", FILES), BETWEEN_SPANS, BETWEEN_SPANS.replace("barrier();", ";"))
     wrong = host_module.HostMachine(host_folder, text, watch=True)
     mixed = host_module.OneKernelReplaced("gated_delta_channel_gradients", wrong, watching)
     with pytest.raises(host_module.HostError, match="no barrier between them"):

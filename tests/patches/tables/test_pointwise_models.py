@@ -70,7 +70,7 @@ def as_on_cuda(monkeypatch, machine) -> set[str]:
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     monkeypatch.setattr(weighted_norms, "_function", normed)
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
-    for module in (recomputation, conv, gating, weighted_norms):
+    for module in (recomputation, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     return served
