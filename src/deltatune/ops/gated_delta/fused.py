@@ -6,7 +6,7 @@ The kernels are in ops/kernels/gated_delta, where each file explains its outputs
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -154,16 +154,11 @@ SCAN = DeltaKernel(
     blocks=lambda tiling: tiling.scan_blocks,
     groups=lambda tiling: tiling.scan_groups,
 )
-REVERSE = DeltaKernel(
+REVERSE = replace(
+    SCAN,
     name="gated_delta_reverse",
     files=bodies("chunk", "strips", "scan_memory", "reverse"),
-    values=SCAN_VALUES,
     arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
-    memory="ScanMemory",
-    memory_values=SCAN_MEMORY_VALUES,
-    bytes=lambda tiling: tiling.scan_bytes,
-    blocks=lambda tiling: tiling.scan_blocks,
-    groups=lambda tiling: tiling.scan_groups,
 )
 GRADIENTS = DeltaKernel(
     name="gated_delta_gradients",

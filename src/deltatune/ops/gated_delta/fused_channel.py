@@ -5,21 +5,21 @@ The kernels are in ops/kernels/gated_delta/channel.h, which explains their outpu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from ..kernels.launch import Arrays, Launch, Outputs
+from . import fused
 from .fused import (
     BASE_VALUES,
     GRADIENT_ARRAYS,
     PREPARE_ARRAYS,
-    PREPARE_VALUES,
     REVERSED,
     SCAN_MEMORY_VALUES,
-    SCAN_VALUES,
     SCANNED,
     DeltaKernel,
     KernelInputs,
-    blocks_of_chunks,
     blocks_of_key_heads,
     bodies,
     gradient_inputs,
@@ -37,39 +37,28 @@ PREPARED = (*_FURTHER, *_SCALED)
 # channel.h calls what the files of kernels with one gate per head hold.
 FILES = bodies("chunk", "prepare", "strips", "scan_memory", "scan", "reverse", "gradients", "channel")
 
-PREPARE = DeltaKernel(
+PREPARE = replace(
+    fused.PREPARE,
     name="gated_delta_channel_prepare",
     files=FILES,
-    values=PREPARE_VALUES,
     arrays=(*PREPARE_ARRAYS, *PREPARED),
     memory="ChannelPrepareMemory",
-    memory_values=("In", "C", "DK", "UNSTAGED"),
-    bytes=lambda tiling: tiling.prepare_bytes,
-    blocks=blocks_of_chunks,
 )
-SCAN = DeltaKernel(
+SCAN = replace(
+    fused.SCAN,
     name="gated_delta_channel_scan",
     files=FILES,
-    values=SCAN_VALUES,
     sizes=("v_shape[1]",),
     arrays=("v", "mask", *_SCALED, "initial", *_FURTHER, *SCANNED),
-    memory="ScanMemory",
     memory_values=(*SCAN_MEMORY_VALUES, "true", "false"),
-    bytes=lambda tiling: tiling.scan_bytes,
-    blocks=lambda tiling: tiling.scan_blocks,
-    groups=lambda tiling: tiling.scan_groups,
 )
-REVERSE = DeltaKernel(
+REVERSE = replace(
+    SCAN,
     name="gated_delta_channel_reverse",
-    files=FILES,
-    values=SCAN_VALUES,
     sizes=("dy_shape[1]",),
     arrays=("dy", "mask", *_SCALED, "d_last", *_FURTHER, *REVERSED),
-    memory="ScanMemory",
     memory_values=(*SCAN_MEMORY_VALUES, "true", "true"),
     bytes=lambda tiling: tiling.reverse_bytes,
-    blocks=lambda tiling: tiling.scan_blocks,
-    groups=lambda tiling: tiling.scan_groups,
 )
 GRADIENTS = DeltaKernel(
     name="gated_delta_channel_gradients",
