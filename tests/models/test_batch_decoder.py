@@ -83,6 +83,12 @@ def test_an_answer_ends_at_its_end_token(tiny_model, prompts):
         assert BatchDecoder(model, 2, ends, 8).run(prompts) == shortened
 
 
+def test_an_answer_has_a_token_at_least(tiny_model):
+    """As mlx-lm's answers do, where none is asked for."""
+    with patched():
+        assert [len(tokens) for tokens in BatchDecoder(tiny_model("qwen3_5").eval(), 1, (), 0).run([[5]])] == [1]
+
+
 def test_the_room_grows_with_the_longest_row(tiny_model, monkeypatch):
     monkeypatch.setattr(batch_decoder, "LEAST_ROOM", 4)
     model = tiny_model("qwen3_5").eval()

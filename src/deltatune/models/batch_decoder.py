@@ -94,15 +94,12 @@ class BatchDecoder:
         rows = [_Row(prompt) for prompt in prompts]
         waiting = deque(rows)
         while waiting or any(self._rows):
-            free = self._rows.count(None)
-            if waiting and free >= min(len(waiting), max(1, len(self._rows) // SHARE_FREE)):
-                self._admit(waiting)
-            self._decode(bool(waiting))
+            self._admit(waiting)
+            self._decode(max(1, len(self._rows) // SHARE_FREE) if waiting else len(self._rows))
         return [row.tokens for row in rows]
 
-    def _decode(self, prompts_wait: bool) -> None:
-        """Give all rows tokens until enough of them have ended for others to take their places."""
-        enough = max(1, len(self._rows) // SHARE_FREE) if prompts_wait else len(self._rows)
+    def _decode(self, enough: int) -> None:
+        """Give all rows tokens until so many are free."""
         before: mx.array | None = None
         while True:
             self._make_room()
@@ -110,7 +107,7 @@ class BatchDecoder:
             if before is not None:
                 self._take(before)
             before = following
-            # The row that ended with the tokens just read has one more under way, which nobody takes.
+            # A row that ended with the tokens just read has one more under way, which nobody takes.
             if self._rows.count(None) >= enough:
                 break
         self._take(before)
@@ -132,7 +129,7 @@ class BatchDecoder:
                 continue
             if token not in self._ends:
                 row.tokens.append(int(token))
-            if token in self._ends or len(row.tokens) == self._max_tokens:
+            if token in self._ends or len(row.tokens) >= self._max_tokens:
                 self._rows[place] = None
 
     def _make_room(self) -> None:
@@ -233,7 +230,7 @@ def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
         ]
         with trace.having(next_tokens=True):
             logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
-        return logits, [cache.arrays for cache in caches], offset + 1
+        return logits, [cache.handed for cache in caches], offset + 1
 
     return mx.compile(step)
 

@@ -5,11 +5,11 @@ All of it is arrays, and no shape depends on how many tokens there were, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..pieces import States
 from ..tracing import trace
 
 
@@ -25,26 +25,8 @@ def lengths_of(mask: object) -> mx.array | None:
     return found and found.lengths
 
 
-class RecurrentRows:
-    """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
-
-    Args:
-        arrays: The states, of which each has a row for each row of the batch.
-    """
-
-    lengths = left_padding = None
-
-    def __init__(self, arrays: Sequence[mx.array]):
-        self.arrays = list(arrays)
-
-    def __getitem__(self, index: int) -> mx.array:
-        return self.arrays[index]
-
-    def __setitem__(self, index: int, state: mx.array) -> None:
-        self.arrays[index] = state
-
-    def advance(self, tokens: int) -> None:
-        """Note that the layer has read so many tokens, which only matters for padded prompts."""
+class RecurrentRows(States):
+    """The states of a recurrent layer, [B, ...] each, in the place of mlx-lm's ArraysCache."""
 
     def make_mask(self, tokens: int) -> None:
         """Say that no token of a row is padding."""
@@ -60,16 +42,16 @@ class AttentionRows:
     """
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array):
-        self.arrays, self.offset = [keys, values], offset
+        self.handed, self.offset = [keys, values], offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take the key and value of one more token of each row; return those that there is room for."""
-        place = mx.minimum(self.offset, self.arrays[0].shape[2] - 1)[:, None, None, None]
-        self.arrays = [
+        place = mx.minimum(self.offset, self.handed[0].shape[2] - 1)[:, None, None, None]
+        self.handed = [
             mx.put_along_axis(kept, mx.broadcast_to(place, new.shape), new.astype(kept.dtype), axis=2)
-            for kept, new in zip(self.arrays, (keys, values), strict=True)
+            for kept, new in zip(self.handed, (keys, values), strict=True)
         ]
-        return self.arrays[0], self.arrays[1]
+        return self.handed[0], self.handed[1]
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return which keys the next token of each row sees, [B, 1, 1, T]; attention need not read it.
@@ -79,7 +61,7 @@ class AttentionRows:
         """
         if tokens != 1 or window_size is not None:
             raise ValueError(f"AttentionRows: one token a row and no window, got {tokens} and {window_size}.")
-        room = self.arrays[0].shape[2]
+        room = self.handed[0].shape[2]
         lengths = mx.minimum(self.offset + 1, room)
         mask = (mx.arange(room) < lengths[:, None])[:, None, None]
         trace.current().known.note(mask, _RowLengths(lengths))

@@ -138,7 +138,8 @@ def _next_token(
         projected = ((x @ joined.T).reshape(rows, -1),)
     kind = DeltaToken(_norms(layer, 1e-6, of_sum), layer.num_v_heads, layer.head_v_dim, layer.norm.eps)
     weights = taps.weight[..., 0], layer.A_log, layer.dt_bias, layer.norm.weight
-    arrays = TokenArrays(projected, cache[0], cache[1], *weights)
+    before, state = cache.handed
+    arrays = TokenArrays(projected, before, state, *weights)
     if not delta_token.serves(kind, arrays):
         return None
     y, cache[0], cache[1] = delta_token.delta_token(kind, arrays)
@@ -201,7 +202,7 @@ def _same_next_token(upstream: Function, ours: Function) -> str | None:
     upstream(layer, layer_input(), None, cache)
     rows = RecurrentRows(cache.cache)
     with small_cases(), trace.having(next_tokens=True):
-        actual = [ours(layer, token, None, rows), *rows.arrays]
+        actual = [ours(layer, token, None, rows), *rows.handed]
     expected = [upstream(layer, token, None, cache), *cache.cache]
     return describe_difference(actual, expected, BOUND, "upstream's next token")
 
