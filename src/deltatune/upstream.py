@@ -40,8 +40,10 @@ def libmlx() -> Path | None:
     """The library that mlx.core is linked with; None where it lies elsewhere than in the wheels of Linux and macOS."""
     spec = importlib.util.find_spec("mlx")
     folders = [Path(folder, "lib") for folder in (spec.submodule_search_locations or [])] if spec else []
-    found = [path for folder in folders for path in (folder / "libmlx.so", folder / "libmlx.dylib") if path.is_file()]
-    return found[0] if found else None
+    libraries = [
+        path for folder in folders for path in (folder / "libmlx.so", folder / "libmlx.dylib") if path.is_file()
+    ]
+    return libraries[0] if libraries else None
 
 
 def set_no_fuse() -> Callable[[], None] | None:
@@ -234,7 +236,9 @@ class Probed:
 def probed() -> list[Probed]:
     """Look for every private name of the packages that are installed."""
     installed = {name.package for name in NAMES if importlib.util.find_spec(name.package) is not None}
-    return [Probed(each.name, _present(each), each.without) for each in NAMES if each.package in installed]
+    return [
+        Probed(private.name, _present(private), private.without) for private in NAMES if private.package in installed
+    ]
 
 
 def _present(name: PrivateName) -> bool:

@@ -49,8 +49,8 @@ def trained_template_options(options: AnswerOptions) -> dict[str, Any]:
     """Return the variables of the chat template: those that the adapter was trained with, then those of the flag."""
     from ..lora.adapter_files import template_options
 
-    given = options.chat_template_config
-    asked = {} if given is None else parsed_options(given, "--chat-template-config", prompt=True)
+    text = options.chat_template_config
+    asked = {} if text is None else parsed_options(text, "--chat-template-config", prompt=True)
     return template_options(options.adapter_path, asked)
 
 

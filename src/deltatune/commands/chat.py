@@ -19,7 +19,7 @@ from .answering import (
     sampling_of,
     trained_template_options,
 )
-from .flags import add_adapter, add_model, given
+from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..models.load import Loaded
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user ends it, and return exit code 0."""
-    options = ChatOptions(**given(ChatOptions, arguments))
+    options = ChatOptions(**given_flags(ChatOptions, arguments))
     if not options.trust_remote_code:
         startup.leave_torch_out()
     Chat(options).talk()
@@ -154,8 +154,8 @@ class Chat:
         shared = can_be_without(self._loaded.model)
         if self._base is None:
             options = self._options
-            own = self._loaded if shared else load(options.model, trust_remote_code=options.trust_remote_code)
-            self._base = self._conversation(own)
+            base = self._loaded if shared else load(options.model, trust_remote_code=options.trust_remote_code)
+            self._base = self._conversation(base)
         with without_adapters(self._loaded.model) if shared else contextlib.nullcontext():
             yield self._base
 

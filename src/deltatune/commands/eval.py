@@ -11,7 +11,7 @@ from ..errors import UserError, first_line
 from ..machine import startup
 from ..options.config import TrainConfig
 from ..options.values import Range, fix
-from .flags import add_adapter, add_options, config_from, given, require
+from .flags import add_adapter, add_options, config_from, given_flags, require
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    tasks, config = TaskOptions(**given(TaskOptions, arguments)), config_from(arguments)
+    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments)
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
         if config.memory is not None:

@@ -96,11 +96,11 @@ def _check(arguments: argparse.Namespace) -> None:
 def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.peft_adapter import write_peft
 
-    found = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
-    parameters = found.config.get("target_parameters", [])
-    counts = f"{len(found.config['target_modules'])} target modules, {len(parameters)} target parameters"
-    line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {found.config['base_model_name_or_path']}."
-    return [line], found.notes
+    adapter = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
+    parameters = adapter.config.get("target_parameters", [])
+    counts = f"{len(adapter.config['target_modules'])} target modules, {len(parameters)} target parameters"
+    line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {adapter.config['base_model_name_or_path']}."
+    return [line], adapter.notes
 
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -152,19 +152,19 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..models.generation_config import end_tokens
     from ..models.load import load_tokenizer, locate
 
-    outtype, given = arguments.outtype or "auto", arguments.extra_eos_token or []
+    outtype, extra_ends = arguments.outtype or "auto", arguments.extra_eos_token or []
     command, quantizer = converter_command(arguments.llama_cpp), quantizer_command(arguments.llama_cpp, outtype)
-    ends = end_tokens(arguments.model, given) if given else []
+    ends = end_tokens(arguments.model, extra_ends) if extra_ends else []
     path = write_gguf(
         arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends, quantizer=quantizer
     )
     base = locate(arguments.model)
     tokenizer, options = load_tokenizer(base, read_json(base / "config.json")), template_options(arguments.adapter_path)
-    notes = write_modelfile(path.with_suffix(".Modelfile"), path, tokenizer, options, given)
+    notes = write_modelfile(path.with_suffix(".Modelfile"), path, tokenizer, options, extra_ends)
     lines = [f"llama.cpp's programs wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
     if ends:
         lines.append(
-            f"The file's end token is {given[0]}: llama.cpp stops at another one where it knows "
+            f"The file's end token is {extra_ends[0]}: llama.cpp stops at another one where it knows "
             "its name, such as <|endoftext|>."
         )
     return lines, notes

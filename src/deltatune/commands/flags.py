@@ -63,9 +63,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse reports a command's unknown flags through the outer parser, which knows none of its flags.
-        arguments, rest = self.parse_known_args(args, namespace)
-        if rest:
-            getattr(arguments, "parser", self).error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            getattr(arguments, "parser", self).error(f"unrecognized arguments: {' '.join(unknown)}")
         return arguments
 
 
@@ -141,12 +141,12 @@ def add_options(
 
 def option_fields() -> list[dataclasses.Field]:
     """Return the fields of TrainConfig, with those of LoraConfig behind `lora_parameters`, and inherited ones last."""
-    found: list[dataclasses.Field] = []
+    fields: list[dataclasses.Field] = []
     for field in sorted(
         dataclasses.fields(TrainConfig), key=lambda field: field.name not in TrainConfig.__annotations__
     ):
-        found += [field, *(dataclasses.fields(LoraConfig) if field.name == "lora_parameters" else ())]
-    return found
+        fields += [field, *(dataclasses.fields(LoraConfig) if field.name == "lora_parameters" else ())]
+    return fields
 
 
 def add_model(parser: argparse.ArgumentParser, help: str = "folder of the base model") -> None:
@@ -183,7 +183,7 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     values = {name: value for name, value in values.items() if value is not None or name not in known}
     check_values(TrainConfig, values, str(file))
     lora = values.pop("lora_parameters", {})
-    flags, lora_flags = given(TrainConfig, arguments), given(LoraConfig, arguments)
+    flags, lora_flags = given_flags(TrainConfig, arguments), given_flags(LoraConfig, arguments)
     _choose("iters", "epochs", values, flags, str(file))
     if "data" in flags:
         values.pop("hf_dataset", None)
@@ -208,13 +208,13 @@ def require(config: TrainConfig, command: str, *names: str) -> None:
         )
 
 
-def given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def given_flags(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are fields of the dataclass; UserError, by the flag's name, for a value it may not have."""
     fields = fields_of(cls)
-    found = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
-    for name, value in found.items():
+    flags = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
+    for name, value in flags.items():
         checked(value, *fields[name], flag_name(name, fields[name][1]))
-    return found
+    return flags
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:
@@ -223,6 +223,6 @@ def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str,
         if values.get(first) is not None and values.get(second) is not None:
             where = f"{source}: " if values is in_file else ""
             raise UserError(f"{where}{one} and {other} set the same thing in two ways; give one of them.")
-    for kept, overridden in ((first, second), (second, first)):
-        if kept in on_line:
+    for winner, overridden in ((first, second), (second, first)):
+        if winner in on_line:
             in_file.pop(overridden, None)

@@ -19,7 +19,7 @@ from .answering import (
     sampling_of,
     trained_template_options,
 )
-from .flags import add_adapter, add_model, given, size
+from .flags import add_adapter, add_model, given_flags, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +92,7 @@ def _add_media(add: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate an answer as the arguments say and return exit code 0."""
-    options = GenerateOptions(**given(GenerateOptions, arguments))
+    options = GenerateOptions(**given_flags(GenerateOptions, arguments))
     if not options.trust_remote_code:
         startup.leave_torch_out()
     generate(options)

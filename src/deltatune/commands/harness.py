@@ -78,14 +78,14 @@ class HarnessModel(TemplateLM):
         counts = [min(len(continuation), len(row) - 1) for (*_, continuation), row in zip(requests, rows, strict=True)]
         # Rows of like length share a batch, the longest first.
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with without_kernels(), patched(), evaluating(self._model), whole_rows():
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
                 scores = self._scores([rows[number] for number in chosen], [counts[number] for number in chosen])
                 for number, score in zip(chosen, scores, strict=True):
-                    found[number] = score
-        return found
+                    answers[number] = score
+        return answers
 
     def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
         """Score the last `counts` tokens of each row."""
@@ -173,7 +173,7 @@ def put_tasks(model: HarnessModel, tasks: list[str], manager: TaskManager, **opt
         UserError: The data of a task cannot be loaded.
     """
     try:
-        found = simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)
+        results = simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"--tasks: the data of a task cannot be loaded: {first_line(error)}") from error
-    return found["results"], make_table(found)
+    return results["results"], make_table(results)

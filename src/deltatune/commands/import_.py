@@ -25,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     startup.leave_torch_out()
     from ..export.peft_import import import_peft
 
-    found = import_peft(arguments.model, arguments.peft, arguments.save_path)
-    kind = "DoRA" if found.dora else "LoRA"
-    count = len(next(iter(found.new_rows.values()), ()))
+    adapter = import_peft(arguments.model, arguments.peft, arguments.save_path)
+    kind = "DoRA" if adapter.dora else "LoRA"
+    count = len(next(iter(adapter.new_rows.values()), ()))
     rows = f" and rows for {count} new tokens" if count else ""
-    say(f"The adapter is in {arguments.save_path}: {kind} on {len(found.factors)} modules{rows}.")
+    say(f"The adapter is in {arguments.save_path}: {kind} on {len(adapter.factors)} modules{rows}.")
     return 0

@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> None:
     from ..recipes.shipped import recipes
 
-    found = recipes()
-    width = max(len(recipe.name) for recipe in found)
-    for recipe in found:
+    shipped = recipes()
+    width = max(len(recipe.name) for recipe in shipped)
+    for recipe in shipped:
         print(f"{recipe.name:<{width}}  {recipe.title}")
     print("\nCopy one: deltatune recipes copy NAME")
 

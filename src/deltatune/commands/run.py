@@ -80,12 +80,12 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
     """Run a program with the patches applied, report how often they served it, and return its exit code."""
     from ..patches import TRAINING, patched, recurrence, refuse, whole_rows
 
-    kept: list[str] = []
+    left_alone: list[str] = []
 
     def report(patches: PatchReport) -> None:
         if not force:
             refuse(patches, None, (TRAINING,))
-        kept.extend(left.patch.target for left in patches.left_alone if TRAINING in left.patch.needed_for)
+        left_alone.extend(left.patch.target for left in patches.left_alone if TRAINING in left.patch.needed_for)
         _report_patches(patches, verbose)
 
     recurrence.reset()
@@ -103,7 +103,7 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
             raise
         finally:
             if code != 2:
-                _report_calls(kept, crashed=code != 0)
+                _report_calls(left_alone, crashed=code != 0)
     return code
 
 
@@ -209,11 +209,11 @@ def _report_patches(report: PatchReport, verbose: bool) -> None:
         say(f"deltatune: patched {report if verbose else summary(report)}", sys.stderr)
 
 
-def _report_calls(kept: list[str], *, crashed: bool) -> None:
+def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     """Print how many calls of the program got deltatune's gradients, or why none did.
 
     Args:
-        kept: The functions that training depends on and that keep upstream's code.
+        left_alone: The functions that training depends on and that keep upstream's code.
         crashed: Whether the program ended with an error.
     """
     from ..patches import recurrence, whole_rows
@@ -224,10 +224,10 @@ def _report_calls(kept: list[str], *, crashed: bool) -> None:
         line = f"{ours} traced calls of gated_delta_update{f' and {attended} of attention' if attended else ''}"
         decoding = f"{counts[recurrence.UPSTREAM]} decoding calls stayed upstream's."
         say(f"deltatune: {line} got deltatune's gradients; {decoding}", sys.stderr)
-    elif kept:
+    elif left_alone:
         say(
-            f"deltatune: WARNING: {', '.join(kept)} kept upstream's code, so nothing that this program trained has "
-            "deltatune's gradients.",
+            f"deltatune: WARNING: {', '.join(left_alone)} kept upstream's code, so nothing that this program trained "
+            "has deltatune's gradients.",
             sys.stderr,
         )
     elif attended:

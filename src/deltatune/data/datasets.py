@@ -203,10 +203,10 @@ def _data_tables(
 
 def _json_files(folder: Path, split: str) -> list[Path]:
     """Return the JSONL or JSON file of a split, alone in a list, or no file."""
-    found = [path for kind in ("jsonl", "json") if (path := folder / f"{split}.{kind}").exists()]
-    if len(found) > 1:
-        raise UserError(f"{folder}: both {found[0].name} and {found[1].name} hold the {split} split; keep one of them.")
-    return found
+    files = [path for kind in ("jsonl", "json") if (path := folder / f"{split}.{kind}").exists()]
+    if len(files) > 1:
+        raise UserError(f"{folder}: both {files[0].name} and {files[1].name} hold the {split} split; keep one of them.")
+    return files
 
 
 def _open_json(path: Path, open_jsonl: Callable[[Path], Any]) -> Any:

@@ -90,9 +90,9 @@ class Reader:
     def _encoded(self, table: DataTable, features: Features) -> Encoded:
         """Return the examples of a table at full length: those of an earlier start, or new ones, which are kept."""
         key = self._key(table, features)
-        kept = token_cache.read(key, table.name) if key is not None else None
-        if kept is not None:
-            return kept
+        stored = token_cache.read(key, table.name) if key is not None else None
+        if stored is not None:
+            return stored
         preferred = self._config.loss != "sft"
         if preferred and features != Features():
             raise UserError(
@@ -199,13 +199,13 @@ def _with_progress(rows: Iterator[list[Any]], table: DataTable) -> list[list[Any
     console = Console(stderr=True)
     if table.digest is None or table.count < _PROGRESS_ROWS or not console.is_terminal:
         return list(rows)
-    found: list[list[Any]] = []
+    examples: list[list[Any]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"Tokenising {table.name}", total=table.count)
         for row in rows:
-            found.append(row)
+            examples.append(row)
             progress.advance(task)
-    return found
+    return examples
 
 
 def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:

@@ -181,8 +181,8 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
     """Count the turns whose reasoning stands in none of the rows, because the chat template does not write it."""
     messages = [conversation.messages[turn] for turn in conversation.turns or []]
-    given = [message.get(key) for message in messages for key in _REASONING]
-    thoughts = [thought.strip() for thought in given if isinstance(thought, str) and thought.strip()]
+    reasonings = [message.get(key) for message in messages for key in _REASONING]
+    thoughts = [thought.strip() for thought in reasonings if isinstance(thought, str) and thought.strip()]
     return sum(not any(thought in row.text for row in rows) for thought in thoughts)
 
 

@@ -89,7 +89,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
         raise UserError(
             f"sweep: {module}: this layer cannot be trained: its training forward cannot be traced: {''.join(last)}"
         )
-    return [ReachedKernel(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    return [ReachedKernel(**kernel) for kernel in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _dtype(model: nn.Module) -> str:

@@ -60,17 +60,17 @@ def _stand_in(*positional: Any, **options: Any) -> Callable[..., list[mx.array]]
     name = str(options.get("name") or positional[0])
 
     def kernel(*arguments: Any, **keywords: Any) -> list[mx.array]:
-        inputs = [each for each in keywords.get("inputs") or arguments[0] if isinstance(each, mx.array)]
+        inputs = [array for array in keywords.get("inputs") or arguments[0] if isinstance(array, mx.array)]
         shapes, dtypes = keywords["output_shapes"], keywords["output_dtypes"]
         entry = _found.setdefault((name, _caller()), [0, False])
         entry[0] += 1
 
-        def forward(*given: mx.array) -> list[mx.array]:
+        def forward(*arrays: mx.array) -> list[mx.array]:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             entry[1] = True
-            return [mx.zeros_like(given) for given in primals]
+            return [mx.zeros_like(primal) for primal in primals]
 
         if not inputs:
             return forward()

@@ -129,7 +129,7 @@ class Examination:
     @property
     def untrainable(self) -> list[str]:
         """A sentence for each custom kernel that keeps the model from training."""
-        return [] if self.model is None else [line for each in self.model.forwards for line in each.untrainable]
+        return [] if self.model is None else [line for forward in self.model.forwards for line in forward.untrainable]
 
 
 def examine(model: str | None = None) -> Examination:
@@ -185,10 +185,10 @@ def _layers(path: str) -> Layers:
         without_row = tokens_without_row(next(iter(models.values())), load_tokenizer(folder, {}))
     except UserError as error:
         left_out.append(str(error))
-    found: list[LayerInfo] = describe(next(iter(models.values())))
-    kinds = {kind: sum(layer.kind == kind for layer in found) for kind in sorted({layer.kind for layer in found})}
+    layers: list[LayerInfo] = describe(next(iter(models.values())))
+    kinds = {kind: sum(layer.kind == kind for layer in layers) for kind in sorted({layer.kind for layer in layers})}
     forwards = [_forward(data, model) for data, model in models.items()]
-    return Layers(path, kinds, sum(layer.experts for layer in found), forwards, left_out, without_row)
+    return Layers(path, kinds, sum(layer.experts for layer in layers), forwards, left_out, without_row)
 
 
 def _forward(data: str, model: nn.Module) -> Forward:
@@ -233,18 +233,20 @@ def _import_what_is_patched() -> list[str]:
 @contextmanager
 def _patched() -> Iterator[Patches]:
     """Apply the patches as training does, and yield a report on them while they are in force."""
-    found = Patches(absent=_import_what_is_patched())
+    patches = Patches(absent=_import_what_is_patched())
     with ExitStack() as stack:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 report = stack.enter_context(patched())
-            found.left_alone += map(str, report.left_alone)
-            found.untried += report.untried
-            for each in report.applied:
-                package = f"{each.patch.package} {each.version}"
-                found.applied.append(Patched(each.patch.name, package, list(each.holders), each.patch.reason))
+            patches.left_alone += map(str, report.left_alone)
+            patches.untried += report.untried
+            for applied in report.applied:
+                package = f"{applied.patch.package} {applied.version}"
+                patches.applied.append(
+                    Patched(applied.patch.name, package, list(applied.holders), applied.patch.reason)
+                )
         except UserError as error:
             # Applying a patch runs its replacement once, which a forced implementation may refuse.
-            found.left_alone.append(str(error))
-        yield found
+            patches.left_alone.append(str(error))
+        yield patches

@@ -20,28 +20,28 @@ _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
 
 def versions() -> dict[str, str]:
     """The versions of the installed packages that influence results, by package."""
-    found = {}
+    by_package = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def machine() -> dict[str, str]:
     """Facts about this machine by name, in the order in which they are shown."""
     about = verdicts.machine()
     cores = environment.cores()
-    found = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
-    found["system"] = f"{_system()}, Python {platform.python_version()}"
+    facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
+    facts["system"] = f"{_system()}, Python {platform.python_version()}"
     here = backend.device()
-    found["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
-    found["BLAS"] = str(blas.status())
-    found["BLAS file"] = blas_fault.probe().library or "not found"
-    found["BLAS speed"] = f"{speed():,.1f} GFLOP/s on fp32 matrices of {_SIDE} x {_SIDE}"
-    found["fp32"] = _fp32(here)
-    return found
+    facts["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
+    facts["BLAS"] = str(blas.status())
+    facts["BLAS file"] = blas_fault.probe().library or "not found"
+    facts["BLAS speed"] = f"{speed():,.1f} GFLOP/s on fp32 matrices of {_SIDE} x {_SIDE}"
+    facts["fp32"] = _fp32(here)
+    return facts
 
 
 def speed() -> float:

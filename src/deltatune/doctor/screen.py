@@ -48,57 +48,59 @@ def run(machine_readable: bool = False, model: str | None = None) -> int:
         UserError: `model` cannot be loaded.
     """
     if machine_readable:
-        found = examine(model)
-        print(as_json(found))
+        examination = examine(model)
+        print(as_json(examination))
     else:
         console = Console(highlight=False)
         with console.status("Examining this machine: some seconds, or a minute or two the first time on a GPU"):
-            found = examine(model)
-        console.print(screen(found))
-    return int(found.wrong)
+            examination = examine(model)
+        console.print(screen(examination))
+    return int(examination.wrong)
 
 
-def as_json(found: Examination) -> str:
+def as_json(examination: Examination) -> str:
     """Everything found, as JSON; an infinite error or one that is NaN becomes a string."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        return [plain(each) for each in value] if isinstance(value, list) else value
+            return {key: plain(entry) for key, entry in value.items()}
+        return [plain(entry) for entry in value] if isinstance(value, list) else value
 
-    return json.dumps(plain(asdict(found) | {"wrong": found.wrong}), indent=1, allow_nan=False)
+    return json.dumps(plain(asdict(examination) | {"wrong": examination.wrong}), indent=1, allow_nan=False)
 
 
-def screen(found: Examination) -> RenderableType:
+def screen(examination: Examination) -> RenderableType:
     """Everything found, in sections for the terminal; the verdict comes last."""
     parts = [
-        _section("This machine", _facts(found.machine)),
-        _section("Versions", Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))),
+        _section("This machine", _facts(examination.machine)),
+        _section("Versions", Text(", ".join(f"{name} {version}" for name, version in examination.versions.items()))),
         _section(
-            f"Gated delta: {found.gated_delta}", _marked(map(_finding, found.findings)), "error of what is allowed"
-        ),
-        _section(
-            f"Attention: {found.attention}",
-            _marked(map(_finding, found.attention_findings)),
+            f"Gated delta: {examination.gated_delta}",
+            _marked(map(_finding, examination.findings)),
             "error of what is allowed",
         ),
-        *_times(found.times),
-        _section("Known faults, looked for here", _marked(map(_fault, found.faults))),
-        _section("Patches", _patches(found.patches)),
-        _section("Private names of upstream", _private_names(found.private_names)),
+        _section(
+            f"Attention: {examination.attention}",
+            _marked(map(_finding, examination.attention_findings)),
+            "error of what is allowed",
+        ),
+        *_times(examination.times),
+        _section("Known faults, looked for here", _marked(map(_fault, examination.faults))),
+        _section("Patches", _patches(examination.patches)),
+        _section("Private names of upstream", _private_names(examination.private_names)),
     ]
-    if found.model is not None:
-        parts.append(_section(f"Model: {found.model.path}", _model(found.model)))
-    return Group(*parts, _verdict(found))
+    if examination.model is not None:
+        parts.append(_section(f"Model: {examination.model.path}", _model(examination.model)))
+    return Group(*parts, _verdict(examination))
 
 
-def _times(found: list[Times]) -> list[RenderableType]:
+def _times(comparisons: list[Times]) -> list[RenderableType]:
     table = _columns(None)
-    for each in found:
-        table.add_row(Text(each.calls).append(f"\n{each}", style="dim"))
-    return [_section("Times of a forward and a backward pass", table)] if found else []
+    for times in comparisons:
+        table.add_row(Text(times.calls).append(f"\n{times}", style="dim"))
+    return [_section("Times of a forward and a backward pass", table)] if comparisons else []
 
 
 def _section(title: str, body: RenderableType, note: str = "") -> RenderableType:
@@ -154,7 +156,7 @@ def _fault(fault: Fault) -> Line:
 def _patches(patches: Patches) -> RenderableType:
     table = _columns(1, None)
     if patches.applied:
-        counts = Counter(each.package for each in patches.applied)
+        counts = Counter(patch.package for patch in patches.applied)
         text = Text(f"{len(patches.applied)} functions replaced: ")
         text.append(", ".join(f"{count} of {package}" for package, count in counts.most_common()))
         table.add_row(Text("✓", style="green"), text.append("\n--json names each", style="dim"))
@@ -170,11 +172,11 @@ def _patches(patches: Patches) -> RenderableType:
 
 
 def _private_names(names: list[Probed]) -> RenderableType:
-    table, present = _columns(1, None), sum(each.present for each in names)
+    table, present = _columns(1, None), sum(name.present for name in names)
     table.add_row(Text("✓", style="green"), Text(f"{present} of {len(names)} are as deltatune knows them"))
-    for each in names:
-        if not each.present:
-            table.add_row(Text("!", style="yellow"), Text(f"{each.name} is gone. {each.without}"))
+    for name in names:
+        if not name.present:
+            table.add_row(Text("!", style="yellow"), Text(f"{name.name} is gone. {name.without}"))
     return table
 
 
@@ -220,13 +222,15 @@ def _forward(table: Table, forward: Forward) -> None:
         table.add_row(Text(_BAD[0], style=_BAD[1]), Text(message, style="red").append(through, style="dim"))
 
 
-def _verdict(found: Examination) -> RenderableType:
-    if found.untrainable:
-        stopped = f"This model cannot be trained on an Apple GPU: {len(found.untrainable)} kernels without a gradient."
+def _verdict(examination: Examination) -> RenderableType:
+    if examination.untrainable:
+        stopped = (
+            f"This model cannot be trained on an Apple GPU: {len(examination.untrainable)} kernels without a gradient."
+        )
         return Group(Rule(style="red"), Text(stopped, style="bold red"))
-    if found.wrong:
+    if examination.wrong:
         message = "This model and its tokenizer do not fit: see ✗ above."
-        if found.faulty:
+        if examination.faulty:
             message = "Something here would train wrong: see ✗ above, and please report it with --json."
         return Group(Rule(style="red"), Text(message, style="bold red"))
     return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))

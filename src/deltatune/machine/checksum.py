@@ -77,10 +77,10 @@ def check(path: Path) -> bool:
         if f'"{KEY}":'.encode() not in start and _KIND.encode() not in start:
             return False
         before, mark, after = start.partition(f'"{KEY}":"{_KIND}'.encode())
-        found = after[:_DIGITS]
-        digest.update(before + mark + b"0" * len(found) + after[_DIGITS:])
+        stored = after[:_DIGITS]
+        digest.update(before + mark + b"0" * len(stored) + after[_DIGITS:])
         while piece := file.read(_PIECE):
             digest.update(piece)
-    if found != digest.hexdigest().encode():
+    if stored != digest.hexdigest().encode():
         raise DamagedFileError("its content does not fit its checksum")
     return True

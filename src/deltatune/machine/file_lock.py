@@ -67,8 +67,8 @@ class FileLock:
     def _try(self) -> bool:
         """Take the lock; return False if the file was replaced meanwhile."""
         with contextlib.suppress(FileNotFoundError):
-            found = self.path.stat()
-            if (found.st_dev, found.st_ino) in _held:
+            status = self.path.stat()
+            if (status.st_dev, status.st_ino) in _held:
                 raise HeldError("this process")
         file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (closed by release)
         try:
@@ -104,8 +104,8 @@ class FileLock:
 
 
 def _identity(file: TextIO) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _holder(text: str) -> str:

@@ -110,19 +110,19 @@ def ranks_here() -> int:
         # The file holds a list for each rank, with its addresses as host:port.
         entries = json.loads(Path(hosts).read_text())
         addresses = [{address.rsplit(":", 1)[0] for address in entry} for entry in entries]
-        own = addresses[int(rank)]
+        this_host = addresses[int(rank)]
     except (OSError, ValueError, TypeError, IndexError, AttributeError):
         return 1  # MLX reads the same file and reports what is wrong with it.
-    return sum(bool(own & others) for others in addresses)
+    return sum(bool(this_host & others) for others in addresses)
 
 
-def quota(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
+def quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
     """Return how many cores the control groups grant this process; None if they set no limit.
 
     A container's CPU limit is such a limit. It may be a fraction of a core.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return None
     limits = []

@@ -222,18 +222,20 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     outer = typing.get_origin(kind) or kind
     if outer in (list, tuple) and isinstance(value, list | tuple):
         member = typing.get_args(kind)[0]
-        return outer(checked(each, member, metadata, f"{name}: entry {i}") for i, each in enumerate(value, 1))
+        return outer(
+            checked(member_value, member, metadata, f"{name}: entry {i}") for i, member_value in enumerate(value, 1)
+        )
     if outer is dict and isinstance(value, dict):
         of_key, of_value = typing.get_args(kind)
         return {
-            checked(key, of_key, {}, f"{name}: key"): checked(each, of_value, {}, f"{name}: {short(key)}")
-            for key, each in value.items()
+            checked(key, of_key, {}, f"{name}: key"): checked(entry, of_value, {}, f"{name}: {short(key)}")
+            for key, entry in value.items()
         }
-    found = _scalar(value, outer, metadata)
-    if found is None:
+    scalar = _scalar(value, outer, metadata)
+    if scalar is None:
         switch = "true, false or " if others else ""
         raise UserError(f"{name}: expected {switch}{_expected(value, outer, metadata)}, got {short(value)}.")
-    return found
+    return scalar
 
 
 def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:

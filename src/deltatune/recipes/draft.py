@@ -164,8 +164,8 @@ class Draft:
                 count = f"{max(1, round(100 * self.held_out))}%" if self.held_out < 1 else f"{int(self.held_out)}"
                 entry |= {"train_split": f"{split}[:-{count}]", "valid_split": f"{split}[-{count}:]"}
         validated = any("valid_split" in entry for entry in self.data)
-        found: dict[str, Any] = {"hf_dataset": self.data[0] if len(self.data) == 1 else self.data}
-        return found | ({} if validated else {"val_batches": 0})
+        options: dict[str, Any] = {"hf_dataset": self.data[0] if len(self.data) == 1 else self.data}
+        return options | ({} if validated else {"val_batches": 0})
 
 
 def refuse_trainer(loss: str) -> UserError:

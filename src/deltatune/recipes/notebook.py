@@ -77,7 +77,9 @@ def _of_notebook(text: str, path: Path) -> str:
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         raise UserError(f"{path}: not a Jupyter notebook ({reason(error)}).") from error
     # A cell in another language, such as %%bash, is no Python.
-    python = [each for each in programs if not each.startswith("%%") or each.startswith(("%%capture", "%%time"))]
+    python = [
+        program for program in programs if not program.startswith("%%") or program.startswith(("%%capture", "%%time"))
+    ]
     return "\n".join(python)
 
 
@@ -94,30 +96,30 @@ def _without_magic(program: str) -> str:
 def _arguments(tree: ast.Module, path: Path) -> dict[str, Any]:
     constants = _constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    found: dict[str, Any] = {}
+    calls_options: dict[str, Any] = {}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         name = _name(call)
-        given = {} if name is None else _given(call, name, constants)
+        arguments = {} if name is None else _given(call, name, constants)
         if name == "train_on_responses_only":
-            found["responses only"] = True
+            calls_options["responses only"] = True
         elif name == "load_dataset":
-            if "load_dataset" in found:
-                found.setdefault("further data sets", []).append(given.get("path"))
+            if "load_dataset" in calls_options:
+                calls_options.setdefault("further data sets", []).append(arguments.get("path"))
             else:
-                found["load_dataset"] = given
+                calls_options["load_dataset"] = arguments
         elif name is not None:
             if _CLASSES.get(name):
-                found.setdefault("the class of the trainer", _CLASSES[name])
+                calls_options.setdefault("the class of the trainer", _CLASSES[name])
             if _owner(call) == "FastVisionModel" and name == "get_peft_model":
-                given = {"finetune_vision_layers": True, "finetune_language_layers": True} | given
+                arguments = {"finetune_vision_layers": True, "finetune_language_layers": True} | arguments
             # A notebook loads its result again at its end; the first call is the training's.
-            found |= {key: value for key, value in given.items() if key not in found}
-    if not found.keys() - {"load_dataset", "further data sets"}:
+            calls_options |= {key: value for key, value in arguments.items() if key not in calls_options}
+    if not calls_options.keys() - {"load_dataset", "further data sets"}:
         raise UserError(
             f"{path}: none of Unsloth's calls is in it; expected {_MODELS[0]}.from_pretrained(...), "
             "get_peft_model(...) or SFTConfig(...)."
         )
-    return found
+    return calls_options
 
 
 def _owner(call: ast.Call) -> str | None:
@@ -136,7 +138,7 @@ def _name(call: ast.Call) -> str | None:
 
 
 def _given(call: ast.Call, name: str, constants: dict[str, Any]) -> dict[str, Any]:
-    given = {
+    arguments = {
         key: _value(argument, constants)
         for key, argument in zip(_POSITIONAL.get(name, ()), call.args, strict=False)
         if not isinstance(argument, ast.Starred)
@@ -144,30 +146,30 @@ def _given(call: ast.Call, name: str, constants: dict[str, Any]) -> dict[str, An
     for keyword in call.keywords:
         value = _value(keyword.value, constants)
         if keyword.arg is not None:
-            given[keyword.arg] = value
+            arguments[keyword.arg] = value
         elif isinstance(value, dict):
-            given |= {str(key): each for key, each in value.items()}
+            arguments |= {str(key): entry for key, entry in value.items()}
         else:
-            given[f"**{short(value)}"] = Computed("further arguments")
-    return given
+            arguments[f"**{short(value)}"] = Computed("further arguments")
+    return arguments
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
     """Names that are assigned once, to a value that is written out."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     assigned: set[str] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Name):
-                value = _value(node.value, found)
-                if target.id in assigned and found.get(target.id) != value:
-                    found.pop(target.id, None)
+                value = _value(node.value, values)
+                if target.id in assigned and values.get(target.id) != value:
+                    values.pop(target.id, None)
                 elif not isinstance(value, Computed):
-                    found[target.id] = value
+                    values[target.id] = value
                 assigned.add(target.id)
-    return found
+    return values
 
 
 def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
@@ -177,12 +179,12 @@ def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        members = [_value(each, constants) for each in node.elts]
-        return members if not any(isinstance(each, Computed) for each in members) else Computed(_text(node))
+        members = [_value(member, constants) for member in node.elts]
+        return members if not any(isinstance(member, Computed) for member in members) else Computed(_text(node))
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _value(key, constants) for key in node.keys]
         if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, (_value(each, constants) for each in node.values), strict=True))
+            return dict(zip(keys, (_value(entry, constants) for entry in node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _value(node.operand, constants)
         return -value if _is_number(value) else Computed(_text(node))

@@ -242,11 +242,11 @@ _FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv
 
 
 def axolotl_data(draft: Draft, value: Any) -> None:
-    for number, given in enumerate(value if isinstance(value, list) else [value], 1):
+    for number, data_set in enumerate(value if isinstance(value, list) else [value], 1):
         where = f"datasets {number}"
-        if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        if not isinstance(data_set, dict) or not isinstance(data_set.get("path"), str):
             raise UserError("expected a list of mappings with path")
-        more = {key: each for key, each in given.items() if each not in (None, False, [], {})}
+        more = {key: setting for key, setting in data_set.items() if setting not in (None, False, [], {})}
         path, files = more.pop("path"), more.pop("data_files", None)
         kind = more.pop("ds_type", None) or next((kind for end, kind in _FILES.items() if path.endswith(end)), None)
         entry = {"path": path, "train_split": str(more.pop("split", "train"))}
@@ -265,8 +265,8 @@ def axolotl_data(draft: Draft, value: Any) -> None:
         if more.get("message_property_mappings") in _MESSAGE_KEYS:
             del more["message_property_mappings"]
         draft.data.append(entry)
-        for key, each in more.items():
-            draft.leave(f"{where}: {key}", each, "rows are recognised by their keys")
+        for key, setting in more.items():
+            draft.leave(f"{where}: {key}", setting, "rows are recognised by their keys")
 
 
 def named_data(draft: Draft, value: Any) -> None:

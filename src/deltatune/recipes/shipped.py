@@ -54,13 +54,13 @@ def copy(name: str, path: Path | None) -> Path:
     Raises:
         UserError: there is no such recipe, or the file exists.
     """
-    found = {recipe.name: recipe for recipe in recipes()}
+    by_name = {recipe.name: recipe for recipe in recipes()}
     name = name.removesuffix(".yaml").lower()
-    if name not in found:
-        raise UserError(f"recipes: no recipe {name!r}{nearest(name, list(found))}; there are {', '.join(found)}.")
+    if name not in by_name:
+        raise UserError(f"recipes: no recipe {name!r}{nearest(name, list(by_name))}; there are {', '.join(by_name)}.")
     target = path or Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
     if target.exists():
         raise UserError(f"recipes: {target} exists; give another path, or remove it.")
-    write(target, found[name].text.encode())
+    write(target, by_name[name].text.encode())
     return target

@@ -49,26 +49,26 @@ def translate(path: Path) -> Translation:
         UserError: the file cannot be read, is of none of these, or trains by a loss that deltatune has not.
     """
     if path.suffix in (".ipynb", ".py"):
-        trainer, given = "unsloth", read_calls(path)
+        trainer, values = "unsloth", read_calls(path)
     else:
-        given = read_yaml(path)
-        found = next((_MARKS[name] for name in _MARKS if name in given), None)
-        if found is None:
+        values = read_yaml(path)
+        trainer_of_keys = next((_MARKS[name] for name in _MARKS if name in values), None)
+        if trainer_of_keys is None:
             raise UserError(
                 f"{path}: expected a file of axolotl (with base_model) or LLaMA-Factory (with model_name_or_path), or "
-                f"an Unsloth notebook (.ipynb, .py); its keys are {', '.join(map(short, list(given)[:5])) or 'none'}."
+                f"an Unsloth notebook (.ipynb, .py); its keys are {', '.join(map(short, list(values)[:5])) or 'none'}."
             )
-        trainer = found
-    draft = _started(trainer, given)
+        trainer = trainer_of_keys
+    draft = _started(trainer, values)
     try:
-        _fill(draft, trainer, given)
+        _fill(draft, trainer, values)
         options = draft.finished()
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return Translation(_written(options, draft, trainer, path), draft.unsaid)
 
 
-def _started(trainer: str, given: dict[str, Any]) -> Draft:
+def _started(trainer: str, values: dict[str, Any]) -> Draft:
     """A draft with the defaults of a trainer, where they differ from those of deltatune.
 
     Source: axolotl's utils/schemas and core/builders/base.py (2026-07-24), LLaMA-Factory's hparams (2026-08-18) and
@@ -78,13 +78,13 @@ def _started(trainer: str, given: dict[str, Any]) -> Draft:
     if trainer == "axolotl":
         draft.options |= {"batch_size": 1, "max_seq_length": 512, "overlong": "skip"}
         draft.rate = Rate(schedule="cosine", epochs=1.0, unsaid_warmup=(0.03, 100))
-        if not given.get("adapter"):
+        if not values.get("adapter"):
             draft.options["fine_tune_type"] = "full"
     elif trainer == "unsloth":
         draft.adapters |= {"rank": 16, "alpha": 16.0}
-        if not given.pop("responses only", False) and given.get("the class of the trainer", "sft") == "sft":
+        if not values.pop("responses only", False) and values.get("the class of the trainer", "sft") == "sft":
             draft.set("mask_prompt", False)
-        for name in given.pop("further data sets", []):
+        for name in values.pop("further data sets", []):
             draft.leave("load_dataset", name, "a further data set")
         draft.unsaid.append(
             "what the program does to its rows: deltatune reads rows of the usual forms as they are, with the chat "
@@ -92,15 +92,15 @@ def _started(trainer: str, given: dict[str, Any]) -> Draft:
         )
     else:
         draft.rate.peak = 5e-5
-        rank = given.get("lora_rank", 8)
+        rank = values.get("lora_rank", 8)
         draft.adapters |= {"rank": 8} | ({"alpha": 2.0 * rank} if type(rank) is int else {})
     return draft
 
 
-def _fill(draft: Draft, trainer: str, given: dict[str, Any]) -> None:
+def _fill(draft: Draft, trainer: str, values: dict[str, Any]) -> None:
     """Put every option of a file into the draft."""
     known, unneeded = names(trainer), UNNEEDED[trainer].split()
-    for name, value in given.items():
+    for name, value in values.items():
         if name in unneeded:
             draft.unneeded.append(name)
         elif isinstance(value, Computed):

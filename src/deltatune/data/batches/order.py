@@ -155,7 +155,7 @@ class BatchOrder:
         """A digest of the examples."""
         if self._digest is None:
             digest = hashlib.blake2b(digest_size=16)
-            for example in (document for each in self._examples for document in each.documents):
+            for example in (document for example_row in self._examples for document in example_row.documents):
                 digest.update(example.positions.to_bytes(8, "little"))
                 digest.update(example.tokens.tobytes())
                 digest.update(example.targets.tobytes())
@@ -181,9 +181,9 @@ class BatchOrder:
         """Build the batch of these rows, of which this rank takes its share."""
         width = int(self._widths[rows].max())
         filled: list[Row] = [self._rows[row] for row in rows] + [()] * (self._batch_size - len(rows))
-        own = filled[self._rank :: self._world]
+        share = filled[self._rank :: self._world]
         if not self._preferences:
-            rows_of_one = [[self._examples[number] for number in row] for row in own]
+            rows_of_one = [[self._examples[number] for number in row] for row in share]
             return collate(rows_of_one, width, packed=self._packed)  # type: ignore[arg-type]
-        documents, preferences = lay_out(own, self._preferences, self._slots, width, packed=self._packed)
+        documents, preferences = lay_out(share, self._preferences, self._slots, width, packed=self._packed)
         return replace(collate(documents, width, packed=self._packed), preferences=preferences)

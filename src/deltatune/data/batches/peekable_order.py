@@ -28,10 +28,10 @@ class PeekableOrder:
         return None if isinstance(self._next, Exception) else self._next
 
     def __next__(self) -> Batch:
-        found, self._next = self._next, None
-        if isinstance(found, Exception):
-            raise found
-        return next(self._order) if found is None else found
+        peeked, self._next = self._next, None
+        if isinstance(peeked, Exception):
+            raise peeked
+        return next(self._order) if peeked is None else peeked
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data before the batch that comes next."""

@@ -97,13 +97,13 @@ class StreamOrder:
             window = part.window
         else:
             window = self._stream.window(state["place"])
-        found = self._begin(window, state["window"], state["epoch"], state["step"]) if window.examples else None
-        if found is None or found.order.digest != state["window data"]:
+        restored = self._begin(window, state["window"], state["epoch"], state["step"]) if window.examples else None
+        if restored is None or restored.order.digest != state["window data"]:
             raise UserError(
                 f"resume: {self._stream.source.name} has other rows where the run stopped than it had there, so the "
                 "run cannot go on; give the same data, or start anew without --resume."
             )
-        self._part = found
+        self._part = restored
 
     def _next_part(self) -> _Part:
         """Read the next window that has an example."""

@@ -10,19 +10,19 @@ from ...options.chat_template import THINKING, written_options
 
 
 def asked_options(
-    given: Mapping[str, Any] | None, tokenizer: Any, prompts: Counter[bool]
+    variables: Mapping[str, Any] | None, tokenizer: Any, prompts: Counter[bool]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the variables of the chat template with which samples and `generate` ask.
 
     Args:
-        given: the variables that the user gave, or None.
+        variables: the variables that the user gave, or None.
         tokenizer: mlx-lm's TokenizerWrapper.
         prompts: how many answers follow a prompt with each value of enable_thinking.
 
     Returns:
         The variables, None where mlx-lm's own are right; and sentences for the user.
     """
-    options = None if given is None else dict(given)
+    options = None if variables is None else dict(variables)
     asked = (options or {}).get(THINKING, tokenizer.has_thinking)
     others = prompts[not asked]
     if not others:

@@ -119,8 +119,8 @@ class _Places:
             first = 0
             for _ in range(text.count(self._added[last], 0, cut)):
                 first = tokens.index(last, first) + 1
-            rest = self._tokenizer.short(text[cut:end])
-            if tokens[first : first + len(rest)] == rest:
-                return first + len(rest)
+            after = self._tokenizer.short(text[cut:end])
+            if tokens[first : first + len(after)] == after:
+                return first + len(after)
         prefix = self._tokenizer.encode([text[:end]])[0]
         return len(prefix) if tokens[: len(prefix)] == prefix else None

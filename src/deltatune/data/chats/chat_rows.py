@@ -91,11 +91,11 @@ def chat_rows(
             text = ends.closed(text, messages[turns[-1]])
             if not _starts(text, turns[-1], render, marks)[0]:
                 text = _behind_its_prompt(text, turns[-1], render, marks)
-        found = {turn: _span(text, (count, others), turn, render, marks, ends) for turn in turns}
-        counted = [(turn, span) for turn, span in found.items() if span is not None]
+        span_of = {turn: _span(text, (count, others), turn, render, marks, ends) for turn in turns}
+        counted = [(turn, span) for turn, span in span_of.items() if span is not None]
         if counted or not turns:
             rows.append((text, [span for _, span in counted], count, others))
-        turns = [turn for turn in turns if found[turn] is None]
+        turns = [turn for turn in turns if span_of[turn] is None]
         if turns:
             count = turns[-1] + 1
             text = render(count)[0]
@@ -115,10 +115,10 @@ def _span(
         return None
     end = len(text)
     if count > turn + 1:
-        own = _end(text, render(turn + 1)[0], marks)
-        if own is None or own <= starts[0]:
+        behind = _end(text, render(turn + 1)[0], marks)
+        if behind is None or behind <= starts[0]:
             return None
-        end = ends.within(text, own)
+        end = ends.within(text, behind)
     others += [] if other is None else [other]
     return starts, end
 
@@ -152,16 +152,16 @@ def _end(text: str, alone: str, marks: Marks) -> int | None:
 
     A special token that ends a conversation is missing after a turn within it, or another end token stands there.
     """
-    kept = alone
-    while not text.startswith(kept):
-        closing = next((token for token in marks.specials if token and kept.endswith(token)), None)
+    without_closing = alone
+    while not text.startswith(without_closing):
+        closing = next((token for token in marks.specials if token and without_closing.endswith(token)), None)
         if closing is None:
             return None
-        kept = kept[: -len(closing)]
-    if kept == alone or kept.rstrip().endswith(tuple(marks.specials)):
-        return len(kept)
-    other = next((token for token in marks.ends if text.startswith(token, len(kept))), None)
-    return None if other is None else len(kept) + len(other)
+        without_closing = without_closing[: -len(closing)]
+    if without_closing == alone or without_closing.rstrip().endswith(tuple(marks.specials)):
+        return len(without_closing)
+    other = next((token for token in marks.ends if text.startswith(token, len(without_closing))), None)
+    return None if other is None else len(without_closing) + len(other)
 
 
 def _behind_its_prompt(text: str, turn: int, render: Render, marks: Marks) -> str:

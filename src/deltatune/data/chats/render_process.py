@@ -123,9 +123,9 @@ class _Template:
         if not self.marks.blocks or prompt:
             return text, []
         # apply_chat_template gives the spans as tokens alone, of a tokenizer with a vocabulary.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        without_nulls = [{key: value for key, value in message.items() if value is not None} for message in messages]
         texts, spans = render_jinja_template(
-            [given],
+            [without_nulls],
             tools=tools,
             chat_template=self._text,
             return_assistant_tokens_mask=True,

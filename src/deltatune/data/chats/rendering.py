@@ -96,8 +96,8 @@ class Renderer:
         """Whether code of the tokenizer or of mlx-lm writes conversations, and no Jinja template."""
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-        own = type(self._inner).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        return own or chat_template_code(self._tokenizer) is not None
+        overridden = type(self._inner).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        return overridden or chat_template_code(self._tokenizer) is not None
 
     def template(self, tools: Any) -> str | None:
         """Return the Jinja template for conversations with these tools; None where code writes them."""

@@ -74,8 +74,8 @@ def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
 
 def first_of(tokens: Sequence[str], text: str) -> str | None:
     """Return the one of these tokens that stands first in a text; None if none does."""
-    found = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
-    return min(found)[2] if found else None
+    places = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
+    return min(places)[2] if places else None
 
 
 def _answered(write: Write, tools: bool) -> Messages:

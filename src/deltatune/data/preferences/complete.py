@@ -53,14 +53,14 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     answers = [one.documents[0] for one in single]
     before = [answers[-1], *answers[:-1]] if answers else []
     return [
-        one.with_documents((own, _behind_prompt(own, other, limit)))
-        for one, own, other in zip(single, answers, before, strict=True)
+        one.with_documents((document, _behind_prompt(document, other, limit)))
+        for one, document, other in zip(single, answers, before, strict=True)
     ]
 
 
-def _behind_prompt(own: Example, other: Example, limit: int) -> Example:
+def _behind_prompt(first: Example, second: Example, limit: int) -> Example:
     """Return the document of the first one's prompt and the second one's answer."""
-    prompt, start = int(np.argmax(own.targets)), int(np.argmax(other.targets))
-    tokens = np.concatenate([own.tokens[:prompt], other.tokens[start:]])[:limit]
-    targets = np.concatenate([np.zeros(prompt, bool), other.targets[start:]])[:limit]
-    return Example(tokens, targets, f"{own.source} with the answer of {other.source}")
+    prompt, start = int(np.argmax(first.targets)), int(np.argmax(second.targets))
+    tokens = np.concatenate([first.tokens[:prompt], second.tokens[start:]])[:limit]
+    targets = np.concatenate([np.zeros(prompt, bool), second.targets[start:]])[:limit]
+    return Example(tokens, targets, f"{first.source} with the answer of {second.source}")

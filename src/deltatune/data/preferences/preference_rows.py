@@ -48,11 +48,13 @@ class PreferenceEncoder:
     def stream(self, rows: Iterable[tuple[str, Any]], _count: int) -> Iterator[list[Preference]]:
         """Yield the preference of each row at full length; UserError, naming the row, if it cannot be learnt from."""
         read = [self._read(row, source) for source, row in rows]
-        conversations = [(one.source, each) for one in read for each in one.answers if not isinstance(each, Example)]
+        conversations = [
+            (one.source, answer) for one in read for answer in one.answers if not isinstance(answer, Example)
+        ]
         encoded = self._conversations.stream(iter(conversations), len(conversations))
         for one in read:
             documents = [
-                each if isinstance(each, Example) else _only(next(encoded), one.source) for each in one.answers
+                answer if isinstance(answer, Example) else _only(next(encoded), one.source) for answer in one.answers
             ]
             preference = Preference(tuple(documents), one.desirable)
             if preference.undecided:

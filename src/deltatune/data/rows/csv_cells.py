@@ -32,7 +32,7 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     builder = datasets.load_dataset_builder(path, **{key: options[key] for key in options if key not in _LATER})
     config: Any = builder.config
     chosen: dict[str, Any] = {}
-    files = [str(found[0]) for found in (config.data_files or {}).values()]
+    files = [str(of_split[0]) for of_split in (config.data_files or {}).values()]
     # An archive may hold several files, or others than CSV.
     if not hasattr(config, "pd_read_csv_kwargs") or "features" in options or not _are_plain(files):
         return {}
@@ -43,7 +43,7 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
     columns = columns_of(files[0])
     if len(columns) == 1 and config.sep == "," and not options.keys() & {"sep", "delimiter"}:
-        chosen = {"sep": next((each for each in _SEPARATORS if each in columns[0]), ",")}
+        chosen = {"sep": next((separator for separator in _SEPARATORS if separator in columns[0]), ",")}
         columns = columns_of(files[0])
     for file in files[1:]:
         if (others := columns_of(file)) != columns:

@@ -40,7 +40,7 @@ def _answers(name: str) -> bool:
     """Say that the hub is asked for `name`, once a process, and return whether it answers."""
     import datasets
 
-    folders = [each.name for each in Path().iterdir() if each.is_dir()]
+    folders = [entry.name for entry in Path().iterdir() if entry.is_dir()]
     sys.stderr.write(
         f"--data {name}: there is no such folder here{nearest(name, folders)}; asking the Hugging Face hub for a data "
         "set of this name.\n"

@@ -175,11 +175,11 @@ def messages_in_text(value: Any) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    are_messages = found and all(isinstance(message, dict) and "role" in message for message in found)
-    return found if are_messages else value
+    are_messages = parsed and all(isinstance(message, dict) and "role" in message for message in parsed)
+    return parsed if are_messages else value
 
 
 def join_text_parts(messages: Messages, source: str) -> Messages:
@@ -201,10 +201,10 @@ def join_text_parts(messages: Messages, source: str) -> Messages:
 
 def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
     """Return an Alpaca row as messages: the instruction, a blank line and the input are the prompt."""
-    instruction, given, output = _ALPACA
+    instruction, context, output = _ALPACA
     prompt = _message("user", row, instruction, source)
-    if row.get(given):
-        prompt["content"] += "\n\n" + typed(row, given, str, source)
+    if row.get(context):
+        prompt["content"] += "\n\n" + typed(row, context, str, source)
     system = [_message(SYSTEM, row, SYSTEM, source)] if row.get(SYSTEM) else []
     return [*system, prompt, _answer(row, output, source)]
 
@@ -261,14 +261,14 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where}: expected {{"function": {{"name": ..., "arguments": ...}}}}, got {short(call)}.')
-    given = arguments = function.get("arguments")
-    if isinstance(given, str):
-        arguments = _json(given, f"{where}: 'arguments'") if given.strip() else {}
+    written = arguments = function.get("arguments")
+    if isinstance(written, str):
+        arguments = _json(written, f"{where}: 'arguments'") if written.strip() else {}
     if not isinstance(arguments, Mapping | None):
         raise UserError(
             f"{where}: 'arguments': expected an object, or a string that holds one, got {short(arguments)}."
         )
-    function = {**function, "arguments": given if arguments else {}}
+    function = {**function, "arguments": written if arguments else {}}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
 
@@ -317,8 +317,8 @@ def column_hint(row: Mapping[str, Any]) -> str:
             flags[kind] = ""
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
-    given = " ".join(filter(None, chosen))
-    return f"To read these columns, give {given}." if given else ""
+    flags_to_give = " ".join(filter(None, chosen))
+    return f"To read these columns, give {flags_to_give}." if flags_to_give else ""
 
 
 def _quoted(name: str) -> str:

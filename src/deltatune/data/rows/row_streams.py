@@ -89,17 +89,17 @@ class StreamedDataset:
         dataset, rows = self._at(place)
         self._open = None
         start = 0 if place is None else place["rows"]
-        found: list[Any] = []
+        rows_read: list[Any] = []
         try:
-            found.extend(islice(rows, count))
+            rows_read.extend(islice(rows, count))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{self.name} row {start + len(found)}: cannot be read: {first_line(error)}; the data are damaged, "
+                f"{self.name} row {start + len(rows_read)}: cannot be read: {first_line(error)}; the data are damaged, "
                 "incomplete or out of reach."
             ) from error
-        after = {"rows": start + len(found), "state": dataset.state_dict()}
+        after = {"rows": start + len(rows_read), "state": dataset.state_dict()}
         self._open = (after, dataset, rows)
-        read = enumerate((as_written(row, dataset.features) for row in found), start)
+        read = enumerate((as_written(row, dataset.features) for row in rows_read), start)
         return [(f"{self.name} row {number}", row) for number, row in read], after
 
     def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
@@ -133,5 +133,5 @@ def hugging_face_streams(
             f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
             "val_batches: 0 for no validation."
         )
-    found = load_hugging_face(name, split, options or {}, streaming=True)
-    return {key: StreamedDataset(f"{name} [{key}]", name, key, options or {}) for key in found}
+    splits = load_hugging_face(name, split, options or {}, streaming=True)
+    return {key: StreamedDataset(f"{name} [{key}]", name, key, options or {}) for key in splits}

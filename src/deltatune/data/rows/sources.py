@@ -283,9 +283,9 @@ def json_file(path: Path) -> DataTable:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
-    found: list[Any] = parsed(content, path, expected="an array of objects")[0]  # type: ignore[index]
+    objects: list[Any] = parsed(content, path, expected="an array of objects")[0]  # type: ignore[index]
 
     def rows() -> Rows:
-        return ((f"{path} row {number}", row) for number, row in enumerate(found, 1))
+        return ((f"{path} row {number}", row) for number, row in enumerate(objects, 1))
 
-    return DataTable(str(path), len(found), rows, rows, lambda: file_digest(path))
+    return DataTable(str(path), len(objects), rows, rows, lambda: file_digest(path))

@@ -85,11 +85,11 @@ def write_videos(messages: Messages, texts: Iterable[str]) -> Messages:
 def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
     """Return the values of the places of one kind, in order."""
     slots = [value for other, value in places if other == kind]
-    own = [value for value in slots if value is not None]
-    if (own and len(own) < len(slots)) or (own and column):
+    in_messages = [value for value in slots if value is not None]
+    if (in_messages and len(in_messages) < len(slots)) or (in_messages and column):
         raise UserError(f"{source}: {kind}s in the messages and in '{kind}s'; give all of them in one place.")
-    if own:
-        return iter(own)
+    if in_messages:
+        return iter(in_messages)
     if len(slots) > len(column):
         raise UserError(f"{source}: {len(slots)} {kind} placeholders, and {len(column)} {kind}s; give one for each.")
     if len(slots) < len(column):
@@ -155,9 +155,9 @@ def _split_at_placeholders(text: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _fps(given: Mapping[str, Any], where: str) -> float | None:
+def _fps(holder: Mapping[str, Any], where: str) -> float | None:
     """Return the frames per second that a row or a part gives, or None."""
-    value = given.get(_FPS)
+    value = holder.get(_FPS)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

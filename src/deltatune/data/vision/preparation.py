@@ -59,23 +59,23 @@ def _check_patches(processors: VisionProcessors) -> None:
         ("merge_size", spec.merge),
     ):
         for processor in (processors.processor, processors.videos):
-            given = getattr(processor, name, needed)
-            if given != needed:
+            actual = getattr(processor, name, needed)
+            if actual != needed:
                 raise UserError(
-                    f"the model's processor has {name} {given}, and its vision tower {needed}; take the "
+                    f"the model's processor has {name} {actual}, and its vision tower {needed}; take the "
                     "preprocessor_config.json of the original model."
                 )
 
 
-def picture_options(given: Mapping[str, Any], adapter_path: str | None) -> dict[str, Any]:
+def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dict[str, Any]:
     """Return PICTURE_OPTIONS as they are given, and where they are not, as an adapter was trained with them.
 
     Args:
-        given: the options that the user gave; None stands for one that was not given.
+        options: the options that the user gave; None stands for one that was not given.
         adapter_path: the folder of the adapter, or None for a model alone.
 
     Raises:
         UserError: the adapter's config is missing or damaged.
     """
     trained = options_of(Path(adapter_path)) if adapter_path else {}
-    return {name: trained.get(name) if given.get(name) is None else given[name] for name in PICTURE_OPTIONS}
+    return {name: trained.get(name) if options.get(name) is None else options[name] for name in PICTURE_OPTIONS}

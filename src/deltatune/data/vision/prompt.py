@@ -48,13 +48,13 @@ class PromptPictures:
         Raises:
             UserError: a file cannot be read, or is of an unfit kind.
         """
-        found = [reader.read(value, source) for value in values]
+        media = [reader.read(value, source) for value in values]
         names = video_names(tokenizer, spec)
         return cls(
-            images=[picture for picture, size in found if not size.seconds],
-            videos=[picture for picture, size in found if size.seconds],
-            sizes=[size for _, size in found],
-            video_texts=[video_text(size.seconds, names) for _, size in found if size.seconds],
+            images=[picture for picture, size in media if not size.seconds],
+            videos=[picture for picture, size in media if size.seconds],
+            sizes=[size for _, size in media],
+            video_texts=[video_text(size.seconds, names) for _, size in media if size.seconds],
             spec=spec,
         )
 

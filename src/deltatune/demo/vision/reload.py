@@ -18,8 +18,8 @@ def main(model_path: str, adapter_path: str, questions_path: str, max_tokens: st
     answers = []
     for picture, message in json.loads(Path(questions_path).read_text(encoding="utf-8")):
         prompt = str(apply_chat_template(processor, model.config, message, num_images=1))
-        found = generate(model, processor, prompt, [picture], max_tokens=int(max_tokens), temperature=0.0)
-        answers.append(found.text)
+        answered = generate(model, processor, prompt, [picture], max_tokens=int(max_tokens), temperature=0.0)
+        answers.append(answered.text)
     if any(name.split(".")[0] == "deltatune" for name in sys.modules):
         raise SystemExit("deltatune was imported, but this script must show that mlx-vlm reads the adapter without it")
     print(json.dumps(answers))

@@ -46,13 +46,13 @@ def draw(seed: int, count: int, *, held_out: bool) -> list[Tray]:
     held_out: whether every tray has a combination that is kept out of training, or none has.
     """
     rng = random.Random(seed)
-    found: dict[Tray, None] = {}
-    while len(found) < count:
+    drawn: dict[Tray, None] = {}
+    while len(drawn) < count:
         tray = trays.draw(rng, rng.choice((1, 2, 2)), MOST)
         distinct_colours = len({kind.colour for kind in tray.kinds}) == len(tray.kinds)
         if distinct_colours and any(kind.held_out for kind in tray.kinds) == held_out:
-            found[tray] = None
-    return list(found)
+            drawn[tray] = None
+    return list(drawn)
 
 
 def chat(item: TrayPicture, folder: Path) -> dict[str, Any]:
@@ -67,13 +67,13 @@ def write(
     """Write pictures, train.jsonl, valid.jsonl and test.jsonl; only test.jsonl has held-out combinations."""
     seen = draw(seed, train + valid, held_out=False)
     splits: dict[str, list[TrayPicture]] = {}
-    for split, found in (
+    for split, part in (
         ("train", seen[:train]),
         ("valid", seen[train:]),
         ("test", draw(seed + 1, test, held_out=True)),
     ):
         (directory / split).mkdir(parents=True, exist_ok=True)
-        items = [TrayPicture(tray, directory / split / f"{n:04d}.png", answer(tray)) for n, tray in enumerate(found)]
+        items = [TrayPicture(tray, directory / split / f"{n:04d}.png", answer(tray)) for n, tray in enumerate(part)]
         for item in items:
             trays.picture(item.tray).save(item.file)
         lines = [json.dumps(chat(item, directory)) for item in items]

@@ -59,11 +59,13 @@ class Tray:
 def draw(rng: random.Random, kinds: int, most: int = MOST) -> Tray:
     """Draw a tray with this many kinds of parts, 1 to `most` of each, in random compartments."""
     every = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    found = tuple(sorted(Kind(*each, rng.randint(1, most)) for each in rng.sample(every, kinds)))
-    parts: list[tuple[str, str] | None] = [(kind.colour, kind.shape) for kind in found for _ in range(kind.count)]
+    counted = tuple(
+        sorted(Kind(*colour_and_shape, rng.randint(1, most)) for colour_and_shape in rng.sample(every, kinds))
+    )
+    parts: list[tuple[str, str] | None] = [(kind.colour, kind.shape) for kind in counted for _ in range(kind.count)]
     parts += [None] * (ROWS * ROWS - len(parts))
     rng.shuffle(parts)
-    return Tray(found, tuple(parts), rng.getrandbits(32))
+    return Tray(counted, tuple(parts), rng.getrandbits(32))
 
 
 def picture(tray: Tray) -> Any:

@@ -24,10 +24,10 @@ PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
 
 def faults() -> list[Fault]:
     """Run every probe. A fault counts as present where MLX cannot run the probe at all; it then has MLX's words."""
-    found = []
+    results = []
     for name, find in PROBES:
         try:
-            found.append(find())
+            results.append(find())
         except RuntimeError as error:
-            found.append(Fault(name, PRESENT, f"MLX cannot compute it here: {first_line(error)[:200]}"))
-    return found
+            results.append(Fault(name, PRESENT, f"MLX cannot compute it here: {first_line(error)[:200]}"))
+    return results

@@ -21,12 +21,12 @@ def find() -> Fault:
     fused, plain = pair
     expected = mx.vjp(plain, [queries, keys], cotangents)[1]
     try:
-        found = mx.vjp(fused, [queries, keys], cotangents)[1]
-        mx.eval(found)
+        gradients = mx.vjp(fused, [queries, keys], cotangents)[1]
+        mx.eval(gradients)
     except (RuntimeError, ValueError) as refusal:
         # A kernel that raises stops training, so that no wrong gradient is used.
         return Fault(NAME, AVOIDED, f"it has none and raises; set fused_apply = False on rotary modules ({refusal})")
-    error = max(relative_error(f, e) for f, e in zip(found, expected, strict=True))
+    error = max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True))
     if error <= BOUND:
         return Fault(NAME, ABSENT, "agrees with array operations", error)
     return Fault(NAME, PRESENT, "differs from array operations: set fused_apply = False on rotary modules", error)

@@ -11,15 +11,15 @@ NAME = "NaN in products of one row (BLAS)"
 
 def find() -> Fault:
     """Probe the CPU's BLAS, whatever device MLX computes on; the fault is avoided where its patch is in force."""
-    found = blas_fault.probe()
-    if found.library is None:
-        return Fault(NAME, NOT_RUN, str(found))
-    if not found.wrong:
-        return Fault(NAME, ABSENT, str(found))
-    if not found.two_rows_work:
-        return Fault(NAME, PRESENT, f"{found}; computing one row as two does not help")
+    probed = blas_fault.probe()
+    if probed.library is None:
+        return Fault(NAME, NOT_RUN, str(probed))
+    if not probed.wrong:
+        return Fault(NAME, ABSENT, str(probed))
+    if not probed.two_rows_work:
+        return Fault(NAME, PRESENT, f"{probed}; computing one row as two does not help")
     if backend.device() != "cpu":
-        return Fault(NAME, AVOIDED, f"{found}; MLX computes on the GPU here")
+        return Fault(NAME, AVOIDED, f"{probed}; MLX computes on the GPU here")
     if not in_force():
-        return Fault(NAME, PRESENT, f"{found}; MLX's functions could not be replaced, see the patches")
-    return Fault(NAME, AVOIDED, f"{found}; deltatune computes them as two rows")
+        return Fault(NAME, PRESENT, f"{probed}; MLX's functions could not be replaced, see the patches")
+    return Fault(NAME, AVOIDED, f"{probed}; deltatune computes them as two rows")

@@ -40,8 +40,8 @@ def find() -> Fault:
 
 def _error(rows: int, inner: int, dtype: str) -> float:
     weights = mx.random.normal((_EXPERTS, _OUT, inner), key=mx.random.key(0))
-    packed, *rest = mx.quantize(weights, _GROUP, 4)
-    scales, biases = (each.astype(getattr(mx, dtype)) for each in rest)
+    packed, *scales_and_biases = mx.quantize(weights, _GROUP, 4)
+    scales, biases = (array.astype(getattr(mx, dtype)) for array in scales_and_biases)
     x = mx.random.normal((rows, 1, inner), key=mx.random.key(1)).astype(getattr(mx, dtype))
     indices = mx.sort(mx.random.randint(0, _EXPERTS, (rows,), key=mx.random.key(2)).astype(mx.uint32))
     options: dict[str, Any] = {
@@ -51,9 +51,9 @@ def _error(rows: int, inner: int, dtype: str) -> float:
         "bits": 4,
         "sorted_indices": True,
     }
-    found = mx.gather_qmm(x, packed, scales, biases, **options)[:, 0]
+    computed = mx.gather_qmm(x, packed, scales, biases, **options)[:, 0]
     plain = mx.dequantize(packed, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, 4)
     # The reference multiplies every row with every expert and selects afterwards, so that it needs no gather.
     every = x[:, 0].astype(mx.float32) @ plain.reshape(-1, inner).T
     expected = mx.take_along_axis(every.reshape(rows, _EXPERTS, _OUT), indices.reshape(-1, 1, 1), axis=1)[:, 0]
-    return relative_error(found, expected)
+    return relative_error(computed, expected)

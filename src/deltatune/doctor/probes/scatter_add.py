@@ -34,6 +34,6 @@ def _error(shape: tuple[int, ...], place: tuple) -> float:
     # Sums of whole numbers are exact, so that any difference shows the fault.
     x = random.integers(-9, 9, shape).astype(np.float32)
     update = random.integers(-9, 9, x[place].shape).astype(np.float32)
-    found = mx.array(x).at[place].add(mx.array(update))
+    computed = mx.array(x).at[place].add(mx.array(update))
     x[place] += update
-    return relative_error(found, mx.array(x))
+    return relative_error(computed, mx.array(x))

@@ -27,13 +27,13 @@ def find_forward() -> Fault:
     x = mx.random.normal((8, _INNER), key=mx.random.key(0))
     weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))
     indices = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
-    found = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
+    computed = mx.gather_mm(mx.expand_dims(x, -2), weights, rhs_indices=indices, sorted_indices=True)[:, 0]
     # On an NVIDIA GPU, MLX would build a kernel for these indices.
     with mx.stream(mx.cpu):
         expected = (x[:, :, None] * weights[indices]).sum(axis=1)
     around = "deltatune lays rows out anew, its own and, by a patch, those of mlx-lm's layers"
     return _fault_by_error(
-        FORWARD, relative_error(found, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal")
+        FORWARD, relative_error(computed, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal")
     )
 
 
@@ -44,13 +44,13 @@ def find_views() -> Fault:
     mx.eval(x, larger)
     indices = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
     half = larger[:, _OUT:]
-    found, expected = (
+    computed, expected = (
         mx.gather_mm(x, matrices.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=True)
         for matrices in (half, mx.contiguous(half))
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _fault_by_error(VIEWS, relative_error(found, expected), what, around, ("cuda",))
+    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, ("cuda",))
 
 
 def _fault_by_error(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
@@ -87,8 +87,8 @@ def find_gradient() -> Fault:
 
     cotangent = mx.random.normal((4, _OUT), key=mx.random.key(2))
     try:
-        (found, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
-        error = max(relative_error(f[0], e[0]) for f, e in zip(found, expected, strict=True))
+        (computed, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
+        error = max(relative_error(f[0], e[0]) for f, e in zip(computed, expected, strict=True))
     except RuntimeError as refusal:
         return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {unused}")
     if error <= _bound():
