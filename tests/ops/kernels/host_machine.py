@@ -31,6 +31,7 @@ TYPES = {
     mx.int32: "int",
     mx.bool_: "bool",
     mx.uint32: "uint",
+    mx.uint8: "uchar",
 }
 ATTRIBUTES = {
     "threadgroup_position_in_grid": ("uint3", "host::block_position"),
@@ -235,7 +236,8 @@ class HostMachine:
             raise HostError(f"{launch.name}: {fault.decode()}")
         results = []
         for raw, (shape, dtype) in zip(outputs, launch.outputs.values(), strict=True):
-            results.append(mx.array(raw.view(np.uint16 if dtype.size == 2 else np.uint32)).view(dtype).reshape(shape))
+            bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.size]
+            results.append(mx.array(raw.view(bits)).view(dtype).reshape(shape))
         return results
 
 

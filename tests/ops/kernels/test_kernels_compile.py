@@ -24,7 +24,6 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.pointwise import (
-    adam,
     conv_silu,
     gated_norm,
     gates,
@@ -34,6 +33,8 @@ from deltatune.ops.pointwise import (
     times_gate,
     turned_heads,
 )
+from deltatune.ops.pointwise.adam import AdamStep
+from deltatune.ops.pointwise.eight_bit import EightBitStep
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
@@ -94,7 +95,8 @@ def passes(dtype: mx.Dtype) -> None:
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(scored_swiglu.gradients(rows, rows, rows, mx.zeros((40,))))
     mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
-    mx.eval(adam._step(mlx.optimizers.AdamW(0.1), None, mx.array(True), Pass.run)(*[mx.zeros((70,), dtype)] * 4))
+    step, large = AdamStep.begun(mlx.optimizers.AdamW(0.1), None, mx.array(True)), [mx.zeros((300,), dtype)] * 2
+    mx.eval(step(*large * 2), EightBitStep(step)(*large, *[mx.zeros((300,), mx.uint8), mx.zeros((2,))] * 2))
     mx.eval(sum_of_squares([x, weight], execute=Pass.run))
     gradients(lambda logits: [vocabulary_losses(logits, index)], rows)
     for bits in BITS:

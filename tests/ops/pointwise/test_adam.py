@@ -36,8 +36,8 @@ def launches(monkeypatch, execute):
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of is adam.trial_case)
-    original = adam._step
-    monkeypatch.setattr(adam, "_step", lambda *arguments: original(*arguments[:3], run))
+    original = adam.AdamStep.begun
+    monkeypatch.setattr(adam.AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
     return names
 
 

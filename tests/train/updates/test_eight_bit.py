@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from deltatune.ops.pointwise.eight_bit import BLOCK, dequantized, quantized, values
 from deltatune.options.config import TrainConfig
 from deltatune.train.updates import eight_bit
-from deltatune.train.updates.eight_bit import BLOCK, Adam8bit, AdamW8bit, dequantized, quantized, values
+from deltatune.train.updates.eight_bit import Adam8bit, AdamW8bit
 from deltatune.train.updates.optimizer import OPTIMIZERS, apply, build_optimizer
 
 KINDS = {"adam8bit": mlx.optimizers.Adam, "adamw8bit": mlx.optimizers.AdamW}

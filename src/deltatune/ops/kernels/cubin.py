@@ -29,6 +29,7 @@ _TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.int32: "int",
     mx.uint32: "unsigned",
+    mx.uint8: "unsigned char",
     mx.bool_: "bool",
 }
 _PROLOGUE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"

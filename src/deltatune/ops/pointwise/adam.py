@@ -23,7 +23,7 @@ _LANE = 8
 # The largest difference over the largest element that a trial allows from MLX's operations in fp32, which round each of
 # fifteen results where the kernel rounds fewer; and half of the last place of a 16-bit dtype, to which it rounds once.
 _BOUND_IN_FP32 = 1e-6
-_BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in ROUNDING.items()}
+BOUNDS = {getattr(mx, dtype): _BOUND_IN_FP32 + rounding for dtype, rounding in ROUNDING.items()}
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,26 @@ class AdamStep:
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
         if backend.device() != "cuda" or type(optimizer) not in kinds:
             return None
-        return _step(optimizer, scale, healthy, Pass.run)
+        return AdamStep.begun(optimizer, scale, healthy)
+
+    @staticmethod
+    def begun(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute = Pass.run) -> AdamStep:
+        """Make the numbers for an optimizer whose arithmetic is that of Adam or AdamW, with the arguments of `of`."""
+        b1, b2 = optimizer.betas
+        rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
+        decayed = one
+        if isinstance(optimizer, mlx.optimizers.AdamW):
+            decayed = 1 - rate * optimizer.weight_decay
+        if optimizer.bias_correction:
+            rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
+        moving = [rate, bias, decayed, one if scale is None else scale, healthy]
+        fixed = numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps)
+        return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
 
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
         dtypes = parameter.dtype, gradient.dtype
-        return all(dtype in _BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
+        return all(dtype in BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
         """Return the new parameter, m and v, each in its own dtype, for floats of one shape; m and v have one dtype."""
@@ -66,19 +80,6 @@ class AdamStep:
         outputs: Outputs = {name: (array.shape, array.dtype) for name, array in replaced.items()}
         arguments = (size_of("parameter", parameter), *inputs, *outputs)
         return self.execute(Pass("adam_step", inputs, outputs, arguments, -(-parameter.size // _LANE)))
-
-
-def _step(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute) -> AdamStep:
-    b1, b2 = optimizer.betas
-    rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
-    decayed = one
-    if isinstance(optimizer, mlx.optimizers.AdamW):
-        decayed = 1 - rate * optimizer.weight_decay
-    if optimizer.bias_correction:
-        rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
-    moving = [rate, bias, decayed, one if scale is None else scale, healthy]
-    fixed = numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps)
-    return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
 
 
 def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
@@ -95,7 +96,7 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     def call(execute: Execute) -> list[mx.array]:
         results = []
         for optimizer, healthy in steps:
-            results += _step(optimizer, scale, mx.array(healthy), execute)(*arrays)
+            results += AdamStep.begun(optimizer, scale, mx.array(healthy), execute)(*arrays)
         return results
 
     def truth() -> list[mx.array]:
@@ -109,4 +110,4 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
 
     gradients = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
     names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", "m", "v")]
-    return Case(f"Adam's step in {dtype}{gradients}", names, call, truth, _BOUNDS[dtype], like=arrays)
+    return Case(f"Adam's step in {dtype}{gradients}", names, call, truth, BOUNDS[dtype], like=arrays)

@@ -1,80 +1,24 @@
-"""Adam and AdamW whose moments take 8 bits a number: block-wise dynamic quantisation, arXiv 2110.02861.
-
-A block of numbers shares one scale, its largest magnitude. A number divided by it is stored as the decade that it lies
-in, from 1e-7 to 1, and as one of the equal intervals of that decade; larger decades have more intervals. Its value is
-the middle of the interval. 0 and 1 have codes of their own.
-"""
+"""Adam and AdamW whose moments take 8 bits a number, as ops/pointwise/eight_bit.py stores them."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
-import numpy as np
 
-# The numbers that share a scale, and the size from which a parameter's moments are quantised, as in bitsandbytes.
-BLOCK, SMALLEST = 256, 4096
-# A large parameter is updated in pieces, so that its moments are in fp32 for one piece at a time. Whole blocks.
+from ...ops.pointwise.eight_bit import BLOCK, dequantized, quantized
+
+# The size from which a parameter's moments are quantised, as in bitsandbytes.
+SMALLEST = 4096
+# Without the kernel, a large parameter is updated in pieces, so that its moments are in fp32 for one piece at a time.
+# Whole blocks.
 PIECE = 2**22
-_DECADES = 7
 
 
-@cache
-def values(signed: bool) -> mx.array:
-    """Return the value of each code, [256] fp32: 0, the positive ones ascending up to 1, then the negative ones.
-
-    Args:
-        signed: whether half of the codes are negative; otherwise each decade has twice as many intervals.
-    """
-    positive = [0.0]
-    for decade in range(_DECADES):
-        edges = np.linspace(0.1, 1.0, _intervals(decade, signed) + 1) * 10.0 ** (decade - _DECADES + 1)
-        positive += list((edges[:-1] + edges[1:]) / 2)
-    negative = [-value for value in positive[1:]] if signed else []
-    return mx.array(np.array([*positive, 1.0, *negative], np.float32))
-
-
-def _intervals(decade: int, signed: bool) -> int:
-    return 2 ** (decade + (0 if signed else 1))
-
-
-def quantized(x: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
-    """Return the codes of x, uint8 in its shape, and the scales of its blocks, [ceil(size / BLOCK)] fp32.
-
-    Args:
-        x: the numbers, of which none is negative unless `signed`. One above 0 that is not signed never becomes 0, since
-            Adam divides by its root.
-        signed: as for values().
-    """
-    flat = x.reshape(-1)
-    blocks = mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
-    scales = mx.abs(blocks).max(axis=1)
-    share = mx.abs(blocks) / mx.where(scales > 0, scales, 1.0)[:, None]
-    # The decade is the largest, 6, for shares above 0.1, and 0 for those below 1e-6.
-    decade = mx.clip(_DECADES - 1 + mx.ceil(mx.log10(share)), 0, _DECADES - 1)
-    intervals = mx.power(2.0, decade if signed else decade + 1)
-    within = share * mx.power(10.0, _DECADES - 1 - decade)
-    interval = mx.clip(mx.floor((within - 0.1) / 0.9 * intervals), 0, intervals - 1)
-    code = intervals + interval - (0 if signed else 1)
-    table = values(signed)
-    top = 128 if signed else 255
-    code = mx.where(share >= (1.0 + table[top - 1]) / 2, top, code)
-    if signed:
-        code = mx.where(share < table[1] / 2, 0, mx.where(blocks < 0, code + 128, code))
-        # The negative codes have no -1.
-        code = mx.where(code > 255, 255, code)
-    else:
-        code = mx.where(share > 0, code, 0)
-    return code.astype(mx.uint8).reshape(-1)[: flat.size].reshape(x.shape), scales
-
-
-def dequantized(codes: mx.array, scales: mx.array, signed: bool) -> mx.array:
-    """Return the numbers that quantized() has stored, fp32 in the shape of `codes`."""
-    flat = values(signed)[codes.reshape(-1)]
-    blocks = mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK) * scales[:, None]
-    return blocks.reshape(-1)[: flat.size].reshape(codes.shape)
+def is_stored_in_8_bits(state: dict[str, Any]) -> bool:
+    """Whether the moments in the state of a parameter are codes and scales."""
+    return "m_scale" in state
 
 
 class _EightBit(mlx.optimizers.Adam):
@@ -91,7 +35,7 @@ class _EightBit(mlx.optimizers.Adam):
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """Return the updated parameter, and replace the moments in `state`."""
-        if "m_scale" not in state:
+        if not is_stored_in_8_bits(state):
             return super().apply_single(gradient, parameter, state)
         flat = {"gradient": gradient, "parameter": parameter, "m": state["m"], "v": state["v"]}
         flat = {name: array.reshape(-1) for name, array in flat.items()}

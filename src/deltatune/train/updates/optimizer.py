@@ -14,12 +14,13 @@ from mlx.optimizers import schedulers
 from mlx.utils import tree_map_with_path
 
 from ...errors import UserError
-from ...ops.pointwise import adam
+from ...ops.pointwise.adam import AdamStep
+from ...ops.pointwise.eight_bit import MOMENTS, EightBitStep
 from ...ops.pointwise.squares import sum_of_squares
 from ...options.config import TrainConfig, nearest
 from ...options.values import Range, checked, short
 from ..tree import leaves
-from .eight_bit import Adam8bit, AdamW8bit
+from .eight_bit import Adam8bit, AdamW8bit, is_stored_in_8_bits
 
 Schedule = Callable[[mx.array], mx.array]
 
@@ -194,7 +195,7 @@ def apply(
     # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
     # The step of a rate is made once, while the optimizer has that rate.
-    step_of = cache(lambda rate: adam.AdamStep.of(optimizer, scale, healthy))
+    step_of = cache(lambda rate, stored_in_8_bits: _kernel(optimizer, scale, healthy, stored_in_8_bits))
 
     choose = partial(_choose, healthy)
     last: list[mx.array] = []
@@ -204,9 +205,11 @@ def apply(
         old = dict(state)
         gradient = mx.depends([gradient], last)[0] if last else gradient
         with learning_rate_times(optimizer, rates(path)):
-            step = step_of(rates(path))
+            step = step_of(rates(path), is_stored_in_8_bits(state))
             if step is not None and step.serves(parameter, gradient):
-                updated, state["m"], state["v"] = step(parameter, gradient, state["m"], state["v"])
+                moments = MOMENTS if is_stored_in_8_bits(state) else ("m", "v")
+                updated, *replaced = step(parameter, gradient, *(state[name] for name in moments))
+                state |= dict(zip(moments, replaced, strict=True))
                 last = [updated]
                 return updated
             gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)
@@ -220,6 +223,15 @@ def apply(
     for name, value in scalars.items():
         optimizer.state[name] = choose(optimizer.state[name], value)
     return updated, norm
+
+
+def _kernel(
+    optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array, stored_in_8_bits: bool
+) -> AdamStep | EightBitStep | None:
+    """The kernel for the step that the optimizer has begun, of parameters whose moments are stored so."""
+    if not isinstance(optimizer, (Adam8bit, AdamW8bit)):
+        return AdamStep.of(optimizer, scale, healthy)
+    return EightBitStep.of(optimizer, scale, healthy) if stored_in_8_bits else None
 
 
 def _choose(healthy: mx.array, new: mx.array, old: mx.array) -> mx.array:
