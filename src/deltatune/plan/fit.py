@@ -270,7 +270,7 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
 def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     """A sentence on the option that leaves frozen layers on the disk, if the run would fit with it; else nothing."""
     config, room = dataclasses.replace(run.config, grad_checkpoint=True), limits.bytes
-    if room is None or run.image is not None:
+    if room is None:
         return ""
     try:
         config = dataclasses.replace(config, memory=room)

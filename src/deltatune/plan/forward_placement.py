@@ -7,22 +7,23 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import UserError
+from ..data.vision.media import largest_batch
 from ..lora import load_adapters
 from ..machine.compiling import without_kernels
 from ..models.generate import first_piece
 from ..models.load import Loaded
 from ..models.trained_checkpoint import is_trained_checkpoint
+from ..models.vision.frozen_tower import frozen_tower
 from ..ops.random_state import drawing_from
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.stored_weights import StoredWeights
 from ..train.evaluate import evaluating
 from ..train.setup import Run, training
-from ..train.step import arrays, loss_of
+from ..train.step import loss_of
 from .array_layout import ArrayLayout
 from .placement import Placed, chosen, refusing_layouts
-from .traced_step import blank_batch, simulate_forward
+from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
 def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
@@ -33,22 +34,22 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
         adapter_path: The folder of the adapter, which is put on its model; None for the model alone.
 
     Raises:
-        UserError: The data have images, or `run.config.memory` is too little.
+        UserError: `run.config.memory` is too little.
     """
     config, model = run.config, run.model
     assert config.memory is not None
-    if run.image is not None:
-        raise UserError(
-            f"memory: {run.image}: images are not evaluated with weights on the disk yet; leave memory out."
-        )
     stored = _prepared(run.loaded, adapter_path, trust_remote_code=config.trust_remote_code)
     order = run.order(run.splits.test)
     rows, length = config.batch_size // run.world.size, order.widths[-1]
     plain = dataclasses.replace(config, grad_checkpoint=False)
     with refusing_layouts(), training(model, plain, compare=False) as trained, evaluating(model), whole_rows():
+        documents = [document for example in run.splits.test for document in example.documents]
+        blank, shapes = blank_batch(rows, length, config.pack), largest_batch(documents, rows)
+        batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
         with drawing_from(mx.random.key(0)):
-            outputs = loss_of(trained.loss, arrays(blank_batch(rows, length, config.pack)))
-        peak = simulate_forward(ArrayLayout.measured(), model.state, outputs).bytes.amount
+            outputs = loss_of(trained.loss, batch)
+        forwards = [simulate_forward(ArrayLayout.measured(), model.state, each) for each in (outputs, features)]
+        peak = max(forward.bytes.amount for forward in forwards)
     smaller = "a smaller --batch-size or --max-seq-length"
     return Placed(chosen(model, stored, config.memory, peak, (rows, length), smaller), [], stored)
 

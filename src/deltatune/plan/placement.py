@@ -170,8 +170,6 @@ def placed(run: Run) -> Placed:
     config, model = run.config, run.model
     memory = config.memory
     assert memory is not None
-    if run.image is not None:
-        raise UserError(f"memory: {run.image}: images do not train with weights on the disk yet; leave memory out.")
     stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
     run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()

@@ -18,6 +18,7 @@ from mlx.utils import tree_map
 from ..data import Batch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
+from ..models.vision.frozen_tower import FrozenTower
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
@@ -118,7 +119,8 @@ def build(
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
 
-        batch, features = _batch(model, step, blank_batch(rows, length, config.pack, preferences), shapes)
+        blank = blank_batch(rows, length, config.pack, preferences)
+        batch, features = blank_arrays(model, step.tower, blank, shapes)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)
@@ -200,7 +202,9 @@ def _shared_buffers(step: Step, model: nn.Module, layout: ArrayLayout) -> list[l
     return [[layout.address(joined), *(at[path] for path in bundle.paths)] for joined, bundle in pairs]
 
 
-def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | None) -> tuple[Arrays, list[mx.array]]:
+def blank_arrays(
+    model: nn.Module, tower: FrozenTower | None, blank: Batch, shapes: ImageShapes | None
+) -> tuple[Arrays, list[mx.array]]:
     """The batch's arrays, with images of `shapes`, and the features that a tower that does not train makes of one."""
     features: list[mx.array] = []
     if shapes is not None:
@@ -208,9 +212,9 @@ def _batch(model: nn.Module, step: Step, blank: Batch, shapes: ImageShapes | Non
         images = blank_vision_batch(rows, length, shapes[:2], vision_spec(model))
         blank = dataclasses.replace(blank, images=images)
         blank.weights.reshape(-1)[: shapes.uncounted] = 0
-        if step.tower is not None and shapes.frames:
-            features = step.tower.frame_features(images, 0, shapes.patches)
-    return arrays(blank, step.tower and (lambda images: _blank_features(features, len(images.patches)))), features
+        if tower is not None and shapes.frames:
+            features = tower.frame_features(images, 0, shapes.patches)
+    return arrays(blank, tower and (lambda images: _blank_features(features, len(images.patches)))), features
 
 
 def _tower_phase(layout: ArrayLayout, features: list[mx.array], existing: set[int]) -> tuple[Phase | None, list[Node]]:

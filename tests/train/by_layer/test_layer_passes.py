@@ -1,31 +1,21 @@
 """Tests that a step by layers has the bits of a step as a whole, for every family and way of training."""
 
-import dataclasses
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map_with_path
 
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.layers import describe
 from deltatune.models.load import load
-from deltatune.ops.random_state import drawing_with
-from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.by_layer.stored_weights import StoredWeights
-from deltatune.train.compiled import compiled
-from deltatune.train.distributed import World
 from deltatune.train.ending.nonfinite import find
-from deltatune.train.evaluate import Evaluation
-from deltatune.train.setup import prepare, training
+from deltatune.train.setup import training
 from deltatune.train.step import arrays, mean_loss_and_gradients
-from deltatune.train.tree import leaves
-from deltatune.train.updates.routers import real_lengths, router_losses
+from layer_runs import assert_same_bits, by_layers, loaded, options, whole
 
 ROWS, LENGTH = 2, 24
 
@@ -39,87 +29,6 @@ def batch(packed=False, seed=0):
         return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, (("x",),) * ROWS, ((8, 8, 8),) * ROWS)
     weights[1, 17:] = 0
     return Batch(tokens[:, :-1], tokens[:, 1:], weights, None, (("x",),) * ROWS, ((LENGTH,), (17,)))
-
-
-def loaded(folder, config):
-    """A model whose adapters change something, and which of its arrays lie in the files."""
-    model = load(folder, lazy=True).model
-    stored = StoredWeights(folder, model)
-    prepare(model, config)
-    stored.find(model)
-
-    def drawn(path, array):
-        key = mx.random.key(sum(path.encode()))
-        return array + 0.05 * mx.random.normal(array.shape, key=key) if path.endswith("lora_b") else array
-
-    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
-    return model, stored
-
-
-def whole(folder, config, given):
-    """Loss, weight, gradients and figures of a compiled step with checkpoints, and the loss of an evaluation."""
-    model, stored = loaded(folder, config)
-    stored.close()
-    with training(model, config, compare=False) as trained:
-        model.train()
-        routers, key = router_losses(model, config), [mx.random.key(7)]
-        lengths = real_lengths(given) if routers else None
-
-        def step(batch, parameters, lengths):
-            with drawing_with(key):
-                return mean_loss_and_gradients(model, trained.loss, batch, parameters, routers, lengths)
-
-        found = compiled(step, [model.state, key], [key])(arrays(given), model.trainable_parameters(), lengths)
-        mx.eval(found)
-        return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
-
-
-def by_layers(folder, config, given, streamed=None):
-    """The same by layers, computed twice, and what has been read."""
-    model, stored = loaded(folder, config)
-    with training(model, config, compare=False) as trained:
-        model.train()
-        layers = [layer.module for layer in trained.layers]
-        weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
-        passes = LayerPasses(model, layers, trained.loss, weights)
-        routers = router_losses(model, config)
-        lengths = real_lengths(given) if routers else None
-        with passes.served():
-            passes.check(packed=config.pack)
-            for _ in range(2):
-                found = passes.gradients(
-                    arrays(given), model.trainable_parameters(), mx.random.key(7), routers, lengths
-                )
-                loss = evaluated(model, Evaluation(model, trained.loss, World(), by_layers=passes.evaluate), given)
-        weights.close()
-        return found, loss, weights, passes
-
-
-def evaluated(model, evaluation, given):
-    class Order:
-        batches_per_epoch = 1
-
-        def epoch(self):
-            yield given
-
-    return evaluation(Order())
-
-
-def options(folder, **changes):
-    config = TrainConfig(
-        model=str(folder), num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4, scale=2.0)
-    )
-    lora = {name: changes.pop(name) for name in ("dropout", "keys") if name in changes}
-    return dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, **lora), **changes)
-
-
-def assert_same_bits(one, other):
-    names, others = dict(leaves(one[2])), dict(leaves(other[2]))
-    assert names.keys() == others.keys()
-    assert [name for name in names if not mx.array_equal(names[name], others[name])] == []
-    for array, same in zip([*one[:2], *one[3:]], [*other[:2], *other[3:]], strict=True):
-        assert mx.array_equal(array, same)
-    assert all(bool(mx.abs(gradient).max() > 0) for gradient in names.values())
 
 
 CASES = {

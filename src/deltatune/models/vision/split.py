@@ -90,6 +90,16 @@ def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArray
     return arrays
 
 
+def blank_images(model: Any, tokens: mx.array) -> VisionArrays:
+    """Return arrays for `tokens` [B, T] whose content does not matter: every token has features, deeper ones too."""
+    width = model.config.vision_config.out_hidden_size
+    features = mx.ones((tokens.size, width))
+    deep = [features] * len(model.vision_tower.deepstack_visual_indexes)
+    rows = mx.arange(tokens.size).reshape(tokens.shape)
+    positions = mx.zeros((3, *tokens.shape), mx.int32)
+    return {"positions": positions, "feature_rows": rows, "features": features, "deep": deep}
+
+
 class VisionSplit(NamedTuple):
     """The two parts of a model: head(backbone(tokens [B, T], images)) equals the model's logits."""
 

@@ -3,7 +3,7 @@
 A step by layers needs a model in three parts: what comes before the layers, the layers, and what comes behind them. No
 family is known here by name. The model's own forward pass runs with other functions in the place of its layers: with
 one that only records the calls, the part before the layers is left; with one that returns given hidden states from the
-last layer, the part behind them.
+last layer, the part behind them; from another layer, what the model does between that layer and the next.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class LayerCall:
         made: dict[Given, mx.array] = {}
 
         def around(value: Any) -> Any:
+            if type(value) is tuple:
+                return tuple(map(around, value))
             if not isinstance(value, Given):
                 return value
             if value not in made:
@@ -81,30 +83,43 @@ class Recorder:
     Attributes:
         calls: The calls so far.
         arrays: The arrays beside the hidden states, each once.
-        hidden: What the first layer was given.
+        entered: What each layer was given as hidden states.
+        changed: The positions of layers that were given something else than the layer before had returned.
         last: What the layer called last has returned.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
     arrays: list[mx.array] = field(default_factory=list)
-    hidden: mx.array | None = None
+    entered: list[mx.array] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
     last: mx.array | None = None
+
+    @property
+    def hidden(self) -> mx.array:
+        """What the first layer was given."""
+        return self.entered[0]
+
+    @property
+    def floats(self) -> list[mx.array]:
+        """The arrays of floats beside the hidden states."""
+        return list(filter(is_floating, self.arrays))
 
     def __call__(self, index: int, _call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Record a call.
 
         Raises:
-            UserError: The model does not hand the hidden states from layer to layer, or gives a layer something else
-                than masks and constants.
+            UserError: The model does not hand hidden states from layer to layer, or gives a layer something else than
+                arrays and constants.
         """
         x = arguments[0] if arguments else None
-        if index != len(self.calls) or not isinstance(x, mx.array) or (self.calls and x is not self.last):
+        if index != len(self.calls) or not isinstance(x, mx.array):
             raise UserError(
-                "memory: this model computes something between its layers, and a step by layers hands the output of "
-                "each to the next as it is; leave memory out."
+                "memory: this model does not hand hidden states from each of its layers to the next, as a step by "
+                "layers needs it; leave memory out."
             )
-        if self.hidden is None:
-            self.hidden = x
+        if self.calls and x is not self.last:
+            self.changed.append(index)
+        self.entered.append(x)
         positional = tuple(map(self._taken, arguments[1:]))
         self.calls.append(LayerCall(positional, tuple((name, self._taken(value)) for name, value in options.items())))
         self.last = x
@@ -113,11 +128,12 @@ class Recorder:
     def _taken(self, value: Any) -> Any:
         if isinstance(value, _CONSTANTS):
             return value
-        if not isinstance(value, mx.array) or is_floating(value):
-            kind = "an array of floats" if isinstance(value, mx.array) else f"a {type(value).__name__}"
+        if type(value) is tuple:
+            return tuple(map(self._taken, value))
+        if not isinstance(value, mx.array):
             raise UserError(
-                f"memory: the layers of this model are given {kind} beside their hidden states, which a step by layers "
-                "has no gradient for; leave memory out."
+                f"memory: the layers of this model are given a {type(value).__name__} beside their hidden states, "
+                "which a step by layers cannot hand on; leave memory out."
             )
         rule = rule_of(value)
         if rule is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -19,78 +18,22 @@ from mlx.utils import tree_unflatten
 from ...errors import UserError
 from ...layers import logits_of
 from ...lora.together import together
+from ...models.vision.split import blank_images, has_vision, split_vision
 from ...ops.experts import routing
 from ...ops.functional import differentiated_once, undisturbed
 from ...ops.random_state import drawing_with
 from ...ops.segments import segments
 from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
-from ..compiled import compiled
 from ..step import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
 from ..updates.routers import RouterLosses
+from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
+from .between_layers import check_between
 from .layer_calls import Recorder, own, passed_on
 from .layer_functions import LayerFunction, Told, lowest_layer, signature
 from .layer_weights import LayerWeights
 from .read_layers import reading_calls
-
-
-class _Around:
-    """The parts of a model around its layers, compiled for batches of one kind.
-
-    Args:
-        passes: The passes that they are part of.
-        routers: What is added to the mean loss for the routers of a mixture.
-    """
-
-    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
-        self._passes, self._routers = passes, routers
-        self.recorded = Recorder()
-        state = [passes.model.state]
-        self.before: Callable[..., Any] = compiled(self._before, state)
-        self.behind: Callable[..., Any] = compiled(self._behind, state)
-        self._losses: dict[LossFunction, Callable[..., Any]] = {}
-        self._state = state
-        self.before_again: Callable[..., Any] = compiled(self._before_again, state)
-
-    def loss(self, loss: LossFunction) -> Callable[..., Any]:
-        """Return LayerPasses.loss_behind() of a loss, compiled."""
-        if loss not in self._losses:
-            self._losses[loss] = compiled(partial(self._passes.loss_behind, loss), self._state)
-        return self._losses[loss]
-
-    def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Return the hidden states before the layers, the next key, and what layers are given beside them."""
-        self.recorded, hidden, key = self._passes.recorded(batch, key)
-        return hidden, key, self.recorded.arrays
-
-    def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> list[mx.array]:
-        """Return the gradients of what trains outside the layers, from those of the hidden states before them."""
-
-        def hidden(*outer: mx.array) -> list[mx.array]:
-            with self._passes.holding_outer(outer):
-                return [self._passes.recorded(batch, key)[1]]
-
-        return mx.vjp(hidden, self._passes.outer(), [dx])[1]
-
-    def _behind(self, batch: Arrays, x: mx.array, key: mx.array, sides: list[mx.array]) -> tuple[Any, ...]:
-        """Return the sums of losses and weights, the figures, and the gradients of the mean loss.
-
-        These are of the hidden states x behind the layers, of the layers' side outputs, and of what trains outside.
-        """
-
-        def mean(given: dict[str, Any]) -> tuple[mx.array, ...]:
-            with self._passes.holding_outer(given["outer"]):
-                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, given["x"], key)
-            quotient = total / mx.where(weight > 0, weight, 1.0)
-            if self._routers is not None:
-                added, reported = self._routers.of(given["sides"], weight)
-                quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
-            return quotient, total, weight, *figures
-
-        given = {"x": x, "sides": sides, "outer": self._passes.outer()}
-        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(given)
-        return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
 
 
 class Watch(Protocol):
@@ -101,9 +44,15 @@ class Watch(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of a layer needs of its forward pass: its input, its key, and its side outputs' number."""
+    """What the backward pass of a layer needs of its forward pass.
 
-    x: mx.array
+    Attributes:
+        y: What the layer before has returned; for the first, its input.
+        key: Its key.
+        sides: How many side outputs it has.
+    """
+
+    y: mx.array
     key: mx.array
     sides: int
 
@@ -118,20 +67,25 @@ class LayerPasses:
         weights: What the layers' weights are read from.
 
     Attributes:
+        model: The model.
         loss: The loss.
+        outer: What trains outside the layers and the vision tower.
+        in_tower: What trains in the vision tower.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], loss: LossFunction, weights: LayerWeights):
         self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
         self._calls = reading_calls(layers, weights)
-        self._arounds: dict[Any, _Around] = {}
+        self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
         paths = {id(module): path for path, module in model.named_modules()}
         self._paths = [paths[id(layer)] for layer in layers]
         inside = tuple(f"{path}." for path in self._paths)
         trained = [path for path, _ in leaves(model.trainable_parameters())]
-        self._outer = places(model, [path for path in trained if not path.startswith(inside)])
+        tower = tuple(["vision_tower."] if has_vision(model) else ())
+        self.outer = Outside(places(model, [path for path in trained if not path.startswith((*inside, *tower))]))
+        self.in_tower = Outside(places(model, [path for path in trained if path.startswith(tower)]))
         self._lowest = lowest_layer(model, self._paths)
 
     @contextmanager
@@ -155,6 +109,12 @@ class LayerPasses:
         """
         recorder, blank = Recorder(), mx.zeros((1, 8), mx.int32)
 
+        def forward() -> None:
+            if has_vision(self.model):
+                split_vision(self.model, compare=False).backbone(blank, blank_images(self.model, blank))
+            else:
+                logits_of(self.model, blank)
+
         def serve(index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             x = recorder(index, call, arguments, options)
             y = call(*arguments, **options)
@@ -167,8 +127,10 @@ class LayerPasses:
             return y
 
         batch: Arrays = blank, blank, mx.ones((1, 8)), blank if packed else None, None, None
-        with undisturbed(self.model), self._telling(batch, None, None, trains=False), self._calls.served_by(serve):
-            logits_of(self.model, blank)
+        with undisturbed(self.model), self._telling(batch, None, None, trains=False):
+            with self._calls.served_by(serve):
+                forward()
+            check_between(self._calls, forward, recorder, self.outer.arrays, self.outer.holding)
         if len(recorder.calls) != len(self._layers):
             raise UserError(
                 f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
@@ -180,9 +142,13 @@ class LayerPasses:
         key = mx.random.key(0)
         with self._telling(batch, None, None, trains=False) as told:
             around = self._around(batch, told, None)
+            if seen_by_tower(batch):
+                pictures, key = around.tower(batch, key)
+                batch = with_pictures(batch, pictures)
             x, key, others = around.before(batch, key)
             reading = self._weights.along(range(len(self._layers)))
             for index in range(len(self._layers)):
+                x = around.between(index, batch, x)
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
                 mx.eval(x, key)
             return around.loss(loss or self.loss)(batch, x, key)
@@ -216,61 +182,63 @@ class LayerPasses:
             self.model.update(trainable)
 
     def _both_passes(
-        self, batch: Arrays, around: _Around, told: Told, first_key: mx.array, watch: Watch | None
+        self, batch: Arrays, around: AroundLayers, told: Told, first_key: mx.array, watch: Watch | None
     ) -> tuple[Any, ...]:
         count, lowest = len(self._layers), self._lowest
         reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
-        x, key, others = around.before(batch, first_key)
+        seen, d_pictures, key = batch, [], first_key
+        if seen_by_tower(batch):
+            pictures, key = around.tower(seen, key)
+            batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(each) for each in pictures]
+            mx.eval(pictures)
+        before_key = key
+        x, key, others = around.before(batch, key)
         kept: list[_Kept] = []
         sides: list[mx.array] = []
         for index in range(count):
             function = self._function(index, around, told)
-            y, more, next_key = function.forward(next(reading), x, others, told, key)
+            entering = around.between(index, batch, x)
+            y, more, next_key = function.forward(next(reading), entering, others, told, key)
             mx.eval(y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
             kept.append(_Kept(x, key, len(more)))
             sides += more
             x, key = y, next_key
-        del y
+        del y, entering
         total, weight, figures, dx, d_sides, d_outer = around.behind(batch, x, key, sides)
         mx.eval(total, weight, figures, dx, d_sides, d_outer)
         del x
-        gradients = dict(zip(self._outer, d_outer, strict=True))
+        gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
-            function, (x, key, number) = self._function(index, around, told), kept.pop()
+            function, (y, key, number) = self._function(index, around, told), kept.pop()
             if watch is not None:
                 watch(index, dx, backward=True)
             cut = len(d_sides) - number
             d_sides, d_own = d_sides[:cut], d_sides[cut:]
+            x = around.between(index, batch, y)
             dx, found = function.backward(next(reading), x, others, told, key, dx, d_own)
             # The lowest layer's input needs no gradient, unless something before it trains.
-            mx.eval(found, dx if index > lowest or d_outer else [])
+            needed = index > lowest or d_outer or d_pictures
+            if needed:
+                dx, more = around.between_again(index, batch, y, dx)
+                d_pictures = _sums(d_pictures, more)
+            mx.eval(found, [dx, d_pictures] if needed else [])
             gradients |= {f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, found, strict=True)}
-        if d_outer:
-            before = around.before_again(batch, first_key, dx)
-            gradients |= {path: gradients[path] + more for path, more in zip(self._outer, before, strict=True)}
-            mx.eval([gradients[path] for path in self._outer])
+        if d_outer or d_pictures:
+            more, of_pictures = around.before_again(batch, before_key, dx)
+            d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
+            mx.eval(d_outer, d_pictures)
+        in_tower = [mx.zeros_like(array) for array in self.in_tower.arrays]
+        if d_pictures:
+            in_tower = around.tower_again(seen, first_key, d_pictures)
+        mx.eval(in_tower)
+        gradients |= zip(self.outer.paths, d_outer, strict=True)
+        gradients |= zip(self.in_tower.paths, in_tower, strict=True)
         return total, weight, tree_unflatten(list(gradients.items())), *figures
 
-    def outer(self) -> list[mx.array]:
-        """Return what trains outside the layers."""
-        return [place.array for place in self._outer.values()]
-
-    @contextmanager
-    def holding_outer(self, arrays: Sequence[mx.array]) -> Iterator[None]:
-        """Within the context, the model holds `arrays` in the place of outer()."""
-        before = self.outer()
-        try:
-            for place, array in zip(self._outer.values(), arrays, strict=True):
-                place.array = array
-            yield
-        finally:
-            for place, array in zip(self._outer.values(), before, strict=True):
-                place.array = array
-
-    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array, mx.array]:
-        """Run the model with layers that are only recorded; return these, their first input, and the key before it."""
+    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
+        """Run the model with layers that are only recorded; return these, and the key before the first of them."""
         recorder, keys = Recorder(), []
 
         def serve(*call: Any) -> Any:
@@ -280,8 +248,20 @@ class LayerPasses:
         state = [key]
         with undisturbed(self.model), drawing_with(state), self._calls.served_by(serve):
             loss_of(self.loss, batch)
-        assert recorder.hidden is not None
-        return recorder, recorder.hidden, keys[0]
+        return recorder, keys[0]
+
+    def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
+        """Return what the layer at a position is given where the one before has returned y."""
+        found: list[mx.array] = []
+
+        def serve(index: int, _call: Any, arguments: tuple[Any, ...], _options: Any) -> Any:
+            if index == entered:
+                found.append(arguments[0])
+            return y if index == entered - 1 else arguments[0]
+
+        with undisturbed(self.model), drawing_with([mx.random.key(0)]), self._calls.served_by(serve):
+            loss_of(self.loss, batch)
+        return found[0]
 
     def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
         """Return a loss where the last layer returns x, and what follows draws from `key`."""
@@ -314,12 +294,12 @@ class LayerPasses:
             watch = trace.current().routers
             yield Told(packed, None if watch is None else watch.real)
 
-    def _around(self, batch: Arrays, told: Told, routers: RouterLosses | None) -> _Around:
+    def _around(self, batch: Arrays, told: Told, routers: RouterLosses | None) -> AroundLayers:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
         kind = shapes, self.model.training, told.real is not None, trace.current().whole_rows
-        return self._arounds.setdefault(kind, _Around(self, routers))
+        return self._arounds.setdefault(kind, AroundLayers(self, routers))
 
-    def _function(self, index: int, around: _Around, told: Told) -> LayerFunction:
+    def _function(self, index: int, around: AroundLayers, told: Told) -> LayerFunction:
         """The function of a layer, which it shares with those that compute alike."""
         trains = self.model.training
         if trains not in self._signatures:
@@ -330,3 +310,8 @@ class LayerPasses:
         if kind not in self._functions:
             self._functions[kind] = LayerFunction(self._layers[index], call, collects)
         return self._functions[kind]
+
+
+def _sums(arrays: list[mx.array], others: list[mx.array]) -> list[mx.array]:
+    """Return the sums of gradients, of which the others may be none."""
+    return [one + other for one, other in zip(arrays, others, strict=True)] if others else arrays

@@ -16,7 +16,8 @@ import mlx.nn as nn
 from ...errors import UserError, first_line
 from ...machine.page_cache import PageCache
 from ...models.checkpoint_files import WEIGHTS
-from ...models.load import load_model
+from ...models.load import load_model, load_vision_tower
+from ...models.vision.split import has_vision
 from ..tree import leaves
 from .layer_functions import array_places
 
@@ -39,7 +40,7 @@ class StoredWeights:
     """
 
     def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):
-        self.path, self._trust = path, trust_remote_code
+        self.path, self._trust, self._sees = path, trust_remote_code, has_vision(model)
         # The arrays are held, since an id is an array's only while the array lives.
         self._given = {id(array): (name, array) for name, array in leaves(model.parameters())}
         self.names: dict[str, str] = {}
@@ -99,7 +100,10 @@ class StoredWeights:
     def _load(self) -> None:
         self._check()
         with mx.stream(self._stream):
-            model, _ = load_model(self.path, trust_remote_code=self._trust, lazy=True)
+            if self._sees:
+                model = load_vision_tower(self.path)
+            else:
+                model, _ = load_model(self.path, trust_remote_code=self._trust, lazy=True)
         self._unread = dict(leaves(model.parameters()))
 
     def _check(self) -> None:

@@ -1,0 +1,58 @@
+"""Checks that what a model does between two layers depends on the output of the first of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mlx.core as mx
+
+from ...errors import UserError
+from .layer_calls import LayerCalls, Recorder
+
+
+def check_between(
+    calls: LayerCalls,
+    forward: Callable[[], Any],
+    recorder: Recorder,
+    outside: Sequence[mx.array],
+    holding: Callable[[Sequence[mx.array]], AbstractContextManager[None]],
+) -> None:
+    """Check that layers and what is between them read nothing else that has a gradient.
+
+    Args:
+        calls: The calls of the layers.
+        forward: Runs the model on a few tokens.
+        recorder: What was recorded of that.
+        outside: What trains outside the layers.
+        holding: Within its context, the model holds such arrays.
+
+    Raises:
+        UserError: They do.
+    """
+    count, hidden = len(recorder.calls), recorder.entered[0]
+    returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
+    # What each array may depend on: floats on nothing, hidden states on what the layer before has returned.
+    may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
+    shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
+    for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):
+
+        def one(*given: mx.array, at: int = at) -> list[mx.array]:
+            found = Recorder()
+
+            def serve(index: int, *call: Any) -> mx.array:
+                found(index, *call)
+                found.last = given[index]
+                return given[index]
+
+            with holding(given[count:]), calls.served_by(serve):
+                forward()
+            return [[*found.floats, *(found.entered[index] for index in found.changed)][at]]
+
+        _, gradients = mx.vjp(one, [*returned, *outside], [mx.ones_like(like)])
+        if any(bool(mx.any(gradient != 0)) for index, gradient in enumerate(gradients) if index != allowed):
+            raise UserError(
+                "memory: between its layers, this model reads what earlier layers have computed, or what trains "
+                "outside its layers, and a step by layers has no gradient for that; leave memory out."
+            )

@@ -1,0 +1,105 @@
+"""Helpers for tests of a step by layers: the same step as a whole and by layers, and a comparison of their bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import mlx.core as mx
+from mlx.utils import tree_map_with_path
+
+from deltatune.models.load import load
+from deltatune.models.vision.frozen_tower import frozen_tower
+from deltatune.ops.random_state import drawing_with
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_passes import LayerPasses
+from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.compiled import compiled
+from deltatune.train.distributed import World
+from deltatune.train.evaluate import Evaluation
+from deltatune.train.setup import prepare, training
+from deltatune.train.step import arrays, mean_loss_and_gradients
+from deltatune.train.tree import leaves
+from deltatune.train.updates.routers import real_lengths, router_losses
+
+
+def loaded(folder, config, image=None):
+    """A model whose adapters change something, and which of its arrays lie in the files."""
+    model = load(folder, lazy=True, image=image).model
+    stored = StoredWeights(folder, model)
+    prepare(model, config)
+    stored.find(model)
+
+    def drawn(path, array):
+        key = mx.random.key(sum(path.encode()))
+        return array + 0.05 * mx.random.normal(array.shape, key=key) if path.endswith("lora_b") else array
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+    return model, stored
+
+
+def whole(folder, config, given, image=None):
+    """Loss, weight, gradients and figures of a compiled step with checkpoints, and the loss of an evaluation."""
+    model, stored = loaded(folder, config, image)
+    stored.close()
+    with training(model, config, compare=False) as trained:
+        model.train()
+        routers, key = router_losses(model, config), [mx.random.key(7)]
+        lengths = real_lengths(given) if routers else None
+
+        def step(batch, parameters, lengths):
+            with drawing_with(key):
+                return mean_loss_and_gradients(model, trained.loss, batch, parameters, routers, lengths)
+
+        given_arrays = arrays(given, frozen_tower(model))
+        found = compiled(step, [model.state, key], [key])(given_arrays, model.trainable_parameters(), lengths)
+        mx.eval(found)
+        return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
+
+
+def by_layers(folder, config, given, streamed=None, image=None):
+    """The same by layers, computed twice, and what has been read."""
+    model, stored = loaded(folder, config, image)
+    with training(model, config, compare=False) as trained:
+        model.train()
+        layers = [layer.module for layer in trained.layers]
+        weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
+        passes = LayerPasses(model, layers, trained.loss, weights)
+        routers = router_losses(model, config)
+        lengths = real_lengths(given) if routers else None
+        with passes.served():
+            passes.check(packed=config.pack)
+            for _ in range(2):
+                found = passes.gradients(
+                    arrays(given, frozen_tower(model)), model.trainable_parameters(), mx.random.key(7), routers, lengths
+                )
+                loss = evaluated(model, Evaluation(model, trained.loss, World(), by_layers=passes.evaluate), given)
+        weights.close()
+        return found, loss, weights, passes
+
+
+def evaluated(model, evaluation, given):
+    class Order:
+        batches_per_epoch = 1
+
+        def epoch(self):
+            yield given
+
+    return evaluation(Order())
+
+
+def options(folder, **changes):
+    config = TrainConfig(
+        model=str(folder), num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4, scale=2.0)
+    )
+    lora = {name: changes.pop(name) for name in ("dropout", "keys") if name in changes}
+    return dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, **lora), **changes)
+
+
+def assert_same_bits(one, other):
+    names, others = dict(leaves(one[2])), dict(leaves(other[2]))
+    assert names.keys() == others.keys()
+    assert [name for name in names if not mx.array_equal(names[name], others[name])] == []
+    for array, same in zip([*one[:2], *one[3:]], [*other[:2], *other[3:]], strict=True):
+        assert mx.array_equal(array, same)
+    assert all(bool(mx.abs(gradient).max() > 0) for gradient in names.values())

@@ -1,0 +1,98 @@
+"""Tests that a step by layers on images has the bits of a step as a whole, whatever of the vision tower trains."""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from deltatune.cli import main
+from deltatune.data import BatchOrder
+from deltatune.data.datasets import load_datasets
+from deltatune.models.load import load
+from deltatune.options.config import TrainConfig
+from deltatune.train import setup
+from layer_runs import assert_same_bits, by_layers, options, whole
+from vision_runs import options as run_flags
+
+pytest.importorskip("mlx_vlm")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of data: rows with two, no and one image, of two sizes."""
+    folder, rows = tmp_path_factory.mktemp("pictures"), []
+    for index, count in enumerate((2, 0, 1)):
+        files = [f"{index}_{place}.png" for place in range(count)]
+        for place, file in enumerate(files):
+            Image.new("RGB", (32 + 16 * place, 32), (200 * index, 20, 90 * place)).save(folder / file)
+        turns = [{"role": "user", "content": "<image>" * count + "which?"}, {"role": "assistant", "content": "none"}]
+        rows.append(json.dumps({"messages": turns, "images": files}))
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch_of(pictures):
+    """batch_of(checkpoint) -> a batch of these rows."""
+
+    def made(path):
+        loaded = load(path, lazy=True, image="a test")
+        config = TrainConfig(data=str(pictures), batch_size=3)
+        examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train
+        return next(BatchOrder(examples, 3, 2048))
+
+    return made
+
+
+CASES = {
+    "a tower at rest": ("qwen3_5", {"dropout": 0.1}),
+    "a tower that trains": ("qwen3_5", {"parts": "language,vision,projector"}),
+    "deeper features": ("qwen3_vl", {"num_layers": 1}),
+    "deeper features that train": ("qwen3_vl", {"parts": "language,vision,projector", "dropout": 0.2}),
+    "experts": ("qwen3_vl_moe", {"router_aux_loss_coef": 0.1, "parts": "language,projector"}),
+    "experts beside recurrence": ("qwen3_5_moe", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_vision_checkpoint, batch_of, case):
+    family, changes = CASES[case]
+    folder = tiny_vision_checkpoint(family)
+    config, given = options(folder, **changes), batch_of(folder)
+    assert given.images is not None
+    expected, loss = whole(folder, config, given, "a test")
+    found, same_loss, weights, _ = by_layers(folder, config, given, image="a test")
+    assert_same_bits(expected, found)
+    assert loss == same_loss
+    assert weights.disk.read > 0
+
+
+def test_a_bounded_run_on_images_has_the_bits_of_one_without(tiny_vision_checkpoint, pictures, tmp_path, capsys):
+    """Layers of 0.8 MB each; the loss of its adapter is the same within the same memory."""
+    model = tiny_vision_checkpoint("qwen3_5", intermediate_size=1024)
+    more = {"iters": 2, "batch-size": 3, "val-batches": 0}
+    flags = run_flags(model, pictures, tmp_path / "whole", **more)
+    assert main(["train", *flags, "--grad-checkpoint"]) == 0
+    flags = run_flags(model, pictures, tmp_path / "bounded", **more)
+    assert main(["train", *flags, "--memory", "1MB"]) == 2
+    least = re.search(r"take ([\d.]+) MB", capsys.readouterr().err)
+    memory = str(int(float(least[1]) * 1e6) + 100_000)
+    assert main(["train", *flags, "--memory", memory]) == 0
+    assert "4 of 4 layers" in capsys.readouterr().out
+    assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+    flags = ["--model", str(model), "--data", str(pictures), "--batch-size", "3"]
+    flags += ["--adapter-path", str(tmp_path / "whole")]
+    assert main(["eval", *flags]) == 0
+    expected = capsys.readouterr().out
+    assert main(["eval", *flags, "--memory", "1MB"]) == 2
+    least = re.search(r"take ([\d.]+) MB", capsys.readouterr().err)
+    assert main(["eval", *flags, "--memory", str(int(float(least[1]) * 1e6) + 100_000)]) == 0
+    found = capsys.readouterr().out
+    assert "4 of 4 layers" in found
+    assert found.splitlines()[-1] == expected.splitlines()[-1]
+
+
+def adapters(folder):
+    return (folder / "adapters.safetensors").read_bytes()
