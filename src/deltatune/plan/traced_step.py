@@ -119,8 +119,7 @@ def build(
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
 
-        blank = blank_batch(rows, length, config.pack, preferences)
-        batch, features = blank_arrays(model, step.tower, blank, shapes)
+        batch, features = blank_arrays(model, step.tower, blank_batch(rows, length, config.pack, preferences), shapes)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, given)
         loss_nodes = read(layout, first, existing)

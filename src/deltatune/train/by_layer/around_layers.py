@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...models.vision.tower import TowerInputs, run_tower
 from ...ops.functional import undisturbed
@@ -20,9 +21,6 @@ from ..step import Arrays, LossFunction
 from ..tree import Place
 from ..updates.routers import RouterLosses
 from .layer_calls import Recorder
-
-if TYPE_CHECKING:
-    from .layer_passes import LayerPasses
 
 
 def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
@@ -80,18 +78,36 @@ class Outside:
             place.array = array
 
 
+class PartlyRun(Protocol):
+    """Runs a model without its layers, as LayerPasses does."""
+
+    model: nn.Module
+    loss: LossFunction
+    outer: Outside
+    in_tower: Outside
+
+    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
+        """Run it with layers that are only recorded; return these, and the key before the first of them."""
+
+    def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
+        """Return what the layer at a position is given where the one before has returned y."""
+
+    def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
+        """Return a loss where the last layer returns x, and what follows draws from `key`."""
+
+
 class AroundLayers:
     """The parts of a model around its layers, compiled for batches of one kind.
 
     Args:
-        passes: The passes that they are part of.
+        passes: Runs the model without its layers.
         routers: What is added to the mean loss for the routers of a mixture.
 
     Attributes:
         recorded: How the layers are called, once before() was traced.
     """
 
-    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
+    def __init__(self, passes: PartlyRun, routers: RouterLosses | None):
         self._passes, self._routers = passes, routers
         self.recorded = Recorder()
         self._state = state = [passes.model.state]
@@ -105,7 +121,7 @@ class AroundLayers:
         self._between_again: dict[int, Callable[..., Any]] = {}
 
     def loss(self, loss: LossFunction) -> Callable[..., Any]:
-        """Return LayerPasses.loss_behind() of a loss, compiled."""
+        """Return PartlyRun.loss_behind() of a loss, compiled."""
         if loss not in self._losses:
             self._losses[loss] = compiled(partial(self._passes.loss_behind, loss), self._state)
         return self._losses[loss]
