@@ -121,6 +121,12 @@ def flash_qla() -> Any:
     return FlashQLA()
 
 
+def cudnn() -> Any:
+    from with_torch import CuDNN
+
+    return CuDNN()
+
+
 _CPU, _GPU, _BOTH = ("cpu",), ("gpu",), ("scalar", "per channel")
 _TORCH, _CHANNEL = "torch", ("per channel",)
 _TRANSFORMERS, _FLA, _TILELANG = ("torch", "transformers"), ("torch", "fla"), ("torch", "fla", "tilelang")
@@ -138,6 +144,7 @@ ENTRIES = [
         _CHANNEL,
         needs=_TILELANG,
     ),
+    Entry("cuDNN, per channel", cudnn, _GPU, _TORCH, _CHANNEL, needs=("torch", "cudnn")),
     Entry("arrays with autodiff", mlx_autodiff),
     Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, needs=("mlx_lm",)),
     Entry("deltatune chunk", deltatune_chunk, gates=_BOTH),

@@ -20,8 +20,8 @@ KERNELS = ("gated delta rule", "convolution", "gated norm")
 
 
 @contextmanager
-def strong_stack(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
-    """A training step of that stack, whose first step checks that FLA's kernels run.
+def strong_stack(shape: Shape, checkpoint: bool, compiled: bool = False) -> Iterator[Trainer]:
+    """A training step of that stack, with torch.compile if `compiled`. Its first step checks that FLA's kernels run.
 
     Raises:
         RuntimeError: One of the kernels is not in place.
@@ -41,7 +41,7 @@ def strong_stack(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
         raise RuntimeError(f"strong_stack: Liger's norms and SwiGLU are not in place; the modules are {dict(names)}")
     if getattr(model.forward, "__func__", None) is not lce_forward:
         raise RuntimeError("strong_stack: Liger's loss is not in place")
-    with peft_trainer(model, shape, checkpoint, fused=True) as trainer:
+    with peft_trainer(model, shape, checkpoint, compiled, fused=True) as trainer:
         step = trainer.step
 
         def checked() -> float:

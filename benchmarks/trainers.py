@@ -150,7 +150,13 @@ def _pack(model: Any, bits: int) -> None:
 
 @contextmanager
 def deltatune(
-    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, kind: str = "lora", again: int | None = None
+    shape: Shape,
+    checkpoint: bool,
+    waits: bool = False,
+    bits: int = 0,
+    kind: str = "lora",
+    again: int | None = None,
+    optimizer: str = "adamw",
 ) -> Iterator[Trainer]:
     """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
 
@@ -175,15 +181,15 @@ def deltatune(
     from deltatune.train.updates.optimizer import build_optimizer
 
     mode = checkpoint if again is None else "auto"
-    config = TrainConfig(optimizer="adamw", learning_rate=RATE, grad_checkpoint=mode, fine_tune_type=kind)
+    config = TrainConfig(optimizer=optimizer, learning_rate=RATE, grad_checkpoint=mode, fine_tune_type=kind)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
     batch = batch_of(shape.rows())
     checkpoints = None if again is None else order_of(model).first(again, operators=True)
     with training(model, config, compare=False, checkpoints=checkpoints) as trained, FreedMemory() as freed_memory:
         model.train()
-        optimizer = build_optimizer(config)
-        whole = Step(model, optimizer, trained.loss, World())
-        mx.eval(model.parameters(), optimizer.state)
+        stepped = build_optimizer(config)
+        whole = Step(model, stepped, trained.loss, World())
+        mx.eval(model.parameters(), stepped.state)
 
         early = may_start_early(World(), config) and not waits
         evaluate: Any = mx.async_eval if early else mx.eval
@@ -198,7 +204,7 @@ def deltatune(
             total, weight, gradients = started.pop() if started else launched()
             norm = whole.update(gradients, total, weight)
             del gradients
-            evaluate(whole.parameters(), optimizer.state, norm, whole.random)
+            evaluate(whole.parameters(), stepped.state, norm, whole.random)
             if early:
                 started.append(launched())
             loss = total.item() / weight.item()
@@ -301,8 +307,13 @@ def torch_model(shape: Shape) -> Any:
 
 
 @contextmanager
-def peft_trainer(model: Any, shape: Shape, checkpoint: bool, **optimizer_options: bool) -> Iterator[Trainer]:
-    """A step of a model of transformers with PEFT's LoRA on every linear layer, and PyTorch's AdamW."""
+def peft_trainer(
+    model: Any, shape: Shape, checkpoint: bool, compiled: bool = False, **optimizer_options: bool
+) -> Iterator[Trainer]:
+    """A step of a model of transformers with PEFT's LoRA on every linear layer, and PyTorch's AdamW.
+
+    If `compiled`, torch.compile compiles the decoder's layers, as PyTorch's guides advise for deep models.
+    """
     import peft
     import torch
 
@@ -314,6 +325,9 @@ def peft_trainer(model: Any, shape: Shape, checkpoint: bool, **optimizer_options
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     model.train()
+    if compiled:
+        for layer in model.get_decoder().layers:
+            layer.compile()
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, **optimizer_options)
     rows = torch.tensor(shape.rows(), device=model.device).long()[:, :-1]

@@ -63,6 +63,7 @@ ENTRIES = {
     "transformers + PEFT, checkpointed": Entry(trainers.transformers, {"checkpoint": True}, None, 120),
     "with FLA's, Liger's and fused kernels, checkpointed": Entry(strong_stack, {"checkpoint": True}, None, 300),
     "with FLA's, Liger's and fused kernels": Entry(strong_stack, {"checkpoint": False}, None, 300),
+    "with these and torch.compile": Entry(strong_stack, {"checkpoint": False, "compiled": True}, None, 300),
     "mlx-lm, arrays with autodiff, checkpointed, not compiled": Entry(
         trainers.mlx_lm, {"checkpoint": True, "compiled": False}, _ARRAYS, 100
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -208,3 +209,35 @@ class FlashQLA(Torch):
         from flash_qla import chunk_gated_delta_rule as function
 
         return lambda q, k, v, g, beta: function(q, k, v, g, beta, scale=1.0)[0]
+
+
+class CuDNN(Torch):
+    """The kernels for gates per channel of NVIDIA's cudnn-frontend, for heads of 128 in bf16.
+
+    Its backward pass on Hopper takes no other scale than 1 / sqrt(D), so q goes there unscaled.
+    """
+
+    graph = True
+
+    def make(self) -> Callable[..., Any]:
+        from cudnn.linear_attention.ops import kimi_delta_attention
+
+        def function(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            rows, tokens = q.shape[:2]
+            flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+            y = kimi_delta_attention(*flat, self._bounds(rows, tokens))
+            return (y[0] if isinstance(y, tuple) else y).unflatten(0, (rows, tokens))
+
+        return function
+
+    @cache  # noqa: B019  (a process measures one implementation)
+    def _bounds(self, rows: int, tokens: int) -> Any:
+        import torch
+
+        return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=self.device)
+
+    def prepared(self, name: str, tensor: Any, kind: Any) -> Any:
+        return (tensor * tensor.shape[-1] ** 0.5 if name == "q" else tensor).to(kind)
+
+    def scaled(self, gradients: list[Any]) -> list[Any]:
+        return [gradients[0] * gradients[0].shape[-1] ** 0.5, *gradients[1:]]

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.machine import backend
-from deltatune.ops.pointwise import eight_bit
+from deltatune.ops.pointwise import adam, eight_bit
 from deltatune.ops.pointwise.adam import AdamStep
 from deltatune.ops.pointwise.eight_bit import EightBitStep, dequantized, quantized
 from deltatune.ops.trial import first_use
@@ -77,7 +77,8 @@ def launches(monkeypatch, execute):
         return execute(launch)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of is eight_bit.trial_case)
+    cases = (eight_bit.trial_case, adam.trial_case)
+    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
     original = AdamStep.begun
     monkeypatch.setattr(AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
     return names
@@ -107,7 +108,7 @@ def test_a_run_uses_the_kernel_and_learns_what_mlxs_operations_learn(name, reque
     expected = trained(kind)
     launches = request.getfixturevalue("launches")
     found = trained(kind)
-    assert launches == ["adam_step_8bit"] * 4
+    assert launches == ["adam_step_8bit", "adam_step"] * 4
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         assert found[path].dtype == array.dtype

@@ -37,18 +37,24 @@ class AdamStep:
     execute: Execute = Pass.run
 
     @staticmethod
-    def of(optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array) -> AdamStep | None:
+    def of(
+        optimizer: mlx.optimizers.Optimizer,
+        scale: mx.array | None,
+        healthy: mx.array,
+        others: tuple[type, ...] = (),
+    ) -> AdamStep | None:
         """Make the numbers for the step that an optimizer has begun.
 
         Args:
             optimizer: its learning rate and step number are those of the step.
             scale: a factor of the gradients, [] fp32, or None.
             healthy: [] bool; where it is False, parameters and moments stay as they are.
+            others: classes whose arithmetic is that of Adam, or of AdamW where they derive from it.
 
         Returns:
-            None for other optimizers than MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
+            None for other optimizers than these and MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
         """
-        kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW)
+        kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW, *others)
         if backend.device() != "cuda" or type(optimizer) not in kinds:
             return None
         return AdamStep.begun(optimizer, scale, healthy)

@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.optimizers
 import numpy as np
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
 from ..trial import first_use
 from ..trial.case import Case
@@ -99,17 +98,6 @@ class EightBitStep:
     """
 
     numbers: AdamStep
-
-    @staticmethod
-    def of(optimizer: mlx.optimizers.Adam, scale: mx.array | None, healthy: mx.array) -> EightBitStep | None:
-        """Make the step that an optimizer has begun; None on other devices than NVIDIA's GPUs.
-
-        Args:
-            optimizer: as AdamStep.of takes it, of a class of our own whose arithmetic is that of Adam or AdamW.
-            scale: a factor of the gradients, [] fp32, or None.
-            healthy: [] bool; where it is False, parameters and moments stay as they are.
-        """
-        return EightBitStep(AdamStep.begun(optimizer, scale, healthy)) if backend.device() == "cuda" else None
 
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""

@@ -229,9 +229,8 @@ def _kernel(
     optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array, stored_in_8_bits: bool
 ) -> AdamStep | EightBitStep | None:
     """The kernel for the step that the optimizer has begun, of parameters whose moments are stored so."""
-    if not isinstance(optimizer, (Adam8bit, AdamW8bit)):
-        return AdamStep.of(optimizer, scale, healthy)
-    return EightBitStep.of(optimizer, scale, healthy) if stored_in_8_bits else None
+    step = AdamStep.of(optimizer, scale, healthy, (Adam8bit, AdamW8bit))
+    return EightBitStep(step) if step is not None and stored_in_8_bits else step
 
 
 def _choose(healthy: mx.array, new: mx.array, old: mx.array) -> mx.array:

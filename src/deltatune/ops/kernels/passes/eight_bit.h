@@ -52,7 +52,10 @@ inline void store_codes(const thread float (&x)[8], GLOBAL unsigned char* codes,
     to[0] = words[0];
     to[1] = words[1];
   } else {
-    for (int i = 0; i < there; ++i) codes[start + i] = (unsigned char)(words[i / 4] >> (i % 4 * 8) & 255);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      if (i < there) codes[start + i] = (unsigned char)(words[i / 4] >> (i % 4 * 8) & 255);
+    }
   }
 }
 
@@ -98,7 +101,10 @@ inline void adam_step_8bit(long at, long count, F fixed, M moving, V signs, V ma
   if (there == 8) {
     give(new_parameter, at, p);
   } else {
-    for (int i = 0; i < there; ++i) new_parameter[start + i] = static_cast<Y>(p[i]);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      if (i < there) new_parameter[start + i] = static_cast<Y>(p[i]);
+    }
   }
   store_codes<true>(first, new_m, new_m_scale, block, lane, there);
   store_codes<false>(second, new_v, new_v_scale, block, lane, there);
