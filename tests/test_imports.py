@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tree
 
 MODULES = tree.modules()
-IMPORTS = tree.imports()
 # Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
 SHARED_NAMES = {
     "attention": "softmax attention: its checks, and the patches that put it in place",
@@ -34,24 +33,30 @@ SHARED_NAMES = {
 }
 
 
+@cache
+def imports() -> list[tree.Import]:
+    """Every import of the package. Reading it takes seconds, which each process that collects tests would pay."""
+    return tree.imports()
+
+
 def test_every_file_is_in_a_group():
     assert {tree.group_of(name) for name in MODULES} - {""} <= set(tree.ORDER)
 
 
 def test_imports_go_one_way():
-    assert not [str(each) for each in tree.upward(IMPORTS)]
+    assert not [str(each) for each in tree.upward(imports())]
 
 
 def test_imports_go_in_no_circle():
-    assert not tree.circles(IMPORTS)
+    assert not tree.circles(imports())
 
 
 def test_a_circle_and_an_import_upwards_are_found():
     """The check itself: with such imports among the real ones it says so."""
     circle = [tree.Import("plan.search", "plan.screen", 1), tree.Import("plan.screen", "plan.search", 1)]
-    assert {"plan.screen", "plan.search"} <= {name for names in tree.circles([*IMPORTS, *circle]) for name in names}
-    assert tree.upward([*IMPORTS, tree.Import("ops.checkpoint", "train.loop", 1)])
-    assert tree.upward([*IMPORTS, tree.Import("elsewhere", "errors", 1)])
+    assert {"plan.screen", "plan.search"} <= {name for names in tree.circles([*imports(), *circle]) for name in names}
+    assert tree.upward([*imports(), tree.Import("ops.checkpoint", "train.loop", 1)])
+    assert tree.upward([*imports(), tree.Import("elsewhere", "errors", 1)])
 
 
 def test_the_package_itself_imports_the_machine_alone():
@@ -64,7 +69,7 @@ def test_the_package_itself_imports_the_machine_alone():
 def test_only_patches_and_models_name_upstream():
     # These are programs of their own, to show what mlx-lm or mlx-vlm alone makes of the adapter.
     alone = ("demo.reload", "demo.vision.reload")
-    upstream = [each for each in IMPORTS if each.imported.partition(".")[0] in ("mlx_lm", "mlx_vlm")]
+    upstream = [each for each in imports() if each.imported.partition(".")[0] in ("mlx_lm", "mlx_vlm")]
     assert upstream
     wrong = [each for each in upstream if tree.group_of(each.importer) not in ("patches", "models")]
     assert not [str(each) for each in wrong if each.importer not in alone]

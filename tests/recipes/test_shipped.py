@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from console import deltatune
+from deltatune import cli
 from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
 from deltatune.recipes import shipped
 
@@ -90,7 +91,9 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("names", groups(), ids=" ".join)
-def test_a_recipe_trains_a_tiny_model_of_its_family(names, data, tiny_checkpoint, tiny_vision_checkpoint, tmp_path):
+def test_a_recipe_trains_a_tiny_model_of_its_family(
+    names, data, tiny_checkpoint, tiny_vision_checkpoint, tmp_path, monkeypatch
+):
     name = names[0]
     options, images = RECIPES[name], "images" in name
     kind = family(options["model"])
@@ -104,8 +107,14 @@ def test_a_recipe_trains_a_tiny_model_of_its_family(names, data, tiny_checkpoint
     (tmp_path / "mine.yaml").write_text(text.replace(f"model: {options['model']}", f"model: {model}"))
     # The first update's rate is 0.
     shorter = ["--iters", "4", "--grad-accumulation-steps", "2", "--batch-size", "2", "--max-seq-length", "64"]
-    done = deltatune("train", "-c", "mine.yaml", *shorter, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    words = ["train", "-c", "mine.yaml", *shorter]
+    if names == groups()[0]:
+        done = deltatune(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    else:
+        # A process starts in the same way whatever the recipe says.
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(words) == 0
     weights = mx.load(str(tmp_path / "adapters" / "adapters.safetensors"))
     assert all(mx.isfinite(array).all().item() for array in weights.values())
     layers = {key.partition(".layers.")[2].partition(".")[0] for key in weights}

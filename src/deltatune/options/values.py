@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ..errors import UserError
@@ -145,7 +146,8 @@ def fix(instance: Any) -> None:
             (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
             where a text may be empty).
     """
-    for name, (hint, metadata) in fields_of(type(instance)).items():
+    cls: type = type(instance)
+    for name, (hint, metadata) in fields_of(cls).items():
         object.__setattr__(instance, name, checked(getattr(instance, name), hint, metadata, name))
 
 
@@ -284,7 +286,8 @@ def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
     return words.get(kind, "a mapping of options")
 
 
-def fields_of(cls: type) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+@cache
+def fields_of(cls: type) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
     """The type and the metadata of each field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: (hints[field.name], field.metadata) for field in dataclasses.fields(cls)}

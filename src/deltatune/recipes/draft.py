@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from ..errors import UserError
 from ..options.config import LoraConfig, TrainConfig
 from ..options.values import checked, fields_of, short
-
-_OF_RUN, _OF_ADAPTERS = cache(lambda: fields_of(TrainConfig)), cache(lambda: fields_of(LoraConfig))
 
 
 @dataclass
@@ -79,12 +76,12 @@ class Draft:
 
     def set(self, name: str, value: Any) -> None:
         """Set an option of TrainConfig; UserError for a value that it may not have."""
-        checked(value, *_OF_RUN()[name], name)
+        checked(value, *fields_of(TrainConfig)[name], name)
         self.options[name] = value
 
     def adapt(self, name: str, value: Any) -> None:
         """Set an option of LoraConfig; UserError for a value that it may not have."""
-        checked(value, *_OF_ADAPTERS()[name], f"lora_parameters: {name}")
+        checked(value, *fields_of(LoraConfig)[name], f"lora_parameters: {name}")
         self.adapters[name] = value
 
     def part(self, name: str, trained: bool) -> None:
@@ -115,7 +112,7 @@ class Draft:
         options |= self._data()
         TrainConfig(**options | {"lora_parameters": LoraConfig(**options.get("lora_parameters", {}))})
         # The model and the data come first, as in the class; what the class inherits comes last.
-        order = sorted(_OF_RUN(), key=lambda name: name not in TrainConfig.__annotations__)
+        order = sorted(fields_of(TrainConfig), key=lambda name: name not in TrainConfig.__annotations__)
         return {name: options[name] for name in order if name in options}
 
     def _rate(self) -> dict[str, Any]:

@@ -26,6 +26,9 @@ MISTAKES = {
     "internals": ("{{ ''.__class__.__mro__ }}", "line 1, refuses this conversation: access to attribute '__class__'"),
     "recursion": ("\n{% macro f(x) %}\n{{ f(x) }}{% endmacro %}{{ f(1) }}", "line 3, calls itself without end"),
     "nested": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "calls itself without end, or is nested too deeply"),
+}
+# These meet a limit, in a process of their own: what a process took before counts in the memory that it may have.
+ENDLESS = {
     "loop": (
         "{% for i in range(90000) %}\n{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}",
         "line 2, ran for more than 2 seconds",
@@ -71,9 +74,11 @@ def written(tokenizers, monkeypatch):
 
 
 @pytest.mark.bad_input("a chat template with a mistake: {name}")
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_bad_template_ends_in_one_message_and_the_next_one_works(tight, written, name):
-    template, message = MISTAKES[name]
+@pytest.mark.parametrize("name", [*MISTAKES, *ENDLESS])
+def test_a_bad_template_ends_in_one_message_and_the_next_one_works(request, written, name):
+    if name in ENDLESS:
+        request.getfixturevalue("tight")
+    template, message = (MISTAKES | ENDLESS)[name]
     good = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
     bad = "{% if messages[0].content == 'bad' %}" + template + "{% endif %}" + good
     encode = TextEncoder(written(template if name in ("syntax", "nested") else bad), Features(), False)

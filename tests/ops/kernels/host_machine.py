@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -69,8 +69,43 @@ def compiler() -> list[str]:
     """
     # Apple's clang has computed in bf16 only since late versions; zig's is the same everywhere.
     clang = shutil.which("clang++") if sys.platform == "linux" else None
+    if clang:
+        return [clang]
+    if sys.platform == "linux" and Path("/usr/include/math.h").exists():
+        # What zig does around its clang takes as long as clang does for a kernel.
+        return [str(zig()), "clang", "-isystem", str(zig().parent / "lib" / "include")]
     # Clang alone compiles for the plainest CPU. Zig compiles for the one that it runs on, unless told otherwise.
-    return [clang] if clang else [str(zig()), "c++", "-mcpu=baseline"]
+    return [str(zig()), "c++", "-mcpu=baseline"]
+
+
+def linked_by_us() -> bool:
+    """Whether the compiler is the clang in zig, which leaves object files: zig's own linker takes longer."""
+    return compiler()[1:2] == ["clang"]
+
+
+@cache
+def libraries() -> list[str]:
+    """Return the files of the C library that this process has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if re.search(r"/lib[cm](\.so|-\d)", line)})
+
+
+def rounding(folder: Path) -> Path:
+    """Return an object file with the functions that clang calls to round to bf16 and fp16, from zig's own sources."""
+    result = folder / f"compiler_rt_{hashlib.sha256(version().encode()).hexdigest()[:16]}.o"
+    if not result.exists():
+        made = folder / f"compiler_rt.{os.getpid()}.o"
+        source = zig().parent / "lib" / "compiler_rt.zig"
+        options = ["-OReleaseSmall", "-fstrip", "-ffunction-sections", "-fPIC", "-mcpu=baseline"]
+        _run([str(zig()), "build-obj", str(source), *options, f"-femit-bin={made}"])
+        os.replace(made, result)
+    return result
+
+
+def _run(command: list[str]) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise HostError(ended.stderr[:4000])
 
 
 def zig() -> Path:
@@ -204,22 +239,32 @@ class HostMachine:
             runtime.append(self._compiled(whole(RUNTIME_OF_HOPPER), "cpp", "o", flags, "-c"))
         # The key knows all that the header was compiled from, but for the C library's headers, which may be touched.
         included = ["-fno-validate-pch", "-include-pch", str(header)]
-        flags = [*self.flags, "-shared", *map(str, runtime), *(word for flag in included for word in ("-Xclang", flag))]
-        return self._compiled(source, "cpp", "so", flags)
+        flags = [*self.flags, *(word for flag in included for word in ("-Xclang", flag))]
+        if not linked_by_us():
+            return self._compiled(source, "cpp", "so", [*flags, "-shared", *map(str, runtime)])
+        files = map(str, [*runtime, rounding(self.folder), *libraries()])
+        link = [str(zig()), "ld.lld", "-shared", "--gc-sections", "-z", "now", *files]
+        return self._compiled(source, "cpp", "so", flags, "-c", link=link)
 
-    def _compiled(self, source: str, kind: str, made: str, flags: list[str], *more: str) -> Path:
-        """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there."""
+    def _compiled(
+        self, source: str, kind: str, made: str, flags: list[str], *more: str, link: Sequence[str] = ()
+    ) -> Path:
+        """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there.
+
+        `link` is the command that makes it of the object file that is compiled, if it is not the object file itself.
+        """
         command = [*compiler(), *flags, *more]
-        key = hashlib.sha256("\n".join([source, *command, version()]).encode()).hexdigest()[:16]
+        key = hashlib.sha256("\n".join([source, *command, *link, version()]).encode()).hexdigest()[:16]
         result = self.folder / f"{key}.{made}"
         if not result.exists():
             # The files carry the process's number: another process may be compiling the same text.
-            file, compiled = (self.folder / f"{key}.{os.getpid()}.{each}" for each in (kind, made))
+            file, compiled, linked = (self.folder / f"{key}.{os.getpid()}.{each}" for each in (kind, "o", made))
             file.write_text(source)
-            ended = subprocess.run([*command, str(file), "-o", str(compiled)], capture_output=True, text=True)
-            if ended.returncode:
-                raise HostError(ended.stderr[:4000])
-            os.replace(compiled, result)
+            _run([*command, str(file), "-o", str(compiled if link else linked)])
+            if link:
+                _run([*link, str(compiled), "-o", str(linked)])
+                compiled.unlink()
+            os.replace(linked, result)
         return result
 
     def run(self, launch: Launch, seed: int = 1) -> list[mx.array]:
