@@ -1,14 +1,16 @@
 """Tests how the operations of a graph's products are counted, and what a bounded run is told of them."""
 
+import dataclasses
+
 import mlx.core as mx
 import pytest
 
-from deltatune.machine import disk_rate
+from deltatune.machine import backend, disk_rate, host_memory
 from deltatune.plan import arithmetic
 from deltatune.plan.arithmetic import Products, products
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import evaluation_order, read
-from deltatune.plan.placement import Placement
+from deltatune.plan.placement import Placement, fits_on_host
 
 
 def test_products_of_every_kind_are_counted():
@@ -33,6 +35,7 @@ def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
     """1,000 bytes a second and 100 operations a second: 4 s of reading, 2 s of computing for 24 tokens."""
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
     monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)
+    monkeypatch.setattr(host_memory, "free", lambda: 19)
     monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 100.0)
     placement = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path, Products(200, (1, 1, 1)))
     assert placement.read == 4000
@@ -40,6 +43,20 @@ def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
         "4.0 s at the 0.0 MB a second measured now; its matrix products take about 2.0 s, so that the disk is hidden "
         "from about 48 tokens an iteration on."
     )
+
+
+def test_what_fits_is_not_read_from_the_disk_again(tmp_path, monkeypatch):
+    """The system caches files of half of the free memory; a GPU copies such layers from the host's memory."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)
+    monkeypatch.setattr(host_memory, "free", lambda: 20)
+    placement = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path)
+    assert "so that the disk gives it once, in 3.0 s" in str(placement.said()[1])
+    (said,) = dataclasses.replace(placement, on_host=True).said()
+    assert "3 of 3 layers, 0.0 MB, stay in the host's memory, from which the GPU copies" in str(said)
+    for device, size, fits in (("cpu", 10, False), ("cuda", 10, True), ("cuda", 11, False)):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert fits_on_host(size) == fits
 
 
 def test_a_speed_is_measured():
@@ -50,6 +67,7 @@ def test_a_speed_is_measured():
 def test_tokens_are_rounded_up_to_two_digits(count, said, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
     monkeypatch.setattr(disk_rate, "measured", lambda file: 1.0)
+    monkeypatch.setattr(host_memory, "free", lambda: None)
     monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 1.0)
     monkeypatch.setattr(Placement, "read", property(lambda self: 2 * count))
     placement = Placement(9, 9, (1, 1), (1, 1), 2, (0, 1), tmp_path, Products(2, (1, 1, 1)))

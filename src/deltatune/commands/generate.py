@@ -200,7 +200,8 @@ def _placed(options: GenerateOptions, loaded: Loaded, tokens: int, stack: contex
     for fact in placed.placement.said("token"):
         print(fact, file=sys.stderr)
     weights = placed.of(loaded.model, stack)
-    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory))
+    beside = 0 if weights is None else weights.on_host
+    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory + beside))
     if weights is not None:
         layers = [layer.module for layer in describe(loaded.model)]
         stack.enter_context(reading_calls(layers, weights).watched())

@@ -13,6 +13,9 @@ import mlx.core as mx
 
 # These are CUdevice_attribute values of CUDA's cuda.h.
 _BLOCK_BYTES, _MULTIPROCESSORS = 97, 16
+# CUmem_advise: where memory should lie, and that the GPU reads it there. CUmemLocationType: a GPU, the host.
+_PREFERRED, _ACCESSED_BY = 3, 5
+_ON_DEVICE, _ON_HOST = 1, 2
 # The kernels use bulk copies, barriers that count bytes, and matrix stores, which came with Hopper.
 HOPPER = 90
 
@@ -62,6 +65,22 @@ def driver_version() -> tuple[int, int]:
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)):
         return 0, 0
     return version.value // 1000, version.value % 1000 // 10
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+def stays_on_host(address: int, size: int) -> bool:
+    """Advise the driver to leave managed memory on the host, where the GPU reads it; return whether it took that.
+
+    The function that is called came with CUDA 12.2.
+    """
+    advise = getattr(_driver(), "cuMemAdvise_v2", None)
+    if advise is None:
+        return False
+    advice = ((_PREFERRED, _Location(_ON_HOST, 0)), (_ACCESSED_BY, _Location(_ON_DEVICE, 0)))
+    return not any(advise(ctypes.c_uint64(address), ctypes.c_size_t(size), kind, where) for kind, where in advice)
 
 
 def _driver() -> ctypes.CDLL | None:

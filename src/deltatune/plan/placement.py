@@ -20,12 +20,12 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import describe
-from ..machine import disk_rate
+from ..machine import backend, disk_rate, host_memory
 from ..models.checkpoint_files import WEIGHTS
 from ..ops.functional import is_floating
 from ..train.by_layer.layer_functions import array_places, lowest_layer
 from ..train.by_layer.layer_weights import LayerWeights
-from ..train.by_layer.stored_weights import StoredWeights
+from ..train.by_layer.stored_weights import StoredWeights, cached
 from ..train.reports.screen import Fact
 from ..train.setup import Run
 from ..train.tree import leaves
@@ -51,6 +51,7 @@ class Placement:
         folder: the folder of the checkpoint.
         products: the matrix products of a step; None without one.
         dtype: what they are computed in.
+        on_host: whether the host's memory, not the disk, gives them to a GPU.
     """
 
     memory: int
@@ -62,6 +63,12 @@ class Placement:
     folder: Path
     products: arithmetic.Products | None = None
     dtype: mx.Dtype = mx.float32
+    on_host: bool = False
+
+    @property
+    def on_disk(self) -> int:
+        """The bytes of the layers that stay on the disk, or on the host."""
+        return sum(self.layers[at] for at in self.streamed)
 
     @property
     def bytes(self) -> int:
@@ -93,16 +100,25 @@ class Placement:
         if not self.streamed:
             text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}"
             return [Fact("memory", f"{text}; all weights stay in memory")]
-        on_disk = sum(self.layers[at] for at in self.streamed)
-        file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
-        rate = disk_rate.measured(file)
         memory = (
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
-            f"{len(self.layers)} layers, {size(on_disk)}, stay on the disk"
+            f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
         )
-        seconds = self.read / rate
-        disk = f"{size(self.read)} read for each {each}, {seconds:.1f} s at the {size(int(rate))} a second measured now"
-        return [Fact("memory", memory), Fact("disk", f"{disk}; {self._hidden(seconds, each)}")]
+        if self.on_host:
+            text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {each}"
+            return [Fact("memory", text)]
+        file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
+        rate = disk_rate.measured(file)
+        speed = f"at the {size(int(rate))} a second measured now"
+        if cached(self.folder):
+            disk = (
+                f"{size(self.read)} read for each {each}; the checkpoint fits in half of the free memory and stays in "
+                f"the system's page cache, so that the disk gives it once, in {self.on_disk / rate:.1f} s {speed}"
+            )
+        else:
+            seconds = self.read / rate
+            disk = f"{size(self.read)} read for each {each}, {seconds:.1f} s {speed}; {self._hidden(seconds, each)}"
+        return [Fact("memory", f"{memory}on the disk"), Fact("disk", disk)]
 
     def _hidden(self, seconds: float, each: str) -> str:
         """Say when a pass does not wait for the disk, from which it reads for so many seconds."""
@@ -146,9 +162,10 @@ class Placed(NamedTuple):
         The files are closed with `stack`.
         """
         layers = [layer.module for layer in describe(model)]
-        weights = LayerWeights(self.stored, model, layers, self.placement.streamed)
+        placement = self.placement
+        weights = LayerWeights(self.stored, model, layers, placement.streamed, on_host=placement.on_host)
         stack.callback(weights.close)
-        return weights if self.placement.streamed else None
+        return weights if placement.streamed else None
 
     def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
         """Return of() for the model of a run, whose option `memory` is left out if all weights stay."""
@@ -178,7 +195,7 @@ def placed(run: Run) -> Placed:
     with refusing_layouts():
         plan = planned_step(model, config, rows, length, run.splits, ArrayLayout.measured())
     smaller = "a smaller --batch-size or --max-seq-length"
-    placement = chosen(model, stored, memory, plan.bytes.amount, (rows, length), smaller)
+    placement = chosen(model, stored, memory, plan.bytes.amount, (rows, length), smaller, run.world.size)
     placement = dataclasses.replace(placement, products=plan.products, dtype=_most_used_dtype(model))
     return Placed(placement, lines, stored)
 
@@ -202,7 +219,13 @@ def refusing_layouts() -> Iterator[None]:
 
 
 def chosen(
-    model: nn.Module, stored: StoredWeights, memory: int, peak: int, tokens: tuple[int, int], smaller: str
+    model: nn.Module,
+    stored: StoredWeights,
+    memory: int,
+    peak: int,
+    tokens: tuple[int, int],
+    smaller: str,
+    ranks: int = 1,
 ) -> Placement:
     """Choose which layers stay on the disk.
 
@@ -213,6 +236,7 @@ def chosen(
         peak: what is held with all weights in memory, in bytes.
         tokens: what is computed at once, as rows and tokens of a row.
         smaller: what would take less memory, in words.
+        ranks: how many processes hold weights on the host, at most.
 
     Raises:
         TooLittleMemoryError: it is too little with all layers but two on the disk.
@@ -231,4 +255,10 @@ def chosen(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
             f"{size(least)}; give more, or {smaller}."
         )
-    return placement
+    return dataclasses.replace(placement, on_host=bool(streamed) and fits_on_host(placement.on_disk * ranks))
+
+
+def fits_on_host(size: int) -> bool:
+    """Whether so many bytes take at most half of the free memory beside an NVIDIA GPU."""
+    free = host_memory.free() if backend.device() == "cuda" else None
+    return free is not None and size <= free // 2

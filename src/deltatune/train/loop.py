@@ -93,7 +93,8 @@ class Trainer:
         self._facts = content.facts(model, config, model_config, weights)
         identity = state.fingerprint(config, model=config.model, **self._facts)
         self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
-        self._reporting = Reporting(config, self.outputs, self.screen, self.world.main)
+        on_host = 0 if weights is None else weights.on_host
+        self._reporting = Reporting(config, self.outputs, self.screen, self.world.main, on_host)
         self._saving.after = self._report_saved
         self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
         self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
@@ -158,7 +159,7 @@ class Trainer:
             self.screen.start(self.progress.iteration, config.iters)
             with self._ending.rescue():
                 iterations.run()
-        result = Result.of(self.progress, iterations.out_of_patience())
+        result = Result.of(self.progress, self._reporting.peak_memory, iterations.out_of_patience())
         self._reporting.write(self.progress, "ended", result)
         return result
 

@@ -15,6 +15,7 @@ from console import deltatune
 from deltatune.cli import main
 from deltatune.commands.train import train
 from deltatune.errors import UserError
+from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer.stored_weights import StoredWeights
@@ -228,7 +229,8 @@ def test_too_little_memory_is_said_by_plan_and_by_train(config, tmp_path, capsys
     assert not (tmp_path / "none" / "adapters.safetensors").exists()
 
 
-def test_plan_says_what_is_read(config, least, capsys):
+def test_plan_says_what_is_read(config, least, capsys, monkeypatch):
+    monkeypatch.setattr(host_memory, "free", lambda: None)
     flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--max-seq-length", "32"]
     flags += ["--num-layers", "4", "--rank", "2", "--memory", str(least(config))]
     assert main(["plan", *flags]) == 0

@@ -7,6 +7,8 @@ import mlx.core as mx
 import pytest
 
 from deltatune.layers import describe
+from deltatune.machine import host_memory
+from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.by_layer.layer_functions import array_places
@@ -29,6 +31,37 @@ def weights_of(folder, streamed, config=CONFIG):
     prepare(model, config)
     stored.find(model)
     return model, LayerWeights(stored, model, [layer.module for layer in describe(model)], streamed)
+
+
+def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
+    model = load(folder, lazy=True).model
+    stored = StoredWeights(folder, model)
+    prepare(model, CONFIG)
+    stored.find(model)
+    layers = [layer.module for layer in describe(model)]
+    given = [[place.array for _, place in array_places(layer)] for layer in layers]
+    weights = LayerWeights(stored, model, layers, range(4), on_host=True)
+    sizes = [
+        sum(place.array.nbytes for path, place in array_places(layer, "") if "lora" not in path) for layer in layers
+    ]
+    assert weights.on_host == sum(sizes)
+    os.remove(folder / "model.safetensors")
+    for _ in range(2):
+        for found, expected in zip(weights.along(range(4)), given, strict=True):
+            assert all(map(mx.array_equal, found, expected))
+    assert "for the host's memory" in weights.disk.said(1.0)
+    weights.close()
+
+
+@pytest.mark.parametrize(("free", "drops"), [(None, True), (10**12, False), (1000, True)])
+def test_what_was_read_stays_in_the_page_cache_where_it_fits(folder, monkeypatch, free, drops):
+    dropped = []
+    monkeypatch.setattr(host_memory, "free", lambda: free)
+    monkeypatch.setattr(PageCache, "drop", lambda self: dropped.append(self))
+    _, weights = weights_of(folder, range(4))
+    list(weights.along(range(4)))
+    assert bool(dropped) == drops
+    weights.close()
 
 
 def started(weights, monkeypatch):

@@ -84,7 +84,7 @@ def by_layers(
         check_packing(model, row_capacity(config))
     passes = LayerPasses(model, [layer.module for layer in trained.layers], trained.loss, weights)
     assert config.memory is not None
-    before = mx.set_memory_limit(config.memory)
+    before = mx.set_memory_limit(config.memory + weights.on_host)
     try:
         with passes.served():
             compiled_by = f"{trained.compiled}, one layer at a time"

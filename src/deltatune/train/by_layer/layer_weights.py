@@ -24,10 +24,12 @@ class DiskTime:
     Attributes:
         waited: The seconds that a pass waited for weights.
         read: The bytes that were read.
+        of: What was waited for, in words.
     """
 
     waited: float = 0.0
     read: int = 0
+    of: str = "the disk"
 
     def said(self, seconds: float) -> str:
         """Return a line for the end of a run that has computed for so many seconds."""
@@ -35,7 +37,7 @@ class DiskTime:
         advice = ""
         if share > _MUCH:
             advice = " More tokens an iteration (--batch-size, --max-seq-length, --pack) would hide it."
-        return f"Waited {self.waited:.1f} s for the disk ({share:.0%}), which gave {self.read / 1e9:,.2f} GB.{advice}"
+        return f"Waited {self.waited:.1f} s for {self.of} ({share:.0%}), which gave {self.read / 1e9:,.2f} GB.{advice}"
 
 
 class LayerWeights:
@@ -49,13 +51,23 @@ class LayerWeights:
         model: The model, made trainable.
         layers: Its layers, in order.
         streamed: The positions of the layers whose weights stay on the disk.
+        on_host: Whether these are read once, into the host's memory, and copied to the GPU from there.
 
     Attributes:
         disk: What reading has cost.
+        on_host: The bytes in the host's memory, which MLX counts as its own.
         between: Is called before a layer is handed out, and may leave the pass by an error.
     """
 
-    def __init__(self, stored: StoredWeights, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int]):
+    def __init__(
+        self,
+        stored: StoredWeights,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        streamed: Collection[int],
+        *,
+        on_host: bool = False,
+    ):
         self._stored, self.disk = stored, DiskTime()
         self.between: Callable[[], None] = lambda: None
         self._places: list[list[Place]] = []
@@ -70,6 +82,10 @@ class LayerWeights:
         self._ahead: tuple[int, list[mx.array]] | None = None
         on_disk = {name for names in self._names for name in names.values()}
         self._by_path = {path: name for path, name in stored.names.items() if name in on_disk}
+        self.on_host = 0
+        if on_host:
+            self.on_host = stored.hold([list(names.values()) for names in self._names if names])
+            self.disk.of = "the host's memory"
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:

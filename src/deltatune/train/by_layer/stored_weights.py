@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError, first_line
+from ...machine import backend, host_memory
 from ...machine.page_cache import PageCache
 from ...models.checkpoint_files import WEIGHTS
 from ...models.load import load_model, load_vision_tower
@@ -24,6 +25,12 @@ from .layer_functions import array_places
 
 class UnreadableWeightsError(UserError):
     """The files of a model have changed or cannot be read any more, while a run reads them."""
+
+
+def cached(path: Path) -> bool:
+    """Whether what is read of a checkpoint stays in the system's page cache: its files take half of what is free."""
+    free = host_memory.free()
+    return free is not None and sum(file.stat().st_size for file in path.glob(WEIGHTS)) <= free // 2
 
 
 class StoredWeights:
@@ -46,7 +53,8 @@ class StoredWeights:
         self.names: dict[str, str] = {}
         self._files = sorted(path.glob(WEIGHTS))
         self._versions = list(map(_version, self._files))
-        self._cache = PageCache(self._files)
+        self._cache, self._cached = PageCache(self._files), cached(path)
+        self._held: dict[str, mx.array] = {}
         # Files are read on a stream of their own, beside what computes.
         self._stream = mx.new_stream(mx.cpu)
         self._unread: dict[str, mx.array] = {}
@@ -64,6 +72,34 @@ class StoredWeights:
         """Let the system cache the files again."""
         self._unread.clear()
         self._cache.close()
+        if self._held:
+            # The driver's advice belongs to buffers that MLX would use again for others.
+            self._held = {}
+            mx.clear_cache()
+
+    def hold(self, groups: Sequence[Sequence[str]]) -> int:
+        """Read all arrays that will be needed into main memory, a group at a time; lazily() then gives copies.
+
+        On an NVIDIA GPU they stay in the host's memory, and the copies are the GPU's.
+
+        Args:
+            groups: Their names.
+
+        Returns:
+            Their bytes.
+
+        Raises:
+            UserError: NVIDIA's driver does not leave them there.
+        """
+        held: dict[str, mx.array] = {}
+        for names in groups:
+            arrays = self.started(names)
+            self.wait(arrays)
+            if backend.device() == "cuda" and not host_memory.stay(arrays):
+                raise UserError("memory: NVIDIA's driver leaves no arrays in the host's memory; update it.")
+            held |= zip(names, arrays, strict=True)
+        self._held = held
+        return sum(array.nbytes for array in held.values())
 
     def lazily(self, names: Sequence[str]) -> list[mx.array]:
         """Return arrays that are read when they are used.
@@ -71,9 +107,9 @@ class StoredWeights:
         Raises:
             UnreadableWeightsError: The files have changed, or are gone.
         """
-        if any(name not in self._unread for name in names):
+        if any(name not in self._unread for name in names if name not in self._held):
             self._load()
-        return [self._unread.pop(name) for name in names]
+        return [_copied(self._held[name]) if name in self._held else self._unread.pop(name) for name in names]
 
     def started(self, names: Sequence[str]) -> list[mx.array]:
         """Return arrays that are being read."""
@@ -94,8 +130,11 @@ class StoredWeights:
             mx.eval(arrays)
         except RuntimeError as error:
             raise self._unreadable(error) from error
+        if self._held:
+            return
         self._check()
-        self._cache.drop()
+        if not self._cached:
+            self._cache.drop()
 
     def _load(self) -> None:
         self._check()
@@ -117,6 +156,11 @@ class StoredWeights:
 
     def _unreadable(self, error: Exception) -> UnreadableWeightsError:
         return UnreadableWeightsError(f"{self.path}: the weights cannot be read any more ({first_line(error)})")
+
+
+def _copied(array: mx.array) -> mx.array:
+    """Return a copy of an array with its bits, made by the default device; mx.contiguous() would share its memory."""
+    return mx.where(mx.array(True), array, array)
 
 
 def _version(file: Path) -> tuple[int, int, int]:

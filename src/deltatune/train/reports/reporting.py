@@ -31,6 +31,7 @@ class Reporting:
         outputs: The files of the run.
         screen: Where progress is printed.
         main: Whether this is rank 0.
+        on_host: The bytes that MLX counts as its own and that are not in the device's memory.
 
     Attributes:
         about: What the run is, by name, for its report; Trainer.run sets it.
@@ -38,8 +39,9 @@ class Reporting:
         metrics: The run's metrics.jsonl, on rank 0 while it is open.
     """
 
-    def __init__(self, config: TrainConfig, outputs: Outputs, screen: Screen, main: bool):
+    def __init__(self, config: TrainConfig, outputs: Outputs, screen: Screen, main: bool, on_host: int = 0):
         self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
+        self._on_host = on_host
         self.about: dict[str, str] = {}
         self.tables: Sequence[ReportTable] = ()
         self.metrics: log.Metrics | None = None
@@ -64,6 +66,11 @@ class Reporting:
             service.close()
         if self.metrics is not None:
             self.metrics.close()
+
+    @property
+    def peak_memory(self) -> float:
+        """The most memory that MLX has held on the device, in GB."""
+        return (mx.get_peak_memory() - self._on_host) / 1e9
 
     @property
     def last_seconds(self) -> float:
@@ -102,7 +109,7 @@ class Reporting:
             "iterations_per_second": len(self._window) / seconds,
             "tokens_per_second": sum(t for _, t in self._window) / seconds,
             "trained_tokens": int(progress.trained_tokens),
-            "peak_memory": mx.get_peak_memory() / 1e9,
+            "peak_memory": self.peak_memory,
         } | means(figures, progress.window_figures)
         progress.start_report()
         self._window.clear()
@@ -136,7 +143,7 @@ class Reporting:
         """
         if not self._main:
             return
-        figures = dataclasses.asdict(result or Result.of(progress, stopped_early=False))
+        figures = dataclasses.asdict(result or Result.of(progress, self.peak_memory, stopped_early=False))
         outputs = self._outputs
         for problem in write_report(
             outputs.report, outputs.metrics, self._config, figures, about=self.about, tables=self.tables, state=state

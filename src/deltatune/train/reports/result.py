@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from ..saved.state import Progress
 
 
@@ -49,8 +47,8 @@ class Result:
     best_iteration: int | None = None
 
     @classmethod
-    def of(cls, progress: Progress, stopped_early: bool) -> Result:
-        """Take the figures from `progress`, and the peak memory from MLX."""
+    def of(cls, progress: Progress, peak_memory: float, stopped_early: bool) -> Result:
+        """Take the figures from `progress`; the peak of memory is in GB."""
         return cls(
             iterations=progress.iteration,
             train_loss=progress.train_loss,
@@ -58,7 +56,7 @@ class Result:
             best_val_loss=progress.best_loss,
             seconds=progress.seconds,
             tokens_per_second=progress.trained_tokens / progress.seconds if progress.seconds else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
+            peak_memory=peak_memory,
             stopped_early=stopped_early,
             best_iteration=progress.best_iteration if progress.best_iteration >= 0 else None,
         )

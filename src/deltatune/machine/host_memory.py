@@ -1,0 +1,47 @@
+"""Says how much of the host's main memory is free, and keeps arrays there that an NVIDIA GPU reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import nvidia
+
+_MEMINFO = Path("/proc/meminfo")
+# The limit of a container, what it uses, and how much of that is the files' pages, which are given back when asked for.
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Return the bytes that programs may still take, of the machine and of the container; None where nobody says."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    try:
+        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        files = re.search(r"^file (\d+)", (cgroup / "memory.stat").read_text(), re.M)
+    except OSError:
+        return int(found[1]) * 1024
+    left = int(most) - int(used) + int(files[1] if files else 0) if most.isdigit() else int(found[1]) * 1024
+    return min(left, int(found[1]) * 1024)
+
+
+def stay(arrays: list[mx.array]) -> bool:
+    """Advise NVIDIA's driver that computed arrays stay in the host's memory, from which the GPU reads them.
+
+    Without the advice, the driver moves what a GPU reads into the GPU's memory. Returns whether it took the advice.
+    """
+    for array in arrays:
+        # NumPy has no bf16.
+        numbers: Any = array.view(mx.uint16) if array.itemsize == 2 else array
+        data = np.asarray(memoryview(numbers))
+        if not nvidia.stays_on_host(data.ctypes.data, data.nbytes):
+            return False
+    return True
