@@ -83,8 +83,8 @@ def main() -> None:
     shape = replace(trainers.SHAPES[options.shape], **changes)
     torch.cuda.init()
     print(f"{heading()}\n{shape}", flush=True)
-    given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "kind", "again")}
-    with trainers.deltatune(shape, **given) as trainer:
+    given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "again")}
+    with trainers.deltatune(shape, **given, fine_tune_type=options.kind) as trainer:
         for _ in range(3):
             trainer.step()
         trainer.reset_peak()

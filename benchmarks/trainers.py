@@ -150,19 +150,13 @@ def _pack(model: Any, bits: int) -> None:
 
 @contextmanager
 def deltatune(
-    shape: Shape,
-    checkpoint: bool,
-    waits: bool = False,
-    bits: int = 0,
-    kind: str = "lora",
-    again: int | None = None,
-    optimizer: str = "adamw",
+    shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, again: int | None = None, **options: str
 ) -> Iterator[Trainer]:
     """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
-    packed to `bits` if these are given, and `kind` is the fine_tune_type. If `again` is given, cheap operators are
-    computed again in the backward pass, and so many layers.
+    packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are computed again in
+    the backward pass. `options` are further ones of TrainConfig.
     """
     model = mlx_model(shape)
     import mlx.core as mx
@@ -181,8 +175,8 @@ def deltatune(
     from deltatune.train.updates.optimizer import build_optimizer
 
     mode = checkpoint if again is None else "auto"
-    config = TrainConfig(optimizer=optimizer, learning_rate=RATE, grad_checkpoint=mode, fine_tune_type=kind)
-    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=kind, num_layers=-1)
+    config = TrainConfig(learning_rate=RATE, grad_checkpoint=mode, **{"optimizer": "adamw"} | options)
+    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=config.fine_tune_type, num_layers=-1)
     batch = batch_of(shape.rows())
     checkpoints = None if again is None else order_of(model).first(again, operators=True)
     with training(model, config, compare=False, checkpoints=checkpoints) as trained, FreedMemory() as freed_memory:

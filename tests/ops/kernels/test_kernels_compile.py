@@ -34,11 +34,11 @@ from deltatune.ops.pointwise import (
     turned_heads,
 )
 from deltatune.ops.pointwise.adam import AdamStep
-from deltatune.ops.pointwise.eight_bit import EightBitStep
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
 from deltatune.ops.pointwise.squares import sum_of_squares
+from deltatune.ops.pointwise.stored_moments import EightBitStep
 from deltatune.ops.pointwise.unpacking import BITS, unpack
 from deltatune.ops.pointwise.vocabulary_loss import vocabulary_losses
 from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product

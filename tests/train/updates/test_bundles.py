@@ -8,6 +8,7 @@ from deltatune.ops.pointwise import joining
 from deltatune.train.tree import leaves
 from deltatune.train.updates import bundles
 from deltatune.train.updates.bundles import TOGETHER, Bundles
+from deltatune.train.updates.optimizer import OPTIMIZERS
 
 
 @pytest.fixture
@@ -102,3 +103,25 @@ def test_state_is_kept_by_the_path_of_its_parameter(name, tree):
     parted = made.part_state(optimizer.state)
     assert same(parted, plain.state)
     assert same(made.join_state(parted, optimizer.state), optimizer.state)
+
+
+@pytest.mark.parametrize("name", ["adam8bit", "adamw8bit"])
+def test_moments_in_8_bits_are_joined_by_whole_blocks(name):
+    """Sizes that are no whole blocks, and those whose moments are in fp32, stay alone; no bit changes."""
+    shapes = {"a": (8, 1024), "b": (4096,), "broken": (4100,), "c": (64, 100), "small": (256,)}
+    tree = {key: mx.random.normal(shape) for key, shape in shapes.items()}
+    ours, plain = (OPTIMIZERS[name](learning_rate=1e-2) for _ in range(2))
+    made = Bundles(tree, ours)
+    assert paths(made) == [["a", "b", "c"]]
+    ours.init(made.join(tree)), plain.init(tree)
+    found, expected = made.join(tree), tree
+    for step in range(3):
+        gradients = {key: mx.random.normal(shape) * 10.0**-step for key, shape in shapes.items()}
+        found, expected = ours.apply_gradients(made.join(gradients), found), plain.apply_gradients(gradients, expected)
+    assert same(made.part(found), expected)
+    parted = made.part_state(ours.state)
+    assert same(parted, plain.state)
+    assert {key: leaf.shape for key, leaf in leaves(parted["c"])} == {
+        key: leaf.shape for key, leaf in leaves(plain.state["c"])
+    }
+    assert same(made.join_state(parted, ours.state), ours.state)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.ops.pointwise.eight_bit import BLOCK, dequantized, quantized, values
+from deltatune.ops.pointwise.stored_moments import BLOCK, dequantized, quantized, values
 from deltatune.options.config import TrainConfig
 from deltatune.train.updates import eight_bit
 from deltatune.train.updates.eight_bit import Adam8bit, AdamW8bit

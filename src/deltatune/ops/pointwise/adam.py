@@ -6,7 +6,7 @@ It computes in fp32, whatever the dtypes of the arrays, and rounds the new array
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.optimizers
@@ -35,6 +35,8 @@ class AdamStep:
     # [5] fp32: the rate, the factor of sqrt(v), the factor that weight decay leaves, the gradients' factor, `healthy`.
     moving: mx.array
     execute: Execute = Pass.run
+    # What a step replaces, by the names that an optimizer's state has for it.
+    moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
     @staticmethod
     def of(

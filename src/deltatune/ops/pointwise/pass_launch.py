@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..kernels.launch import Arrays, Outputs, Program, Values, kernel_of, launched
 
-BODIES = ("passes/pointwise.h", "passes/heads.h", "passes/packed.h", "passes/eight_bit.h")
+BODIES = ("passes/pointwise.h", "passes/heads.h", "passes/packed.h", "passes/stored_moments.h")
 GROUPS = 4
 _LANES = GROUPS * 32
 _PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,9 @@ from mlx.utils import tree_unflatten
 
 from ...machine import backend
 from ...ops.pointwise import joining
+from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves
+from .eight_bit import SMALLEST, Adam8bit, AdamW8bit
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
@@ -27,7 +30,8 @@ MOST_NUMBERS, MOST_NUMBERS_ON_CPU, MOST_NUMBERS_ON_CUDA = 2**18, 2**16, 2**21
 # The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
 
-# The optimizers that treat every number independently. With any other optimizer, no arrays are joined.
+# The optimizers that treat every number independently. Those that store moments in 8 bits treat blocks so; with any
+# other optimizer, no arrays are joined.
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 
 
@@ -59,6 +63,13 @@ class Bundle:
             ends.append(end)
         return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
 
+    def part_moment(self, joined: mx.array) -> list[mx.array]:
+        """Return the parameters' parts of a moment, or of the scales of a moment that is stored in 8 bits."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        if joined.size == sum(sizes):
+            return self.part(joined)
+        return list(mx.split(joined, [end // BLOCK for end in accumulate(sizes)][:-1]))
+
     def used(self, joined: mx.array) -> list[mx.array]:
         """Return the parameters in the dtype that the model uses."""
         return self.part(joined if self.used_as is None else joined.astype(self.used_as))
@@ -71,7 +82,7 @@ class Bundles:
 
     Args:
         parameters: The tree of trainable parameters.
-        optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE.
+        optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE, or stores moments in 8 bits.
         separate: Paths of parameters that stay separate.
         used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
         rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
@@ -95,8 +106,8 @@ class Bundles:
         most = {"cpu": MOST_NUMBERS_ON_CPU, "cuda": MOST_NUMBERS_ON_CUDA}.get(device, MOST_NUMBERS)
         members = joining.MOST if device == "cuda" else math.inf
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None, float], tuple[Bundle, int]] = {}
-        for path, leaf in leaves(parameters) if type(optimizer).__name__ in ELEMENTWISE else []:
-            if path in separate or leaf.size > most:
+        for path, leaf in leaves(parameters):
+            if path in separate or leaf.size > most or not _joins(leaf, optimizer):
                 continue
             kind = leaf.dtype, (used_as or {}).get(path), self._rates.get(path, 1.0)
             bundle, room = kinds.get(kind, (None, 0))
@@ -144,7 +155,7 @@ class Bundles:
         parted = [(path, leaf) for path, leaf in leaves(state) if not path.startswith(f"{TOGETHER}.")]
         for bundle, moments in zip(self.all, state.get(TOGETHER, []), strict=True):
             for name, joined in moments.items():
-                parted += zip((f"{path}.{name}" for path in bundle.paths), bundle.part(joined), strict=True)
+                parted += zip((f"{path}.{name}" for path in bundle.paths), bundle.part_moment(joined), strict=True)
         return tree_unflatten(parted)
 
     def join_state(self, parted: Any, like: Any) -> Any:
@@ -160,3 +171,11 @@ class Bundles:
 
 def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _joins(parameter: mx.array, optimizer: mlx.optimizers.Optimizer) -> bool:
+    """Whether the optimizer makes the same step of a parameter and of its part of a bundle."""
+    if isinstance(optimizer, (Adam8bit, AdamW8bit)):
+        # Its moments are stored in 8 bits when it is alone, too, and no block has numbers of two parameters.
+        return parameter.size >= SMALLEST and parameter.size % BLOCK == 0
+    return type(optimizer).__name__ in ELEMENTWISE

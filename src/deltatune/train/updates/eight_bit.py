@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments take 8 bits a number, as ops/pointwise/eight_bit.py stores them."""
+"""Adam and AdamW whose moments take 8 bits a number, as ops/pointwise/stored_moments.py stores them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers
 
-from ...ops.pointwise.eight_bit import BLOCK, dequantized, quantized
+from ...ops.pointwise.stored_moments import BLOCK, dequantized, quantized
 
 # The size from which a parameter's moments are quantised, as in bitsandbytes.
 SMALLEST = 4096

@@ -15,8 +15,8 @@ from mlx.utils import tree_map_with_path
 
 from ...errors import UserError
 from ...ops.pointwise.adam import AdamStep
-from ...ops.pointwise.eight_bit import MOMENTS, EightBitStep
 from ...ops.pointwise.squares import sum_of_squares
+from ...ops.pointwise.stored_moments import EightBitStep
 from ...options.config import TrainConfig, nearest
 from ...options.values import Range, checked, short
 from ..tree import leaves
@@ -195,7 +195,7 @@ def apply(
     # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
     # The step of a rate is made once, while the optimizer has that rate.
-    step_of = cache(lambda rate, stored_in_8_bits: _kernel(optimizer, scale, healthy, stored_in_8_bits))
+    step_of = cache(lambda rate, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
 
     choose = partial(_choose, healthy)
     last: list[mx.array] = []
@@ -207,9 +207,8 @@ def apply(
         with learning_rate_times(optimizer, rates(path)):
             step = step_of(rates(path), is_stored_in_8_bits(state))
             if step is not None and step.serves(parameter, gradient):
-                moments = MOMENTS if is_stored_in_8_bits(state) else ("m", "v")
-                updated, *replaced = step(parameter, gradient, *(state[name] for name in moments))
-                state |= dict(zip(moments, replaced, strict=True))
+                updated, *moments = step(parameter, gradient, *(state[name] for name in step.moments))
+                state |= dict(zip(step.moments, moments, strict=True))
                 last = [updated]
                 return updated
             gradient = (gradient if scale is None else gradient * scale).astype(parameter.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.optimizers
@@ -27,8 +27,6 @@ from .pass_launch import Execute, Pass, size_of
 # The numbers that share a scale, as in bitsandbytes.
 BLOCK = 256
 _DECADES = 7
-# What a step replaces, by the names that an optimizer's state has for it.
-MOMENTS = ("m", "m_scale", "v", "v_scale")
 # A trial allows that a code is its neighbour, where a number lies at the edge of an interval.
 _NEIGHBOUR = 1 / 255 + 1e-6
 
@@ -91,13 +89,15 @@ def dequantized(codes: mx.array, scales: mx.array, signed: bool) -> mx.array:
 
 @dataclass(frozen=True)
 class EightBitStep:
-    """A step of Adam on moments of 8 bits, for adam_step_8bit in kernels/passes/eight_bit.h.
+    """A step of Adam on moments of 8 bits, for adam_step_8bit in kernels/passes/stored_moments.h.
 
     Attributes:
         numbers: What all parameters of the step share.
     """
 
     numbers: AdamStep
+    # What a step replaces, by the names that an optimizer's state has for it.
+    moments: ClassVar[tuple[str, ...]] = ("m", "m_scale", "v", "v_scale")
 
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
@@ -105,7 +105,7 @@ class EightBitStep:
         return all(dtype in BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, *moments: mx.array) -> list[mx.array]:
-        """Return the new parameter and what replaces `moments`, the arrays that MOMENTS names.
+        """Return the new parameter, and what replaces the arrays that EightBitStep.moments names.
 
         Args:
             parameter: [...] floats.
@@ -115,8 +115,10 @@ class EightBitStep:
         """
         inputs: Arrays = {"fixed": self.numbers.fixed, "moving": self.numbers.moving}
         inputs |= {"signs": values(signed=True), "magnitudes": values(signed=False)}
-        inputs |= {"parameter": parameter, "gradient": gradient} | dict(zip(MOMENTS, moments, strict=True))
-        outputs: Outputs = {f"new_{name}": (inputs[name].shape, inputs[name].dtype) for name in ("parameter", *MOMENTS)}
+        inputs |= {"parameter": parameter, "gradient": gradient} | dict(zip(self.moments, moments, strict=True))
+        outputs: Outputs = {
+            f"new_{name}": (inputs[name].shape, inputs[name].dtype) for name in ("parameter", *self.moments)
+        }
         arguments = (size_of("parameter", parameter), *inputs, *outputs)
         lanes = 32 * moments[1].size
         return self.numbers.execute(Pass("adam_step_8bit", inputs, outputs, arguments, lanes))
@@ -148,14 +150,14 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
         results: list[mx.array] = []
         for optimizer, healthy in steps:
             before, d = parameter.astype(mx.float32), gradient.astype(mx.float32) * scale
-            new: dict[str, Any] = {"m": dequantized(*moments[:2], signed=True)}
-            new["v"] = dequantized(*moments[2:], signed=False)
+            new = {"m": dequantized(moments[0], moments[1], signed=True)}
+            new["v"] = dequantized(moments[2], moments[3], signed=False)
             moved = optimizer.apply_single(d, before, new)
             stored = [*quantized(new["m"], signed=True), *quantized(new["v"], signed=False)]
             results += [moved, *stored] if healthy else [before, *moments]
         return results
 
-    names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", *MOMENTS)]
+    names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", *EightBitStep.moments)]
     bounds = {name: _NEIGHBOUR for name in names if name.startswith(("m of", "v of"))}
     described = f"Adam's step on moments of 8 bits in {dtype}, gradients of {gradient_dtype}"
     return Case(described, names, call, truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])

@@ -10,9 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.machine import backend
-from deltatune.ops.pointwise import adam, eight_bit
+from deltatune.ops.pointwise import adam, stored_moments
 from deltatune.ops.pointwise.adam import AdamStep
-from deltatune.ops.pointwise.eight_bit import EightBitStep, dequantized, quantized
+from deltatune.ops.pointwise.stored_moments import EightBitStep, dequantized, quantized
 from deltatune.ops.trial import first_use
 from deltatune.train.updates import optimizer as updates
 from deltatune.train.updates.optimizer import OPTIMIZERS
@@ -23,11 +23,11 @@ DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
 def test_the_trial_accepts_the_kernel(dtype, gradient_dtype, execute):
-    assert first_use.agrees(eight_bit.trial_case(dtype, gradient_dtype), execute)
+    assert first_use.agrees(stored_moments.trial_case(dtype, gradient_dtype), execute)
 
 
 def test_the_trial_refuses_what_is_wrong(check_trial):
-    check_trial(eight_bit.trial_case(mx.float32, mx.float32), 1.02)
+    check_trial(stored_moments.trial_case(mx.float32, mx.float32), 1.02)
 
 
 @pytest.mark.parametrize("changed", [1, 3])
@@ -41,7 +41,7 @@ def test_the_trial_refuses_codes_two_intervals_off(changed, execute, caplog):
         results[changed] = mx.array(codes)
         return results
 
-    assert not first_use.agrees(eight_bit.trial_case(mx.float32, mx.float32), off)
+    assert not first_use.agrees(stored_moments.trial_case(mx.float32, mx.float32), off)
 
 
 @pytest.mark.parametrize("size", [1, 8, 255, 256, 257, 1031])
@@ -77,7 +77,7 @@ def launches(monkeypatch, execute):
         return execute(launch)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    cases = (eight_bit.trial_case, adam.trial_case)
+    cases = (stored_moments.trial_case, adam.trial_case)
     monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
     original = AdamStep.begun
     monkeypatch.setattr(AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))

@@ -1,4 +1,4 @@
-// A step of Adam whose moments are stored in 8 bits, for ops/pointwise/eight_bit.py, which says what a code stands for.
+// A step of Adam whose moments are stored in 8 bits, for ops/pointwise/stored_moments.py, which says what a code stands for.
 // A group of 32 lanes computes one block of 256 numbers, which share a scale, and each lane one piece of eight.
 
 inline float magnitude_of(float x) {
