@@ -23,13 +23,13 @@ def fused(parts: dict[str, Factors], halves: tuple[str, ...]) -> Factors:
     Returns:
         a [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
     """
-    given = [name for name in halves if name in parts]
-    experts, rows = parts[given[0]][1].shape[:2]
-    ranks = {name: parts[name][1].shape[2] for name in given}
-    a = mx.concatenate([parts[name][0] for name in given], axis=1)
+    present = [name for name in halves if name in parts]
+    experts, rows = parts[present[0]][1].shape[:2]
+    ranks = {name: parts[name][1].shape[2] for name in present}
+    a = mx.concatenate([parts[name][0] for name in present], axis=1)
     blocks = []
     for name in halves:
-        row = [parts[name][1] if other == name else mx.zeros((experts, rows, ranks[other])) for other in given]
+        row = [parts[name][1] if other == name else mx.zeros((experts, rows, ranks[other])) for other in present]
         blocks.append(mx.concatenate(row, axis=2))
     return a, mx.concatenate(blocks, axis=1)
 
@@ -49,8 +49,10 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
     used = {name: np.array(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}
     rank, width = b.shape[2], b.shape[2] // len(halves)
     spans = {name: slice(index * width, (index + 1) * width) for index, name in enumerate(halves)}
-    own = {name: used[name][spans[name]] for name in halves}
-    if rank % len(halves) == 0 and all(own[name].any() and own[name].sum() == used[name].sum() for name in halves):
+    diagonal = {name: used[name][spans[name]] for name in halves}
+    if rank % len(halves) == 0 and all(
+        diagonal[name].any() and diagonal[name].sum() == used[name].sum() for name in halves
+    ):
         return {name: (a[:, spans[name]], pieces[name][:, :, spans[name]]) for name in halves}
     trained = [name for name in halves if used[name].any()] or list(halves)
     return {name: (a, pieces[name]) for name in trained}

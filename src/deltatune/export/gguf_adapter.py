@@ -68,9 +68,9 @@ def _check_plain(adapter: PeftAdapter) -> None:
         "updates of a vision tower": any(".visual." in name for name in adapter.tensors),
         "unequal scales": config["alpha_pattern"],
     }
-    found = [name for name, present in odd.items() if present]
-    if found:
+    unexpressed = [name for name, present in odd.items() if present]
+    if unexpressed:
         raise UserError(
-            f"--to gguf-adapter: the adapter has {' and '.join(found)}, which an adapter of llama.cpp cannot express. "
-            "Write the merged model with --to gguf."
+            f"--to gguf-adapter: the adapter has {' and '.join(unexpressed)}, which an adapter of llama.cpp cannot "
+            "express. Write the merged model with --to gguf."
         )

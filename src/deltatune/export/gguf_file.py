@@ -30,37 +30,37 @@ _BUILT = ("", "build/bin", "bin")
 _LAST_LINES = 5
 
 
-def converter_command(given: str | None, name: str = CONVERTER) -> list[str]:
+def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
     """Return the words that start one of llama.cpp's converters.
 
     Args:
-        given: the path of a converter or of the folder with them, which this Python then runs; None takes the one on
+        folder: the path of a converter or of the folder with them, which this Python then runs; None takes the one on
             PATH, as an installed llama.cpp puts it there.
         name: the file name of the converter.
 
     Raises:
         UserError: there is no converter.
     """
-    if given is None:
-        found = shutil.which(name)
-        if found is None:
+    if folder is None:
+        program = shutil.which(name)
+        if program is None:
             raise UserError(
                 f"--to gguf: no {name} on PATH; install llama.cpp (brew install llama.cpp), or give the path of "
                 "its folder as --llama-cpp."
             )
-        return [found]
-    path = Path(given).expanduser()
+        return [program]
+    path = Path(folder).expanduser()
     path = (path if path.is_dir() else path.parent) / name
     if not path.is_file():
-        raise UserError(f"--llama-cpp {given}: no {name} there; give llama.cpp's folder.")
+        raise UserError(f"--llama-cpp {folder}: no {name} there; give llama.cpp's folder.")
     return [sys.executable, str(path)]
 
 
-def quantizer_command(given: str | None, outtype: str) -> list[str] | None:
+def quantizer_command(llama_cpp: str | None, outtype: str) -> list[str] | None:
     """Return the words that start llama-quantize where `outtype` needs it, or None if the converter writes that type.
 
     Args:
-        given: the folder of llama.cpp, or a path in it; None looks on PATH.
+        llama_cpp: the folder of llama.cpp, or a path in it; None looks on PATH.
         outtype: the type of the tensors.
 
     Raises:
@@ -72,18 +72,18 @@ def quantizer_command(given: str | None, outtype: str) -> list[str] | None:
         raise UserError(
             f"--outtype {outtype}: expected {', '.join(OUTTYPES)}, or a type of {QUANTIZER}, such as q4_k_m."
         )
-    if given is not None:
-        path = Path(given).expanduser()
+    if llama_cpp is not None:
+        path = Path(llama_cpp).expanduser()
         folder = path if path.is_dir() else path.parent
-        for found in (folder / part / QUANTIZER for part in _BUILT):
-            if found.is_file():
-                return [str(found)]
+        for program in (folder / part / QUANTIZER for part in _BUILT):
+            if program.is_file():
+                return [str(program)]
     on_path = shutil.which(QUANTIZER)
     if on_path is None:
         raise UserError(
             f"--outtype {outtype}: {QUANTIZER} makes this type, and there is none on PATH"
-            f"{'' if given is None else f' or built in {given}'}; install llama.cpp (brew install llama.cpp), or take "
-            "q8_0, which needs none."
+            f"{'' if llama_cpp is None else f' or built in {llama_cpp}'}; install llama.cpp (brew install llama.cpp), "
+            "or take q8_0, which needs none."
         )
     return [on_path]
 

@@ -85,13 +85,13 @@ def _licence(base_card: str) -> dict[str, Any]:
 
 
 def _training(options: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: options[key] for key in _OPTIONS if options.get(key) is not None}
+    shown = {key: options[key] for key in _OPTIONS if options.get(key) is not None}
     lora = options.get("lora_parameters")
     if isinstance(lora, dict):
-        found |= {key: lora[key] for key in ("rank", "scale", "dropout") if key in lora}
+        shown |= {key: lora[key] for key in ("rank", "scale", "dropout") if key in lora}
         if isinstance(lora.get("keys"), list):
-            found["adapted modules"] = len(lora["keys"])
-    return found
+            shown["adapted modules"] = len(lora["keys"])
+    return shown
 
 
 def _figures(adapter_path: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _figures(adapter_path: Path) -> dict[str, Any]:
     progress = state.peek(state.state_path(adapter_path))
     if progress is None:
         return {}
-    found = {
+    figures = {
         "iterations": progress.iteration,
         "trained tokens": progress.trained_tokens,
         "training loss": progress.train_loss,
@@ -107,7 +107,7 @@ def _figures(adapter_path: Path) -> dict[str, Any]:
         "examples": progress.order.get("examples"),
         "fingerprint of the training data": progress.order.get("training data"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> list[str]:

@@ -65,14 +65,14 @@ def write_modelfile(
     if not tokenizer.has_chat_template:
         notes.append("The model has no chat template, so its Modelfile names the file alone.")
     else:
-        found = turns(tokenizer, options)
-        if found is None or '"""' in found.template():
+        wording = turns(tokenizer, options)
+        if wording is None or '"""' in wording.template():
             notes.append(
                 "The model's chat template is more than a text around each message, which is all that a Modelfile can "
                 "say: Ollama takes its own template for the file, so compare what it answers."
             )
         else:
-            lines.append(f'TEMPLATE """{found.template()}"""')
+            lines.append(f'TEMPLATE """{wording.template()}"""')
         stops = dict.fromkeys([*ends(tokenizer), *filter(None, [missing_end(tokenizer)]), *more])
         lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     try:
@@ -99,15 +99,15 @@ def turns(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Turns | N
         first = getattr(tokenizer, "bos_token", None)
         return text.removeprefix(first) if first else text
 
-    found = _found(written)
-    if found is None:
+    wording = _found(written)
+    if wording is None:
         return None
     for count in (1, 2, 3):
         asked = ["user", "assistant"] * (count - 1) + ["user"]
         for system in ([], ["system"]):
-            if written([*system, *asked]) != found.text([*system, *asked]):
+            if written([*system, *asked]) != wording.text([*system, *asked]):
                 return None
-    return found
+    return wording
 
 
 def _found(written: Any) -> Turns | None:
@@ -122,14 +122,14 @@ def _found(written: Any) -> Turns | None:
     # Between two messages, what ends the one is told from what begins the other by the text before the first.
     if first != before or last != behind or not behind_answer.endswith(before) or not told.endswith(f"{_USER}{behind}"):
         return None
-    before_system, rest = told.removesuffix(f"{_USER}{behind}").split(_SYSTEM)
-    if not rest.endswith(before):
+    before_system, system_end = told.removesuffix(f"{_USER}{behind}").split(_SYSTEM)
+    if not system_end.endswith(before):
         return None
     # Whatever stands behind a question, before an answer and before the one that is to come, ends the question.
     end_of_user = before_answer[: _common(before_answer, behind)]
     return Turns(
         {
-            "system": (before_system, rest.removesuffix(before)),
+            "system": (before_system, system_end.removesuffix(before)),
             "user": (before, end_of_user),
             "assistant": (before_answer.removeprefix(end_of_user), behind_answer.removesuffix(before)),
         },

@@ -134,15 +134,15 @@ class TransformersNames:
 
         Modules without a place are left out.
         """
-        found = {}
+        by_name = {}
         for path in paths:
             try:
                 place = self.place(path)
             except UserError:
                 continue
             parameter = place.parameter if place.parameter != "weight" else None
-            found[short(place.module), parameter, place.matrix] = path
-        return found
+            by_name[short(place.module), parameter, place.matrix] = path
+        return by_name
 
     def _translate(self, path: str, record: FamilyRecord) -> str:
         for pattern, replacement in record.renames:

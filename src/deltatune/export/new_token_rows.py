@@ -83,11 +83,11 @@ def take_rows(
     Raises:
         UserError: the rows belong to tokens that the model has already, or to one of two tables only.
     """
-    given = config.get(OPTION)
-    if not given:
+    option = config.get(OPTION)
+    if not option:
         _drop_whole_tables(tensors, places, modules, where)
         return {}
-    indices = given if isinstance(given, dict) else {"embed_tokens": given}
+    indices = option if isinstance(option, dict) else {"embed_tokens": option}
     by_key = {_key(name, _ROWS): tensors.pop(name) for name in list(tensors) if name.endswith(_ROWS)}
     if "embed_tokens" in by_key and ("lm_head", None, None) not in places:
         # PEFT may save the rows of a head that is tied to the embedding a second time.
@@ -100,16 +100,16 @@ def take_rows(
     tables = {key: path for key in _TABLES if (path := places.get((key, None, None))) is not None}
     if by_key.keys() != tables.keys():
         raise UserError(
-            f"adapter {where}: {OPTION} is {given!r}, and the adapter has new rows of "
+            f"adapter {where}: {OPTION} is {option!r}, and the adapter has new rows of "
             f"{' and '.join(by_key) or 'no table'}; expected {' and '.join(tables)}."
         )
-    found = {
+    rows = {
         path: _sorted_rows(by_key[key], _indices(indices, key), modules[path], key, where)
         for key, path in tables.items()
     }
-    counts = {key: len(found[path]) for key, path in tables.items()}
+    counts = {key: len(rows[path]) for key, path in tables.items()}
     _drop_whole_tables(tensors, places, modules, where, counts)
-    return found
+    return rows
 
 
 def _key(name: str, ending: str) -> str:
@@ -117,9 +117,9 @@ def _key(name: str, ending: str) -> str:
     return short(name.removesuffix(ending).removeprefix("base_model.").removeprefix("model."))
 
 
-def _indices(given: Mapping[str, list[int]], key: str) -> list[int]:
+def _indices(by_table: Mapping[str, list[int]], key: str) -> list[int]:
     """The indices of the table `key`, which PEFT finds by the end of its path."""
-    return next((value for name, value in given.items() if f".{name}".endswith(f".{key}")), [])
+    return next((value for name, value in by_table.items() if f".{name}".endswith(f".{key}")), [])
 
 
 def _sorted_rows(rows: mx.array, indices: list[int], table: nn.Module, key: str, where: Path) -> mx.array:
@@ -155,21 +155,21 @@ def _drop_whole_tables(
             del tensors[name]
 
 
-def _check_whole_table(name: str, given: mx.array, table: nn.Module, new_rows: int, where: Path) -> None:
-    """Raise UserError unless the table `given` is the model's with so many new rows behind it."""
+def _check_whole_table(name: str, saved: mx.array, table: nn.Module, new_rows: int, where: Path) -> None:
+    """Raise UserError unless the table `saved` is the model's with so many new rows behind it."""
     if is_quantized(table):
         raise UserError(
             f"adapter {where}: {name} is a whole table, and the model's is quantised, so that the two cannot be "
             "compared. Save the adapter with save_pretrained(..., save_embedding_layers=False)."
         )
-    own = dense_rows(table)
-    if len(given) > len(own) + new_rows:
+    ours = dense_rows(table)
+    if len(saved) > len(ours) + new_rows:
         raise UserError(
-            f"adapter {where}: {name} has {len(given):,} rows, and the model's table {len(own):,}; an adapter of MLX "
+            f"adapter {where}: {name} has {len(saved):,} rows, and the model's table {len(ours):,}; an adapter of MLX "
             "has further rows only where PEFT trained them as trainable_token_indices. Merge it with PEFT "
             "(merge_and_unload) instead."
         )
-    if not mx.array_equal(given[: len(own)].astype(own.dtype), own).item():
+    if not mx.array_equal(saved[: len(ours)].astype(ours.dtype), ours).item():
         raise UserError(
             f"adapter {where}: the old rows of {name} are not the model's; an adapter of MLX leaves them as they are. "
             "Merge it with PEFT (merge_and_unload) instead."

@@ -83,15 +83,15 @@ def write_peft(
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
     path = locate(model_path)
     model = adapted_model(path, Path(adapter_path))
-    found = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
+    exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
     try:
         save_path.mkdir(parents=True, exist_ok=True)
-        write_tensors(save_path / PEFT_WEIGHTS, found.tensors, {"format": "pt"})
-        text = json.dumps(found.config, indent=2, sort_keys=True)
+        write_tensors(save_path / PEFT_WEIGHTS, exported.tensors, {"format": "pt"})
+        text = json.dumps(exported.config, indent=2, sort_keys=True)
         (save_path / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
-    return found
+    return exported
 
 
 def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str) -> PeftAdapter:
@@ -122,9 +122,9 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
         exported.add_experts(target, matrices, nested=target.endswith(".gate_up_proj") and _has_down(target, experts))
     exported.add_new_rows(model, names)
     first = next(iter(adapters(model).values()))
-    found = exported.finish(first, base_model)
-    _name_class(found, config)
-    return found
+    finished = exported.finish(first, base_model)
+    _name_class(finished, config)
+    return finished
 
 
 def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:
@@ -236,8 +236,10 @@ class _Collected:
             "use_rslora": False,
             "modules_to_save": None,
             "target_modules": list(self.modules),
-            "rank_pattern": _patterns({name: found[0] for name, found in targets.items()}, rank),
-            "alpha_pattern": _patterns({name: _alpha(*found) for name, found in targets.items()}, _alpha(rank, scale)),
+            "rank_pattern": _patterns({name: rank_and_scale[0] for name, rank_and_scale in targets.items()}, rank),
+            "alpha_pattern": _patterns(
+                {name: _alpha(*rank_and_scale) for name, rank_and_scale in targets.items()}, _alpha(rank, scale)
+            ),
         }
         if self.new_rows:
             config[OPTION] = self.new_rows

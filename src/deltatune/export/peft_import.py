@@ -96,32 +96,32 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
         model = load_vision_tower(path)
     else:
         model, _ = load_model(path, lazy=True)
-    found = from_peft_adapter(model, read_json(path / "config.json"), config, tensors, peft_path)
-    install(model, found, peft_path)
+    imported = from_peft_adapter(model, read_json(path / "config.json"), config, tensors, peft_path)
+    install(model, imported, peft_path)
     layers = layers_for_mlx_vlm(model)
     options: dict[str, Any] = {"model": str(model_path), LOADER: loader_of(model)}
     options |= {} if layers is None else {"num_layers": layers}
     save_adapters(model, save_path, options, named=layers is None)
-    return found
+    return imported
 
 
-def install(model: nn.Module, found: ImportedAdapter, where: Path) -> None:
+def install(model: nn.Module, imported: ImportedAdapter, where: Path) -> None:
     """Put the imported adapters on `model`.
 
     Raises:
         UserError: a factor does not fit its module, or the new rows do not fit a table.
     """
-    both = found.factors.keys() & found.new_rows.keys()
+    both = imported.factors.keys() & imported.new_rows.keys()
     if both:
         raise UserError(
             f"adapter {where}: {min(both)} has new rows and a low-rank update, and an adapter of MLX has only one of "
             "them on a table. Merge it with PEFT (merge_and_unload) instead."
         )
-    install_rows(model, found.new_rows)
+    install_rows(model, imported.new_rows)
     made: dict[str, nn.Module] = {}
-    for path, arrays in found.factors.items():
+    for path, arrays in imported.factors.items():
         ranks = {path: arrays["lora_a"].shape[1]}
-        adapter = make_adapters(model, ranks, found.scales[path], found.dropout, dora=found.dora)[path]
+        adapter = make_adapters(model, ranks, imported.scales[path], imported.dropout, dora=imported.dora)[path]
         for name, value in arrays.items():
             if value.shape != adapter[name].shape:
                 raise UserError(
@@ -189,10 +189,10 @@ def from_peft_adapter(
         collected.add(module, leaves)
     collected.join_single_experts()
     if collected.strangers:
-        rest = f" and {len(collected.strangers) - _NAMED} more" if len(collected.strangers) > _NAMED else ""
+        more = f" and {len(collected.strangers) - _NAMED} more" if len(collected.strangers) > _NAMED else ""
         raise UserError(
             f"adapter {where} is for another model, or on modules that MLX has no adapter for: no place for "
-            f"{', '.join(collected.strangers[:_NAMED])}{rest}."
+            f"{', '.join(collected.strangers[:_NAMED])}{more}."
         )
     collected.settle_head(where)
     dropout = float(config.get("lora_dropout") or 0.0)
@@ -201,17 +201,17 @@ def from_peft_adapter(
 
 def _by_module(tensors: Mapping[str, mx.array], where: Path) -> dict[str, dict[str, mx.array]]:
     """{module: {A, B and m of its adapter}}. UserError for tensors that are no part of LoRA or DoRA."""
-    found: dict[str, dict[str, mx.array]] = {}
+    by_module: dict[str, dict[str, mx.array]] = {}
     for name, value in tensors.items():
         match = _TENSOR.match(name)
         if match is None:
             raise UserError(f"adapter {where}: {name} is no tensor of LoRA or DoRA, and MLX has no place for it.")
         leaf = f"embedding_{match['embedding']}" if match["embedding"] else match["leaf"].removeprefix("lora_")
-        found.setdefault(match["module"], {})[leaf] = value
-    for module, leaves in found.items():
+        by_module.setdefault(match["module"], {})[leaf] = value
+    for module, leaves in by_module.items():
         if leaves.keys() - {"magnitude_vector"} not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
             raise UserError(f"adapter {where}: of {module} it has only {', '.join(sorted(leaves))}.")
-    return found
+    return by_module
 
 
 class _Gathered:
@@ -289,14 +289,14 @@ class _Gathered:
             assert path is not None
             self._set(path, part_a, part_b, scale)
 
-    def _from_early_peft(self, given: tuple[int, int], expected: tuple[int, int]) -> bool:
+    def _from_early_peft(self, shape: tuple[int, int], expected: tuple[int, int]) -> bool:
         """Whether factors of experts are those of PEFT before 0.20; (in, out) that differ say so by themselves.
 
         PEFT names its version from 0.18 on. A config without any of PEFT's own keys is an export of deltatune.
         """
         inputs, outputs = expected
         if inputs != outputs:
-            return given == (outputs, inputs)
+            return shape == (outputs, inputs)
         version = self._config.get("peft_version")
         if version is None:
             return "auto_mapping" in self._config
@@ -312,9 +312,9 @@ class _Gathered:
         """The parameter that the adapter `name` of an expert layer adapts: PEFT says so by nesting alone."""
         targets: Iterable[str] = self._config.get("target_parameters") or ()
         full = {parameter: f".{module}.{parameter}" for parameter in ("gate_up_proj", "down_proj")}
-        given = [p for p, path in full.items() if any(path.endswith(f".{short(target)}") for target in targets)]
-        if len(given) == 1:
-            return given[0]
+        targeted = [p for p, path in full.items() if any(path.endswith(f".{short(target)}") for target in targets)]
+        if len(targeted) == 1:
+            return targeted[0]
         return "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
 
     def _add_single(self, name: str, match: re.Match[str], leaves: dict[str, mx.array]) -> None:

@@ -226,14 +226,14 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
         saved |= {name: parameters[name] for name in ("rank", "scale") if name in parameters}
     by_path = adapters(model).values()
     first = next(iter(by_path))
-    own = {
+    current = {
         "fine_tune_type": getattr(first, "kind", "lora"),
         "rank": max(_rank(_stored(adapter)) for adapter in by_path),
         "scale": first.scale,
     }
-    differing = [name for name in saved if not _same_setting(saved[name], own[name])]
+    differing = [name for name in saved if not _same_setting(saved[name], current[name])]
     if differing:
-        there, here = (", ".join(f"{name} {given[name]!r}" for name in differing) for given in (saved, own))
+        there, here = (", ".join(f"{name} {settings[name]!r}" for name in differing) for settings in (saved, current))
         raise UserError(
             f"adapter {path}: {path.parent / CONFIG} says {there}, and the adapters of this run have {here}, with "
             "which the file would compute something else than it was trained for. Give this run the file's values."
@@ -276,19 +276,19 @@ def options_of(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else read_config(directory)
 
 
-def template_options(directory: str | Path | None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def template_options(directory: str | Path | None, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the variables of the chat template with which what a folder holds was trained, and those that are given.
 
     Args:
         directory: the folder of an adapter, or of a whole model; None has no variables.
-        given: the variables that the user gave, which go before those of the folder.
+        asked: the variables that the user gave, which go before those of the folder.
 
     Raises:
         UserError: the file with the run's options is missing or damaged.
     """
     options = {} if directory is None else options_of(Path(directory)).get("chat_template_config")
     trained = {} if options is None else checked_options(options, f"{directory}: chat_template_config")
-    return {**trained, **(given or {})}
+    return {**trained, **(asked or {})}
 
 
 def _pop_new_rows(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -389,5 +389,5 @@ def _refuse(where: Path, misfits: list[str], count: int) -> None:
 
 
 def _first_few(items: list[str]) -> str:
-    rest = f" and {len(items) - _NAMED_TENSORS} more" if len(items) > _NAMED_TENSORS else ""
-    return "; ".join(items[:_NAMED_TENSORS]) + rest
+    more = f" and {len(items) - _NAMED_TENSORS} more" if len(items) > _NAMED_TENSORS else ""
+    return "; ".join(items[:_NAMED_TENSORS]) + more

@@ -64,13 +64,13 @@ def with_update(
 
 def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
     """Return x itself, for the base to read, and x a."""
-    given = input_of(x)
+    remembered_input = input_of(x)
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         (x, a), (dx, d_low_rank) = primals, cotangents
-        (x,) = given.again([x], [d_low_rank])
+        (x,) = remembered_input.again([x], [d_low_rank])
         dx, d_a = add_product(dx, d_low_rank, a, transpose=True), columns_product(x, d_low_rank)
-        return [given.before(dx, [d_a]), d_a]
+        return [remembered_input.before(dx, [d_a]), d_a]
 
     function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
     function.vjp(backward)

@@ -82,8 +82,8 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
         basis = mx.linalg.qr(weight @ mx.random.normal((weight.shape[1], columns)))[0]
         for _ in range(_ROUNDS):
             basis = mx.linalg.qr(weight @ mx.linalg.qr(weight.T @ basis)[0])[0]
-        inputs, rest = mx.linalg.qr(weight.T @ basis)
-        u, s, vt = mx.linalg.svd(rest.T)
+        inputs, triangle = mx.linalg.qr(weight.T @ basis)
+        u, s, vt = mx.linalg.svd(triangle.T)
         roots = mx.sqrt(s[:rank] / scale)
         return (inputs @ vt[:rank].T) * roots, roots[:, None] * (basis @ u[:, :rank]).T
 

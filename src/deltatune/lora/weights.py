@@ -139,8 +139,8 @@ def _copy(module: nn.Module) -> nn.Module:
     copied: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(copied)
     # What MLX keeps of every module: its mode, and which of its parameters are frozen.
-    own = set(vars(copied))
-    vars(copied).update({name: value for name, value in vars(module).items() if name not in own})
+    set_by_mlx = set(vars(copied))
+    vars(copied).update({name: value for name, value in vars(module).items() if name not in set_by_mlx})
     dict.update(copied, module)
     copied.train(module.training)
     copied.freeze(recurse=False, keys=frozen(module))

@@ -15,16 +15,18 @@ from .new_rows import grown_tables
 
 def can_be_without(model: nn.Module) -> bool:
     """Tell whether the base of `model` is in it: all that was trained is adapters, which can be taken away."""
-    found = adapters(model)
-    return bool(found) and all(isinstance(each, Adapter) for each in found.values()) and not grown_tables(model)
+    adapted = adapters(model)
+    return (
+        bool(adapted) and all(isinstance(adapter, Adapter) for adapter in adapted.values()) and not grown_tables(model)
+    )
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Put the base of each adapter in its place inside the `with` block."""
-    found = {path: each for path, each in adapters(model).items() if isinstance(each, Adapter)}
-    model.update_modules(tree_unflatten([(path, each.base) for path, each in found.items()]))
+    adapted = {path: adapter for path, adapter in adapters(model).items() if isinstance(adapter, Adapter)}
+    model.update_modules(tree_unflatten([(path, adapter.base) for path, adapter in adapted.items()]))
     try:
         yield
     finally:
-        model.update_modules(tree_unflatten(list(found.items())))
+        model.update_modules(tree_unflatten(list(adapted.items())))

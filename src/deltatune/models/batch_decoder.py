@@ -139,9 +139,9 @@ class BatchDecoder:
             return
         while self._room < most:
             self._room *= 2
-        for kind, own in zip(self._kinds, self._arrays, strict=True):
+        for kind, layer_arrays in zip(self._kinds, self._arrays, strict=True):
             if kind is KVCache:
-                own[:] = [_widened(array, self._room) for array in own]
+                layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]
 
     def _admit(self, waiting: deque[_Row]) -> None:
         """Read prompts that wait, for the rows that are free."""
@@ -156,7 +156,7 @@ class BatchDecoder:
 
     def _joins(self, group: list[_Row], row: _Row) -> bool:
         """Whether a prompt is read with others, behind which the shorter ones are padded."""
-        longest = max(len(each.prompt) for each in (*group, row))
+        longest = max(len(member.prompt) for member in (*group, row))
         alike = self._padding_is_right is not False or len(row.prompt) == longest == len(group[0].prompt)
         return alike and longest * (len(group) + 1) <= PROMPT_TOKENS[backend.device()]
 
@@ -169,10 +169,10 @@ class BatchDecoder:
         if self._padding_is_right is None and len(shortest.prompt) < max(len(row.prompt) for row in group):
             together, alone, at = self._read(group), self._read([shortest]), group.index(shortest)
             pairs = [
-                (kept[at], kept_alone[0])
+                (row_state[at], row_state_alone[0])
                 for kind, *both in zip(self._kinds, together, alone, strict=True)
                 if kind is ArraysCache
-                for kept, kept_alone in zip(*both, strict=True)
+                for row_state, row_state_alone in zip(*both, strict=True)
             ]
             self._padding_is_right = all(relative_norm(one, other) < ROUNDED for one, other in pairs)
         return self._padding_is_right is not False or len({len(row.prompt) for row in group}) == 1
@@ -183,7 +183,10 @@ class BatchDecoder:
         longest = max(lengths)
         if longest == 0:
             # There is nothing to read yet. Another token shows the shapes of what is kept.
-            return [[mx.zeros_like(array) for array in own] for own in self._read([_Row([0, 0])] * len(group))]
+            return [
+                [mx.zeros_like(array) for array in layer_arrays]
+                for layer_arrays in self._read([_Row([0, 0])] * len(group))
+            ]
         padded = [[*row.prompt[:-1], *[0] * (longest - length)] for row, length in zip(group, lengths, strict=True)]
         tokens, caches = mx.array(padded), make_prompt_cache(self._model)
         if set(lengths) != {longest}:
@@ -196,23 +199,23 @@ class BatchDecoder:
             mx.eval([cache.state for cache in caches])
         return [_kept(cache) for cache in caches]
 
-    def _place(self, group: list[_Row], places: list[int], kept: list[list[mx.array]]) -> None:
+    def _place(self, group: list[_Row], places: list[int], states: list[list[mx.array]]) -> None:
         """Put prompts, and what each layer keeps of them, into free rows."""
         for place, row in zip(places, group, strict=True):
             self._rows[place] = row
         if not self._arrays:
             self._arrays = [
-                [mx.zeros((len(self._rows), *_roomy(array, kind, self._room)), array.dtype) for array in own]
-                for kind, own in zip(self._kinds, kept, strict=True)
+                [mx.zeros((len(self._rows), *_roomy(array, kind, self._room)), array.dtype) for array in layer_arrays]
+                for kind, layer_arrays in zip(self._kinds, states, strict=True)
             ]
         self._make_room()
         at = mx.array(places)
-        for kind, own, new in zip(self._kinds, self._arrays, kept, strict=True):
+        for kind, layer_arrays, new in zip(self._kinds, self._arrays, states, strict=True):
             for index, array in enumerate(new):
                 if kind is ArraysCache:
-                    own[index][at] = array
+                    layer_arrays[index][at] = array
                 else:
-                    own[index][at, :, : array.shape[2]] = array
+                    layer_arrays[index][at, :, : array.shape[2]] = array
         self._tokens[at] = mx.array([row.prompt[-1] for row in group], mx.int32)
         self._offset[at] = mx.array([len(row.prompt) - 1 for row in group], mx.int32)
         mx.eval(self._arrays, self._tokens, self._offset)
@@ -225,8 +228,10 @@ def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
         tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         caches = [
-            RecurrentRows(own) if kind is ArraysCache else AttentionRows(own[0], own[1], offset)
-            for kind, own in zip(kinds, arrays, strict=True)
+            RecurrentRows(layer_arrays)
+            if kind is ArraysCache
+            else AttentionRows(layer_arrays[0], layer_arrays[1], offset)
+            for kind, layer_arrays in zip(kinds, arrays, strict=True)
         ]
         with trace.having(next_tokens=True):
             logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]

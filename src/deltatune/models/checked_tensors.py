@@ -42,11 +42,11 @@ def checked(model_class: type, path: Path) -> type:
     return type(model_class.__name__, (model_class,), body)
 
 
-def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+def _compare(path: Path, stored: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
     """UserError that names every tensor which is missing, not expected, of another shape, or of integers."""
-    missing = [name for name in expected if name not in given]
-    extra = [name for name in given if name not in expected]
-    pairs = [(name, given[name], expected[name]) for name in expected if name in given]
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in stored if name not in expected]
+    pairs = [(name, stored[name], expected[name]) for name in expected if name in stored]
     shapes = [
         f"{name} has shape {new.shape}, {old.shape} expected" for name, new, old in pairs if new.shape != old.shape
     ]
@@ -75,5 +75,5 @@ def _compare(path: Path, given: dict[str, mx.array], expected: dict[str, mx.arra
 
 
 def _first_names(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-    return ", ".join(names[:_NAMED_TENSORS]) + rest
+    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return ", ".join(names[:_NAMED_TENSORS]) + more

@@ -50,7 +50,7 @@ def check_packing(model: nn.Module, longest: int) -> None:
             "Train this model without packing."
         )
     first, second = _lengths(model, longest)
-    found = []
+    influences = []
     with drawn_weights(model, [layer.module for layer in layers]):
         # Rounding alone sends a token to other experts once in a thousand models: a leak is there in every draw.
         for draw in range(2):
@@ -63,11 +63,11 @@ def check_packing(model: nn.Module, longest: int) -> None:
                 ) from error
             if influence < _INFLUENCE and middle < _MIDDLE and place < _PLACE:
                 return
-            found.append(max(influence, place))
+            influences.append(max(influence, place))
     # What is not finite is no number below a limit either.
     raise UserError(
-        f"packing: a document that follows another in its row gets logits {min(found):.1%} off those that it has alone "
-        f"(measured in fp32 with drawn weights, on rows of {first + second} tokens), so a layer of "
+        f"packing: a document that follows another in its row gets logits {min(influences):.1%} off those that it has "
+        f"alone (measured in fp32 with drawn weights, on rows of {first + second} tokens), so a layer of "
         f"{type(model).__module__} sees across documents or counts positions from the row's start. Train this model "
         "without packing."
     )

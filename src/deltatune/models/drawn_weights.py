@@ -56,13 +56,13 @@ def drawn_weights(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
 def _draw(modules: Sequence[nn.Module], table: mx.array, start: int) -> None:
     """Put drawn arrays in the place of the parameters of `modules`. MLX draws those that are used when they are."""
     for number, module in enumerate(modules):
-        kept = isinstance(module, Adapter) or "lora_a" in module
+        trained = isinstance(module, Adapter) or "lora_a" in module
         numbers = _numbers(table, start * 9_973 + number * 97)
         for name, array in list(module.items()):
             if not isinstance(array, mx.array) or name.startswith("_"):
                 continue
             if is_floating(array):
-                drawn = array.astype(mx.float32) if kept else _floats(array.shape, numbers)
+                drawn = array.astype(mx.float32) if trained else _floats(array.shape, numbers)
             elif array.dtype == mx.uint32 and "scales" in module:
                 drawn = (numbers(array.size) * 2.0**31).astype(mx.int32).view(mx.uint32).reshape(array.shape) & _NO_NAN
             else:

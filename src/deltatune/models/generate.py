@@ -77,5 +77,5 @@ def first_piece(model: nn.Module, tokens: int) -> tuple[int, list[mx.array], lis
     """
     piece, cache = min(tokens, _PIECE), make_prompt_cache(model)
     logits = logits_of(model, mx.zeros((1, piece), mx.int32), cache=cache)[:, -1]
-    held: Any = tree_flatten([each.state for each in cache])
+    held: Any = tree_flatten([layer_cache.state for layer_cache in cache])
     return piece, [logits], [array for _, array in held if isinstance(array, mx.array)]

@@ -33,9 +33,11 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)
-    given = _given(model, layers)
-    times = Counter(id(cache) for cache in given)
-    return [_carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, given, strict=True)]
+    caches = _given(model, layers)
+    times = Counter(id(cache) for cache in caches)
+    return [
+        _carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, caches, strict=True)
+    ]
 
 
 def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
@@ -46,20 +48,20 @@ def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
     seen: dict[int, list[Any]] = {id(layer.module): [] for layer in layers}
 
     def noting(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        given = inspect.signature(type(layer).__mro__[1].__call__).bind(layer, *arguments, **options).arguments
+        bound = inspect.signature(type(layer).__mro__[1].__call__).bind(layer, *arguments, **options).arguments
         result = call(*arguments, **options)
-        rows = list(given.values())[1]
+        rows = list(bound.values())[1]
         alone = isinstance(result, mx.array) and isinstance(rows, mx.array) and result.shape == rows.shape
-        seen[id(layer)].append(given.get("cache") if alone else None)
+        seen[id(layer)].append(bound.get("cache") if alone else None)
         return result
 
     watched = calls_through([layer.module for layer in layers], noting)
     with drawing_from(mx.random.key(0)), undisturbed(model), segments(None), watched:
         logits_of(model, mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
-    given = [found[0] if len(found := seen[id(layer.module)]) == 1 else None for layer in layers]
+    caches = [caches_seen[0] if len(caches_seen := seen[id(layer.module)]) == 1 else None for layer in layers]
     # The watching classes refer to this until Python collects them, and the caches hold arrays.
     seen.clear()
-    return given
+    return caches
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:

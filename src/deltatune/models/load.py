@@ -256,13 +256,13 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
         options["trust_remote_code"] = trust_remote_code
     try:
-        model, found = mlx_lm.utils.load_model(path, **options)
+        model, loaded_config = mlx_lm.utils.load_model(path, **options)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
         raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
     model.__class__ = upstream_classes.get(type(model), type(model))
-    return model, as_written(found, config)
+    return model, as_written(loaded_config, config)
 
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:

@@ -145,8 +145,8 @@ class StoredNames:
 
     def _derive(self, name: str, sources: list[str], tensors: list[mx.array]) -> mx.array:
         """The parameter `name` that `sanitize` makes if the stored tensors named `sources` are `tensors`."""
-        given = {**self._stored, **dict(zip(sources, tensors, strict=True))}
-        return self._sanitize(given)[name].astype(mx.float32)
+        tensors_by_name = {**self._stored, **dict(zip(sources, tensors, strict=True))}
+        return self._sanitize(tensors_by_name)[name].astype(mx.float32)
 
     def _undo(self, name: str, sources: list[str], array: mx.array) -> list[mx.array]:
         """The stored tensors named `sources` of which the linear part of `sanitize` makes `array`."""

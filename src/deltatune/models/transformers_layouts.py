@@ -46,21 +46,21 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: The content of config.json. What it says already stays, but for bailing_hybrid's `head_dim`.
     """
-    own = {**_implied(config), **config}
+    complete = {**_implied(config), **config}
     if _is_bailing(config):
-        own["head_dim"] = config["linear_head_dim"]
+        complete["head_dim"] = config["linear_head_dim"]
     text = config.get("text_config")
-    return own | {"text_config": _implied(text) | text} if isinstance(text, dict) else own
+    return complete | {"text_config": _implied(text) | text} if isinstance(text, dict) else complete
 
 
-def as_written(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config `found` after loading without what `completed` added to `config`.
+def as_written(loaded: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config `loaded` after loading without what `completed` added to `config`.
 
     A run is thereby continued whichever version of deltatune began it.
     """
     added = completed(config).keys() - config.keys()
-    kept = {key: value for key, value in found.items() if key not in added}
-    return kept | {key: config[key] for key in ("text_config", "head_dim") if key in config}
+    without_added = {key: value for key, value in loaded.items() if key not in added}
+    return without_added | {key: config[key] for key in ("text_config", "head_dim") if key in config}
 
 
 def _implied(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def with_released_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         new = _DENSE.sub(".mlp.", name)
         for norm, usual in _NORMS.items() if hybrid else ():
             new = new.replace(norm, usual)
-        layer, found, rest = name.partition(".attention.dense.")
-        if found and f"{layer}.attention.A_log" in tensors:
-            new = f"{layer}.attention.o_proj.{rest}"
+        layer, middle, leaf = name.partition(".attention.dense.")
+        if middle and f"{layer}.attention.A_log" in tensors:
+            new = f"{layer}.attention.o_proj.{leaf}"
         renamed[new] = tensor
     for name in [name for name in renamed if name.endswith(".q_conv1d.weight")]:
         _cut_convolutions(renamed, name.removesuffix("q_conv1d.weight"))

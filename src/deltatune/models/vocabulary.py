@@ -47,22 +47,22 @@ def token_tables(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: There is no embedding.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     owner: Any = model
     steps = layer_paths(model)[0].split(".")
     for depth, step in enumerate(steps):
         path = "".join(f"{name}." for name in steps[:depth])
-        found |= {f"{path}{name}": child for name, child in owner.items() if isinstance(child, nn.Module)}
+        modules |= {f"{path}{name}": child for name, child in owner.items() if isinstance(child, nn.Module)}
         owner = owner.get(step)
         if not isinstance(owner, nn.Module):
             break
-    embeddings = {path: module for path, module in found.items() if _kind(module) is GrownEmbedding}
+    embeddings = {path: module for path, module in modules.items() if _kind(module) is GrownEmbedding}
     embeddings = embeddings or _called_with_ids(model)
     if not embeddings:
         raise UserError(f"{type(model).__module__}: this model has no embedding of tokens beside its layers.")
     largest = max(embeddings, key=lambda path: row_count(embeddings[path]))
     rows = row_count(embeddings[largest])
-    heads = {path: module for path, module in found.items() if _kind(module) is GrownLinear}
+    heads = {path: module for path, module in modules.items() if _kind(module) is GrownLinear}
     return {largest: embeddings[largest]} | {path: head for path, head in heads.items() if row_count(head) == rows}
 
 
@@ -78,17 +78,17 @@ def _called_with_ids(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if not path.startswith(inside) and isinstance(module.get("weight"), mx.array) and module["weight"].ndim == 2
     }
-    found: dict[str, nn.Module] = {}
+    called: dict[str, nn.Module] = {}
 
     def noting(module: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if arguments and mx.array_equal(arguments[0], ids):
-            found[paths[id(module)]] = module
+            called[paths[id(module)]] = module
         return call(*arguments, **options)
 
     watched = calls_through([module for module in model.modules() if id(module) in paths], noting)
     with drawing_from(mx.random.key(0)), undisturbed(model), watched:
         model(ids, **without_pictures(model))
-    return found
+    return called
 
 
 def _kind(module: nn.Module) -> type[GrownTable] | None:

@@ -34,30 +34,30 @@ def write_picture_options(folder: Path, options: Mapping[str, Any]) -> str | Non
     Raises:
         OSError: The file system refuses.
     """
-    given = {name: options[name] for name in (*_SIZES, *_SAMPLING) if options.get(name) is not None}
+    trained_with = {name: options[name] for name in (*_SIZES, *_SAMPLING) if options.get(name) is not None}
     files = {name: read_json(folder / name) for name in (IMAGES, VIDEOS, BOTH) if (folder / name).is_file()}
-    if not given or not files.keys() & {IMAGES, BOTH}:
+    if not trained_with or not files.keys() & {IMAGES, BOTH}:
         return None
     both = files.get(BOTH, {})
     # Without settings of their own, videos are read by those of images.
     if VIDEOS not in files and "video_processor" not in both and "temporal_patch_size" in files.get(IMAGES, {}):
         files[VIDEOS] = copy.deepcopy(files[IMAGES])
     for content in (files.get(IMAGES), both.get("image_processor")):
-        _set_limits(content, given)
+        _set_limits(content, trained_with)
     for content in (files.get(VIDEOS), both.get("video_processor")):
         if content is not None:
-            content.update({key: given[name] for name, key in _SAMPLING.items() if name in given})
+            content.update({key: trained_with[name] for name, key in _SAMPLING.items() if name in trained_with})
     for name, content in files.items():
         atomic_files.write(folder / name, json.dumps(content, indent=2, ensure_ascii=False).encode())
-    written = ", ".join(f"{name} {value}" for name, value in given.items())
+    written = ", ".join(f"{name} {value}" for name, value in trained_with.items())
     return f"The processor's files say how pictures were prepared in training: {written}."
 
 
-def _set_limits(content: dict[str, Any] | None, given: Mapping[str, Any]) -> None:
+def _set_limits(content: dict[str, Any] | None, trained_with: Mapping[str, Any]) -> None:
     """Set the smallest and the largest area of an image in a processor's settings."""
-    for name in _SIZES.keys() & given.keys() if content is not None else ():
+    for name in _SIZES.keys() & trained_with.keys() if content is not None else ():
         assert content is not None
         if isinstance(content.get("size"), dict):
-            content["size"][_SIZES[name]] = given[name]
+            content["size"][_SIZES[name]] = trained_with[name]
         if name in content or not isinstance(content.get("size"), dict):
-            content[name] = given[name]
+            content[name] = trained_with[name]
