@@ -156,14 +156,14 @@ def _key(patch: Patch, upstream: Function) -> str:
 @functools.cache
 def _modules_digest(name: str) -> str:
     """A digest of the files of a module and of those of its package that its names come from, directly or not."""
-    package, found, waiting = name.partition(".")[0], set(), {name}
+    package, visited, waiting = name.partition(".")[0], set(), {name}
     while waiting:
-        each = waiting.pop()
-        found.add(each)
-        origins = {_origin(value) for value in list(vars(sys.modules[each]).values())}
+        module = waiting.pop()
+        visited.add(module)
+        origins = {_origin(value) for value in list(vars(sys.modules[module]).values())}
         inside = {o for o in origins if o.partition(".")[0] == package and isinstance(sys.modules.get(o), ModuleType)}
-        waiting |= inside - found
-    return hashlib.sha256("".join(_file_digest(sys.modules[each]) for each in sorted(found)).encode()).hexdigest()
+        waiting |= inside - visited
+    return hashlib.sha256("".join(_file_digest(sys.modules[module]) for module in sorted(visited)).encode()).hexdigest()
 
 
 def _origin(value: object) -> str:

@@ -61,9 +61,9 @@ def find(patches: Sequence[Patch]) -> PatchReport:
     report = PatchReport()
     for records in _by_target(patches).values():
         if records[0].module in sys.modules and records[0].target not in _in_force:
-            found = fitting(records)
-            if isinstance(found, str):
-                report.left_alone.append(_left_alone(records, found))
+            fit = fitting(records)
+            if isinstance(fit, str):
+                report.left_alone.append(_left_alone(records, fit))
     return report
 
 
@@ -92,7 +92,7 @@ def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[
         _apply_targets(list(targets.values()), report)
         awaited = [records for _, others in _watches.values() for records in others.values()]
         gone = [_moved_away(records) for records in awaited if records[0].package == module]
-        report.left_alone += [each for each in gone if each is not None]
+        report.left_alone += [left for left in gone if left is not None]
         if announce is not None:
             announce(report)
         warn(report)
@@ -131,12 +131,12 @@ def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModul
     """Replace the one target of `records`, and note in `report` what was done and what was left alone."""
     target = records[0].target
     if target not in _in_force:
-        found = fitting(records)
-        if isinstance(found, str):
-            report.left_alone.append(_left_alone(records, found))
-        if not isinstance(found, Fitting):
+        fit = fitting(records)
+        if isinstance(fit, str):
+            report.left_alone.append(_left_alone(records, fit))
+        if not isinstance(fit, Fitting):
             return
-        _in_force[target] = found
+        _in_force[target] = fit
     entry = _in_force[target]
     rebind(entry.patch, entry.upstream, entry.ours, loaded)
     report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch, loaded))))

@@ -177,8 +177,8 @@ def results(function: Function, arrays: Sequence[mx.array], gradient: bool = Tru
     floats = [x for x in arrays if is_floating(x)]
 
     def weighed(*floats: mx.array) -> tuple[mx.array, list[mx.array]]:
-        given = iter(floats)
-        outputs = as_list(function(*(next(given) if is_floating(x) else x for x in arrays)))
+        values = iter(floats)
+        outputs = as_list(function(*(next(values) if is_floating(x) else x for x in arrays)))
         outputs = [y for y in outputs if isinstance(y, mx.array)]
         return sum(((y * drawn(at, *y.shape)).sum() for at, y in enumerate(outputs)), mx.array(0.0)), outputs
 
@@ -208,15 +208,15 @@ def alike(*arrays: Callable[[], mx.array], call: Callable[..., Any] | None = Non
         call: Calls a function with the arrays; by default they are all its arguments.
         definition: Is compared in place of a replacement that leaves such a call to upstream.
     """
-    how = call or (lambda function, *given: function(*given))
+    how = call or (lambda function, *arguments: function(*arguments))
 
     def check(upstream: Function, ours: Function) -> str | None:
-        given = [make() for make in arrays]
+        inputs = [make() for make in arrays]
         with serving():
-            found, expected = (
-                results(lambda *x, f=function: how(f, *x), given) for function in (upstream, definition or ours)
+            outputs, expected = (
+                results(lambda *x, f=function: how(f, *x), inputs) for function in (upstream, definition or ours)
             )
-        return describe_difference(found, expected, BOUND, "what deltatune computes")
+        return describe_difference(outputs, expected, BOUND, "what deltatune computes")
 
     return check
 
@@ -239,21 +239,21 @@ def same_layer(
     def check(upstream: Function, ours: Function) -> str | None:
         layer = built(upstream, build)
         named: Any = tree_flatten(layer.trainable_parameters())
-        given = [make() for make in inputs]
-        arrays = [leaf for _, leaf in named] + [x for x in given if x is not None]
+        made = [make() for make in inputs]
+        arrays = [leaf for _, leaf in named] + [x for x in made if x is not None]
 
         def called(function: Function) -> Function:
             def call(*arrays: mx.array) -> Any:
                 leaves = [(name, x) for (name, _), x in zip(named, arrays, strict=False)]
                 layer.update(tree_unflatten(leaves))
-                rest = iter(arrays[len(named) :])
-                return function(layer, *(None if x is None else next(rest) for x in given))
+                arguments = iter(arrays[len(named) :])
+                return function(layer, *(None if x is None else next(arguments) for x in made))
 
             return call
 
         def difference(gradient: bool) -> str | None:
-            found, expected = (results(called(f), arrays, gradient) for f in (upstream, ours))
-            return describe_difference(found, expected, BOUND, "what deltatune computes")
+            outputs, expected = (results(called(f), arrays, gradient) for f in (upstream, ours))
+            return describe_difference(outputs, expected, BOUND, "what deltatune computes")
 
         with inside():
             try:

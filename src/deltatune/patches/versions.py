@@ -24,9 +24,11 @@ def contains(versions: str, version: str) -> bool:
 
 def latest(tried: Iterable[str]) -> str:
     """The latest version that any of the specifiers names."""
-    return str(max(Version(each.version) for versions in tried for each in SpecifierSet(versions)))
+    return str(max(Version(specifier.version) for versions in tried for specifier in SpecifierSet(versions)))
 
 
 def is_older(version: str, tried: Iterable[str]) -> bool:
     """Whether a version is older than every one that the specifiers name."""
-    return all(Version(version) < Version(each.version) for versions in tried for each in SpecifierSet(versions))
+    return all(
+        Version(version) < Version(specifier.version) for versions in tried for specifier in SpecifierSet(versions)
+    )

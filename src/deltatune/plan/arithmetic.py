@@ -50,7 +50,7 @@ def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) ->
         seconds: for how long it is measured.
     """
     rows, inner, columns = min(shape[0], _MOST_ROWS), *shape[1:]
-    x, w = (mx.random.normal(each, dtype=dtype, key=mx.random.key(0)) for each in ((rows, inner), (columns, inner)))
+    x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))
     mx.eval(x, w, x @ w.T)
     best, begun = float("inf"), time.perf_counter()
     while best == float("inf") or time.perf_counter() - begun < seconds:

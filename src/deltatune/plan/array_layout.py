@@ -131,13 +131,13 @@ def _class_name(read: Read, table: int) -> str:
     (information,) = words(read(table - 8, 8))
     (name,) = words(read(information + 8, 8))
     # Apple's ABI sets the topmost bit of the pointer where a name is not unique.
-    rest = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace").removeprefix("N")
+    mangled = read(name & ~(1 << 63), 64).split(b"\0")[0].decode("ascii", "replace").removeprefix("N")
     last = ""
-    while match := re.match(r"\d{1,2}(?=[A-Za-z_])", rest):
+    while match := re.match(r"\d{1,2}(?=[A-Za-z_])", mangled):
         end = match.end() + int(match[0])
-        last, rest = rest[match.end() : end], rest[end:]
+        last, mangled = mangled[match.end() : end], mangled[end:]
     if not last:
-        raise LayoutError(f"a primitive's class has the unreadable name {rest!r}")
+        raise LayoutError(f"a primitive's class has the unreadable name {mangled!r}")
     return last
 
 
@@ -149,7 +149,7 @@ def _measure(read: Read) -> tuple[int, int, int]:
     """
     first, second = mx.array([[1.0, 2.0, 3.0]] * 3), mx.array([[4.0, 5.0, 6.0]] * 3)
     mx.eval(first, second)
-    given = (address(read, first), address(read, second))
+    addresses = (address(read, first), address(read, second))
     operations: dict[str, Any] = {
         "Add": mx.add,
         "Multiply": mx.multiply,
@@ -161,7 +161,7 @@ def _measure(read: Read) -> tuple[int, int, int]:
     pairs = [mx.divmod(first, second) for _ in made]
     at = {kind: address(read, array) for kind, array in made.items()}
     primitives = [_primitives(read, where, kind) for kind, where in at.items()]
-    inputs = [_vectors(read, where, given) for where in at.values()]
+    inputs = [_vectors(read, where, addresses) for where in at.values()]
     siblings = [_vectors(read, address(read, one), (address(read, other),)) for one, other in pairs]
     siblings += [_vectors(read, address(read, other), (address(read, one),)) for one, other in pairs]
     names = ("primitive", "inputs", "siblings")
@@ -171,34 +171,34 @@ def _measure(read: Read) -> tuple[int, int, int]:
 
 
 def _only(candidates: list[set[int]], name: str) -> int:
-    found = set.intersection(*candidates)
-    if len(found) != 1:
-        raise LayoutError(f"{len(found)} offsets fit an array's {name}, where one is expected")
-    return found.pop()
+    common = set.intersection(*candidates)
+    if len(common) != 1:
+        raise LayoutError(f"{len(common)} offsets fit an array's {name}, where one is expected")
+    return common.pop()
 
 
 def _primitives(read: Read, at: int, kind: str) -> set[int]:
     """The offsets in the description at `at` of pointers to a primitive of this kind."""
-    found = set()
+    offsets = set()
     for index, word in enumerate(words(read(at, _SEARCHED))):
         try:
             if _class_name(read, words(read(word, 8))[0]) == kind:
-                found.add(8 * index)
+                offsets.add(8 * index)
         except LayoutError:
             continue
-    return found
+    return offsets
 
 
 def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
     """The offsets in the description at `at` of a std::vector that holds exactly the `expected` arrays."""
-    content, found = words(read(at, _SEARCHED)), set()
+    content, offsets = words(read(at, _SEARCHED)), set()
     for index, (begin, end) in enumerate(pairwise(content)):
         try:
             if end - begin == 16 * len(expected) and words(read(begin, end - begin))[::2] == expected:
-                found.add(8 * index)
+                offsets.add(8 * index)
         except UnreadableError:
             continue
-    return found
+    return offsets
 
 
 def _verify(layout: ArrayLayout) -> None:
@@ -212,15 +212,18 @@ def _verify(layout: ArrayLayout) -> None:
         (mx.zeros((2,) * 12), "Full", (2,) * 12, 4),
     ]
     for array, kind, shape, item_size in checks:
-        found = layout.describe(layout.address(array))
-        seen = layout.kind(found.primitive) if found.primitive else ""
-        if (seen, found.shape, found.item_size) not in ((kind, shape, item_size), ("Broadcast", shape, item_size)):
-            raise LayoutError(f"expected {kind or 'a value'} {shape}, found {seen or 'a value'} {found.shape}")
+        described = layout.describe(layout.address(array))
+        seen = layout.kind(described.primitive) if described.primitive else ""
+        if (seen, described.shape, described.item_size) not in (
+            (kind, shape, item_size),
+            ("Broadcast", shape, item_size),
+        ):
+            raise LayoutError(f"expected {kind or 'a value'} {shape}, found {seen or 'a value'} {described.shape}")
     transposed = base.transpose(2, 0, 1)
     sliced, strided = base[1:, ::2, 1:], mx.as_strided(base, (2, 2), (1, 3), 0)
     plain, axes, piece, windowed = (layout.describe(layout.address(x)) for x in (base, transposed, sliced, strided))
     quotient, remainder = mx.divmod(base, base)
-    positions = [layout.describe(layout.address(each)).position for each in (quotient, remainder)]
+    positions = [layout.describe(layout.address(array)).position for array in (quotient, remainder)]
     as_expected = plain.strides == (12, 4, 1) and positions == [0, 1]
     as_expected &= layout.vector(axes.primitive) == (2, 0, 1)
     as_expected &= layout.small_vector(piece.primitive, STATE) == (1, 0, 1)

@@ -43,9 +43,10 @@ class Choice:
     forecast: Forecast
 
     def __str__(self) -> str:
-        kept = "the cheap operators of the others too" if self.checkpoints.operators else "the others are kept whole"
+        others = "the cheap operators of the others too" if self.checkpoints.operators else "the others are kept whole"
         return (
-            f"Checkpoints (auto): {self.again} of {self.of} layers are computed again in the backward pass, and {kept}."
+            f"Checkpoints (auto): {self.again} of {self.of} layers are computed again in the backward pass, "
+            f"and {others}."
         )
 
 
@@ -145,9 +146,9 @@ def _fewest(planned: Callable[[int], Forecast], good: int, limits: DeviceLimits)
 
 def _meets(plans: dict[int, Forecast], good: int, bad: int, limits: DeviceLimits) -> int:
     """How many layers are enough, by the straight line between the plans for `good` and `bad` of them."""
-    found = [bad]
+    counts = [bad]
     for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
         first, last = (getattr(plans[layers], amount).amount for layers in (good, bad))
         if limit is not None and last > limit:
-            found.append(good - (limit - first) * (good - bad) // (last - first))
-    return max(found)
+            counts.append(good - (limit - first) * (good - bad) // (last - first))
+    return max(counts)

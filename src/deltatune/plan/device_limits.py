@@ -51,12 +51,12 @@ def device_limits() -> DeviceLimits:
 
 def _main_memory() -> tuple[int | None, str]:
     try:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None, "this system does not say"
     why = "the machine's memory"
     for path in map(Path, _CGROUPS):
         text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit() and int(text) < found:
-            found, why = int(text), "the container's memory"
-    return found, why
+        if text.isdigit() and int(text) < memory:
+            memory, why = int(text), "the container's memory"
+    return memory, why

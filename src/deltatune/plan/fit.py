@@ -72,18 +72,18 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: scre
     searched = _without_choice(run.config)
     if choice is None:
         first = planned_step(run.model, searched, rows, length, run.splits, layout)
-        found = RunForecast(first, limits)
-        shown.step(found)
+        forecast = RunForecast(first, limits)
+        shown.step(forecast)
     else:
-        found = RunForecast(choice.forecast, limits, checkpoints=str(choice))
-        shown.step(found)
+        forecast = RunForecast(choice.forecast, limits, checkpoints=str(choice))
+        shown.step(forecast)
         all_again = choice.again == choice.of
         first = choice.forecast if all_again else planned_step(run.model, searched, rows, length, run.splits, layout)
     values = {}
     for name, value in _searches(run, searched, first, limits, layout):
         values[name] = value
         shown.largest(name, value)
-    return dataclasses.replace(found, batch=values["batch"], length=values["length"], rank=values.get("rank"))
+    return dataclasses.replace(forecast, batch=values["batch"], length=values["length"], rank=values.get("rank"))
 
 
 def _searches(
@@ -197,11 +197,11 @@ def _choice(
     return choice if checkpoints == choice.checkpoints else order.choice(checkpoints, attempt(checkpoints))
 
 
-def _of_all_ranks(run: Run, order: Order, own: Checkpoints) -> Checkpoints:
+def _of_all_ranks(run: Run, order: Order, here: Checkpoints) -> Checkpoints:
     """The most that any rank computes again, of layers and of cheap operators."""
-    layers, operators = order.count(own), own.operators
+    layers, operators = order.count(here), here.operators
     most, any_operators = int(run.world.largest(layers)), bool(run.world.largest(operators))
-    return own if (most, any_operators) == (layers, operators) else order.first(most, operators=any_operators)
+    return here if (most, any_operators) == (layers, operators) else order.first(most, operators=any_operators)
 
 
 def _saved_checkpoints(run: Run) -> Checkpoints | None:
@@ -215,9 +215,9 @@ def _unplanned(run: Run, line: str) -> Checked:
     if run.config.grad_checkpoint != "auto":
         return Checked([line], None)
     order, saved = order_of(run.model), _saved_checkpoints(run)
-    own = order.first(len(order.reached), operators=False) if saved is None else saved
+    chosen = order.first(len(order.reached), operators=False) if saved is None else saved
     # The other ranks ask in _choice.
-    checkpoints = _of_all_ranks(run, order, own)
+    checkpoints = _of_all_ranks(run, order, chosen)
     again = order.count(checkpoints)
     return Checked(
         [line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are computed again."], checkpoints
@@ -252,18 +252,23 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
         if fits(planned(config, plan.rows, plan.length), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    each, until = _rows_each(config), time.monotonic() + _SECONDS
-    found = largest(
-        lambda rows: planned(config, rows, plan.length), limits, {}, step=each, most=plan.rows - each, deadline=until
+    per_rank, until = _rows_each(config), time.monotonic() + _SECONDS
+    fitting = largest(
+        lambda rows: planned(config, rows, plan.length),
+        limits,
+        {},
+        step=per_rank,
+        most=plan.rows - per_rank,
+        deadline=until,
     )
-    if found.value:
-        return f"It fits with {words}--batch-size {found.value // each * run.world.size}."
-    found = largest(
+    if fitting.value:
+        return f"It fits with {words}--batch-size {fitting.value // per_rank * run.world.size}."
+    fitting = largest(
         lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1,
         deadline=until,
     )  # fmt: skip
-    if found.value:
-        return f"It fits with {words}--max-seq-length {found.value}."
+    if fitting.value:
+        return f"It fits with {words}--max-seq-length {fitting.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
 
 
@@ -281,8 +286,8 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     peak = planned_step(run.model, config, *shape(run), run.splits, layout).bytes.amount
     if left_on_disk(peak, frozen, room) is None:
         return ""
-    given = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
-    return f" As it is, it fits with --memory {given}, which leaves layers on the disk and reads them in every pass."
+    amount = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
+    return f" As it is, it fits with --memory {amount}, which leaves layers on the disk and reads them in every pass."
 
 
 def _bytes(tree: Any) -> int:
@@ -325,8 +330,12 @@ def _positions(model_config: dict[str, Any]) -> int:
     return int(text.get("max_position_embeddings") or _LONGEST)
 
 
-def _per_run(found: Largest, run: Run) -> Largest:
+def _per_run(largest_of_rank: Largest, run: Run) -> Largest:
     def batch(rows: int) -> int:
         return rows // _rows_each(run.config) * run.world.size
 
-    return Largest(batch(found.value), found.more, None if found.probable is None else batch(found.probable))
+    return Largest(
+        batch(largest_of_rank.value),
+        largest_of_rank.more,
+        None if largest_of_rank.probable is None else batch(largest_of_rank.probable),
+    )

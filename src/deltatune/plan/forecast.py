@@ -105,14 +105,16 @@ def forecast_step(
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        found = _planned(build(model, config, rows, length, layout, images, preferences, checkpoints), config, layout)
+        forecast = _planned(
+            build(model, config, rows, length, layout, images, preferences, checkpoints), config, layout
+        )
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
         # while the collector waited is young, so that all other objects need not be looked through.
         gc.collect(0)
         if collects:
             gc.enable()
-    return replace(found, seconds=time.monotonic() - started)
+    return replace(forecast, seconds=time.monotonic() - started)
 
 
 def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
@@ -142,9 +144,9 @@ def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: boo
     buffers, sizes = Counter(b.kind for b in alive), Counter[str]()
     for buffer in alive:
         sizes[buffer.kind] += buffer.size
-    found = [AliveKind(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
-    found.sort(key=lambda each: each.bytes if by_bytes else each.buffers, reverse=True)
-    return Moment(peak.amount, where or _location(machine.evaluated, built, peak.at), found[:_SHOWN])
+    alive_kinds = [AliveKind(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
+    alive_kinds.sort(key=lambda kind: kind.bytes if by_bytes else kind.buffers, reverse=True)
+    return Moment(peak.amount, where or _location(machine.evaluated, built, peak.at), alive_kinds[:_SHOWN])
 
 
 def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
@@ -158,7 +160,7 @@ def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
     for distance in range(_SEARCHED):
         for index in (at - distance, at + distance):
             if 0 <= index < last:
-                for given in evaluated[index].inputs:
-                    if given.address in built.names:
-                        return f"{phase}, near {built.names[given.address]}"
+                for source in evaluated[index].inputs:
+                    if source.address in built.names:
+                        return f"{phase}, near {built.names[source.address]}"
     return phase

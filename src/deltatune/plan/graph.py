@@ -42,16 +42,16 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
 
     leaves: addresses of arrays that count as values, although they may have a primitive.
     """
-    found: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
     starts = [layout.address(array) for array in outputs]
     stack = list(starts)
     links: list[tuple[Node, tuple[int, ...], tuple[int, ...]]] = []
     while stack:
         at = stack.pop()
-        if at in found:
+        if at in nodes:
             continue
         seen = layout.describe(at)
-        node = found[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position)
+        node = nodes[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position)
         for length in seen.shape:
             node.size *= length
         if at in leaves or not seen.primitive:
@@ -61,9 +61,9 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
         stack += seen.inputs
         stack += seen.siblings
     for node, inputs, siblings in links:
-        node.inputs = [found[at] for at in inputs]
-        node.siblings = [found[at] for at in siblings]
-    return [found[at] for at in starts]
+        node.inputs = [nodes[at] for at in inputs]
+        node.siblings = [nodes[at] for at in siblings]
+    return [nodes[at] for at in starts]
 
 
 def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
@@ -91,21 +91,21 @@ def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
             node = tape[index]
             index += 1
         for at in range(start, len(node.inputs)):
-            given = node.inputs[at]
-            if not given.kind:
+            source = node.inputs[at]
+            if not source.kind:
                 continue
             if len(tape) - index >= width:
                 stack.append((node, at))
                 break
-            degree[given] -= 1
-            if degree[given]:
-                for sibling in given.siblings:
+            degree[source] -= 1
+            if degree[source]:
+                for sibling in source.siblings:
                     degree[sibling] -= 1
                 continue
-            del degree[given]
-            for sibling in given.siblings:
+            del degree[source]
+            for sibling in source.siblings:
                 degree.pop(sibling, None)
-            tape.append(given)
+            tape.append(source)
     return tape[:0:-1]
 
 
@@ -114,28 +114,28 @@ def _degrees(root: Node) -> dict[Node, int]:
     degree: dict[Node, int] = {}
     queue = deque([root])
     while queue:
-        for given in queue.pop().inputs:
-            if given in degree:
-                degree[given] += 1
+        for source in queue.pop().inputs:
+            if source in degree:
+                degree[source] += 1
             else:
-                degree[given] = 1
-                queue.append(given)
-                for sibling in given.siblings:
+                degree[source] = 1
+                queue.append(source)
+                for sibling in source.siblings:
                     degree[sibling] = 1
                 continue
-            for sibling in given.siblings:
+            for sibling in source.siblings:
                 degree[sibling] += 1
     return degree
 
 
 def all_nodes(outputs: Sequence[Node]) -> list[Node]:
     """Every array of the graph once, leaves and siblings included."""
-    found: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     stack = list(outputs)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found[node] = None
+        if node not in nodes:
+            nodes[node] = None
             stack += node.inputs
             stack += node.siblings
-    return list(found)
+    return list(nodes)

@@ -19,8 +19,8 @@ def held(peak: int, layers: Sequence[int], streamed: Sequence[int]) -> int:
 
 def spread(count: int, resident: int) -> tuple[int, ...]:
     """Return which of `count` layers stay on the disk where `resident` stay in memory, evenly between the others."""
-    kept = {(2 * at + 1) * count // (2 * resident) for at in range(resident)}
-    return tuple(at for at in range(count) if at not in kept)
+    resident_layers = {(2 * at + 1) * count // (2 * resident) for at in range(resident)}
+    return tuple(at for at in range(count) if at not in resident_layers)
 
 
 def left_on_disk(peak: int, layers: Sequence[int], memory: int) -> tuple[int, ...] | None:

@@ -42,15 +42,15 @@ class Machine(Protocol):
 Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray]"]
 
 
-def run(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    """Run the primitive of `node` on the inputs `given`; returns its outputs in order."""
+def run(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    """Run the primitive of `node` on its inputs; return its outputs in order."""
     view = VIEWS.get(node.kind)
     if view is not None:
-        found = view(machine.layout, node, given)
-        if found is not None:
-            return found
-        return [_copied(machine, node, given[0])]
-    return RULES.get(node.kind, _plain)(machine, node, given)
+        outputs = view(machine.layout, node, inputs)
+        if outputs is not None:
+            return outputs
+        return [_copied(machine, node, inputs[0])]
+    return RULES.get(node.kind, _plain)(machine, node, inputs)
 
 
 def without_rule(nodes: Iterable[Node]) -> dict[str, int]:
@@ -63,53 +63,53 @@ def fresh(machine: Machine, node: Node) -> StoredArray:
     return dense(machine.allocate(node.size * node.item_size, node.kind), node.shape, node.item_size)
 
 
-def _new_like(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
-    """An array in a new buffer, with the layout of `given`; axes that are broadcast stay so."""
-    buffer = machine.allocate(given.data_size * node.item_size, node.kind)
-    return _with_layout(buffer, node, given)
+def _new_like(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
+    """An array in a new buffer, with the layout of `source`; axes that are broadcast stay so."""
+    buffer = machine.allocate(source.data_size * node.item_size, node.kind)
+    return _with_layout(buffer, node, source)
 
 
-def _with_layout(buffer: Buffer, node: Node, given: StoredArray) -> StoredArray:
-    flags = (given.contiguous, given.row, given.column)
-    return StoredArray(buffer, node.shape, given.strides, node.item_size, given.data_size, *flags)
+def _with_layout(buffer: Buffer, node: Node, source: StoredArray) -> StoredArray:
+    flags = (source.contiguous, source.row, source.column)
+    return StoredArray(buffer, node.shape, source.strides, node.item_size, source.data_size, *flags)
 
 
-def _may_reuse(machine: Machine, node: Node, index: int, given: StoredArray) -> bool:
+def _may_reuse(machine: Machine, node: Node, index: int, source: StoredArray) -> bool:
     """Whether the first output may overwrite this input (is_donatable in MLX)."""
-    return _may_reuse_for(machine, node, node, index, given)
+    return _may_reuse_for(machine, node, node, index, source)
 
 
-def _may_reuse_for(machine: Machine, node: Node, output: Node, index: int, given: StoredArray) -> bool:
-    fits = given.item_size == output.item_size and given.buffer.size <= output.size * output.item_size + _SPARE
+def _may_reuse_for(machine: Machine, node: Node, output: Node, index: int, source: StoredArray) -> bool:
+    fits = source.item_size == output.item_size and source.buffer.size <= output.size * output.item_size + _SPARE
     return fits and machine.is_donatable(node.inputs[index])
 
 
-def _copied(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
+def _copied(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
     machine.queue()
     return fresh(machine, node)
 
 
-def _plain(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _plain(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     return [fresh(machine, output) for output in node.outputs()]
 
 
-def _unary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _unary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
-    return [_elementwise(machine, node, given[0])]
+    return [_elementwise(machine, node, inputs[0])]
 
 
-def _elementwise(machine: Machine, node: Node, given: StoredArray) -> StoredArray:
-    if not given.contiguous:
+def _elementwise(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
+    if not source.contiguous:
         return fresh(machine, node)
-    if _may_reuse(machine, node, 0, given):
-        return _with_layout(given.buffer, node, given)
-    return _new_like(machine, node, given)
+    if _may_reuse(machine, node, 0, source):
+        return _with_layout(source.buffer, node, source)
+    return _new_like(machine, node, source)
 
 
-def _binary(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _binary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
-    return [_pairwise(machine, output, given[0], given[1]) for output in node.outputs()]
+    return [_pairwise(machine, output, inputs[0], inputs[1]) for output in node.outputs()]
 
 
 def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> StoredArray:
@@ -129,131 +129,131 @@ def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> S
     return _new_like(machine, node, a) if same_order else fresh(machine, node)
 
 
-def _select(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _select(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
-    if all(each.data_size == 1 for each in given):
-        second = given[1]
+    if all(source.data_size == 1 for source in inputs):
+        second = inputs[1]
         flags = (second.contiguous, second.row, second.column)
         buffer = machine.allocate(node.item_size, node.kind)
         return [StoredArray(buffer, node.shape, second.strides, node.item_size, 1, *flags)]
-    same_order = all(each.row for each in given) or all(each.column for each in given)
-    for index, each in enumerate(given):
-        if (same_order or each.row) and _may_reuse(machine, node, index, each):
-            return [_with_layout(each.buffer, node, each)]
-    return [_new_like(machine, node, given[1]) if same_order else fresh(machine, node)]
+    same_order = all(source.row for source in inputs) or all(source.column for source in inputs)
+    for index, source in enumerate(inputs):
+        if (same_order or source.row) and _may_reuse(machine, node, index, source):
+            return [_with_layout(source.buffer, node, source)]
+    return [_new_like(machine, node, inputs[1]) if same_order else fresh(machine, node)]
 
 
-def _copy(machine: Machine, node: Node, given: StoredArray, vector: bool, same_kind: bool = True) -> StoredArray:
+def _copy(machine: Machine, node: Node, source: StoredArray, vector: bool, same_kind: bool = True) -> StoredArray:
     """copy_cpu of MLX: a `vector` copy keeps the layout, and reuses the input's buffer where it may be overwritten."""
     if vector:
-        if _may_reuse(machine, node, 0, given):
+        if _may_reuse(machine, node, 0, source):
             if not same_kind:
                 machine.queue()
-            return _with_layout(given.buffer, node, given)
+            return _with_layout(source.buffer, node, source)
         machine.queue()
-        return _new_like(machine, node, given)
-    return _copied(machine, node, given)
+        return _new_like(machine, node, source)
+    return _copied(machine, node, source)
 
 
-def _cast(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    return [_copy(machine, node, given[0], given[0].contiguous, same_kind=False)]
+def _cast(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    return [_copy(machine, node, inputs[0], inputs[0].contiguous, same_kind=False)]
 
 
-def _full(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    return [_copy(machine, node, given[0], given[0].data_size != 1 and given[0].contiguous)]
+def _full(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    return [_copy(machine, node, inputs[0], inputs[0].data_size != 1 and inputs[0].contiguous)]
 
 
-def _contiguous(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
+def _contiguous(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
     if fits and (one.row or (one.column and machine.layout.flag(node.primitive))):
         return [_with_layout(one.buffer, node, one)]
     return [_copied(machine, node, one)]
 
 
-def _update(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _update(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Scatter and similar primitives write into a copy of the first input, or into that input itself."""
-    found = _copy(machine, node, given[0], given[0].row)
+    copied = _copy(machine, node, inputs[0], inputs[0].row)
     machine.queue()
-    return [found]
+    return [copied]
 
 
-def _slice_update(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
+def _slice_update(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
     vector = one.data_size != 1 and one.contiguous and one.size == one.data_size
-    found = _copy(machine, node, one, vector)
+    copied = _copy(machine, node, one, vector)
     machine.queue()
-    return [found]
+    return [copied]
 
 
-def _sort(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    found = _copy(machine, node, given[0], given[0].contiguous)
+def _sort(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    copied = _copy(machine, node, inputs[0], inputs[0].contiguous)
     machine.queue()
-    return [found]
+    return [copied]
 
 
-def _pad(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _pad(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue(2)
     return [fresh(machine, node)]
 
 
-def _concatenate(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    machine.queue(len(given))
+def _concatenate(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    machine.queue(len(inputs))
     return [fresh(machine, node)]
 
 
-def _unqueued(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _unqueued(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     return [fresh(machine, node)]
 
 
-def _temporary(machine: Machine, given: StoredArray) -> Buffer:
+def _temporary(machine: Machine, source: StoredArray) -> Buffer:
     machine.queue()
-    buffer = machine.allocate(given.size * given.item_size, "temporary")
+    buffer = machine.allocate(source.size * source.item_size, "temporary")
     machine.hold(buffer)
     return buffer
 
 
-def _is_matrix(given: StoredArray) -> bool:
+def _is_matrix(source: StoredArray) -> bool:
     """Whether BLAS can read the last two axes as they are or transposed, without a copy."""
-    rows, columns = given.strides[-2:]
-    return (rows == given.shape[-1] and columns == 1) or (rows == 1 and columns == given.shape[-2])
+    rows, columns = source.strides[-2:]
+    return (rows == source.shape[-1] and columns == 1) or (rows == 1 and columns == source.shape[-2])
 
 
-def _matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    found = fresh(machine, node)
-    for each in given[:2]:
-        if not _is_matrix(each):
-            _temporary(machine, each)
+def _matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    product_array = fresh(machine, node)
+    for source in inputs[:2]:
+        if not _is_matrix(source):
+            _temporary(machine, source)
     machine.queue()
-    return [found]
+    return [product_array]
 
 
-def _add_matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    third = given[2]
+def _add_matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    third = inputs[2]
     if third.data_size != 1 and third.row and _may_reuse(machine, node, 2, third):
-        found = _with_layout(third.buffer, node, third)
+        sums = _with_layout(third.buffer, node, third)
     elif third.data_size != 1 and third.row:
         machine.queue()
-        found = _new_like(machine, node, third)
+        sums = _new_like(machine, node, third)
     else:
-        found = _copied(machine, node, third)
-    for each in given[:2]:
-        if not _is_matrix(each):
-            _temporary(machine, each)
+        sums = _copied(machine, node, third)
+    for source in inputs[:2]:
+        if not _is_matrix(source):
+            _temporary(machine, source)
     machine.queue()
-    return [found]
+    return [sums]
 
 
-def _quantized_matmul(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    for each in given[: 3 if node.kind == "GatherQMM" else len(given)]:
-        if not (_is_matrix(each) if node.kind == "GatherQMM" else each.row):
-            _temporary(machine, each)
+def _quantized_matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    for source in inputs[: 3 if node.kind == "GatherQMM" else len(inputs)]:
+        if not (_is_matrix(source) if node.kind == "GatherQMM" else source.row):
+            _temporary(machine, source)
     machine.queue()
     return [fresh(machine, node)]
 
 
-def _softmax(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
+def _softmax(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
     machine.queue()
     if not (one.contiguous and one.strides[-1] == 1):
         return [_copied(machine, node, one)]
@@ -261,24 +261,24 @@ def _softmax(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list
     return [_with_layout(one.buffer, node, one) if reused else _new_like(machine, node, one)]
 
 
-def _log_sum_exp(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    if not (given[0].contiguous and given[0].strides[-1] == 1):
-        _temporary(machine, given[0])
+def _log_sum_exp(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    if not (inputs[0].contiguous and inputs[0].strides[-1] == 1):
+        _temporary(machine, inputs[0])
     machine.queue()
     return [fresh(machine, node)]
 
 
-def _scan(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    if not given[0].row:
-        _temporary(machine, given[0])
+def _scan(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    if not inputs[0].row:
+        _temporary(machine, inputs[0])
     machine.queue()
     return [fresh(machine, node)]
 
 
-def _convolution(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _convolution(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Allocates the output, the padded input and its windows; copies of the weights and the product where needed."""
-    found = fresh(machine, node)
-    data, weights = given[0], given[1]
+    output = fresh(machine, node)
+    data, weights = inputs[0], inputs[1]
     windows = product(node.shape[:-1]) * product(weights.shape[1:-1]) * data.shape[-1] * data.item_size
     sizes = [data.size * data.item_size, windows]
     # The product is fp32, of weights in rows, and of each group by itself.
@@ -290,23 +290,23 @@ def _convolution(machine: Machine, node: Node, given: Sequence[StoredArray]) -> 
         machine.queue()
         machine.hold(machine.allocate(size, "temporary"))
     machine.queue()
-    return [found]
+    return [output]
 
 
-def _fused(machine: Machine, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _fused(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """A kernel that mx.compile made of elementwise operations: each output reuses the first input that it may."""
     machine.queue()
-    free = list(enumerate(given))
-    found = []
+    free = list(enumerate(inputs))
+    outputs = []
     for output in node.outputs():
-        for index, each in free:
-            if each.row and each.size == output.size and _may_reuse_for(machine, node, output, index, each):
-                found.append(_with_layout(each.buffer, output, each))
-                free.remove((index, each))
+        for index, source in free:
+            if source.row and source.size == output.size and _may_reuse_for(machine, node, output, index, source):
+                outputs.append(_with_layout(source.buffer, output, source))
+                free.remove((index, source))
                 break
         else:
-            found.append(fresh(machine, output))
-    return found
+            outputs.append(fresh(machine, output))
+    return outputs
 
 
 _UNARY = [

@@ -37,12 +37,12 @@ def _linux() -> Read:
 
     def read(address: int, size: int) -> bytes:
         try:
-            found = os.pread(closing.file, size, address)
+            content = os.pread(closing.file, size, address)
         except (OSError, OverflowError) as error:
             raise UnreadableError(f"nothing at {address:#x}") from error
-        if len(found) != size:
+        if len(content) != size:
             raise UnreadableError(f"nothing at {address:#x}")
-        return found
+        return content
 
     return read
 
@@ -65,10 +65,10 @@ def _darwin() -> Read:
     call.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
 
     def read(address: int, size: int) -> bytes:
-        found, done = ctypes.create_string_buffer(size), ctypes.c_uint64(0)
-        if call(task, address, size, ctypes.addressof(found), ctypes.addressof(done)) or done.value != size:
+        content, done = ctypes.create_string_buffer(size), ctypes.c_uint64(0)
+        if call(task, address, size, ctypes.addressof(content), ctypes.addressof(done)) or done.value != size:
             raise UnreadableError(f"nothing at {address:#x}")
-        return found.raw
+        return content.raw
 
     return read
 

@@ -25,10 +25,10 @@ class Shown(Protocol):
     def tried(self, choice: Choice) -> None:
         """Take what the step needs with one choice of checkpoints."""
 
-    def step(self, found: RunForecast) -> None:
+    def step(self, run_forecast: RunForecast) -> None:
         """Take what the step of the run needs."""
 
-    def largest(self, name: str, found: Largest) -> None:
+    def largest(self, name: str, result: Largest) -> None:
         """Take the largest length, batch or rank that fits."""
 
 
@@ -50,14 +50,14 @@ class PlanLines:
     def tried(self, choice: Choice) -> None:
         self._before.append(tried(choice))
 
-    def step(self, found: RunForecast) -> None:
-        self._say(f"{verdict(found)}.")
+    def step(self, run_forecast: RunForecast) -> None:
+        self._say(f"{verdict(run_forecast)}.")
         for line in self._before:
             self._say(line)
-        self._say(step(found, verbose=self._verbose))
+        self._say(step(run_forecast, verbose=self._verbose))
 
-    def largest(self, name: str, found: Largest) -> None:
-        self._say(f"  {name}: {words(found)}")
+    def largest(self, name: str, result: Largest) -> None:
+        self._say(f"  {name}: {words(result)}")
 
 
 class PlanPanel:
@@ -73,7 +73,7 @@ class PlanPanel:
     def __init__(self, console: Console, verbose: bool = False):
         self._console, self._verbose = console, verbose
         self._facts: dict[str, Fact] = {}
-        self._found: RunForecast | None = None
+        self._planned: RunForecast | None = None
         self._rows: Largest | None = None
         self._live: Live | None = None
 
@@ -86,7 +86,7 @@ class PlanPanel:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._found is not None:
+        elif self._planned is not None:
             self._console.print(self._whole())
 
     def shape(self, rows: int, length: int, max_seq_length: int) -> None:
@@ -95,11 +95,11 @@ class PlanPanel:
     def tried(self, choice: Choice) -> None:
         self._add("tried", tried(choice).partition(": ")[2])
 
-    def step(self, found: RunForecast) -> None:
-        plan, limits, self._found = found.forecast, found.limits, found
+    def step(self, run_forecast: RunForecast) -> None:
+        plan, limits, self._planned = run_forecast.forecast, run_forecast.limits, run_forecast
         self._facts.pop("tried", None)
-        if found.checkpoints is not None:
-            self._add("checkpoints", found.checkpoints.partition(": ")[2].rstrip("."))
+        if run_forecast.checkpoints is not None:
+            self._add("checkpoints", run_forecast.checkpoints.partition(": ")[2].rstrip("."))
         of = f" of {size(limits.bytes)}" if limits.bytes is not None else ""
         share = plan.bytes.amount / limits.bytes if limits.bytes else None
         text = (
@@ -116,10 +116,10 @@ class PlanPanel:
             self._add("note", unknown(plan).strip())
         self._add("largest", "one at a time, what fits:")
 
-    def largest(self, name: str, found: Largest) -> None:
+    def largest(self, name: str, result: Largest) -> None:
         if name == "length":
-            self._rows = found
-        self._add(name, words(found))
+            self._rows = result
+        self._add(name, words(result))
 
     def _add(self, name: str, text: str, share: float | None = None) -> None:
         self._facts[name] = Fact(name, text, share=share)
@@ -130,9 +130,9 @@ class PlanPanel:
         if not self._facts:
             return Text("Loading the model's shape and the data", style="dim")
         first = Text("Planning the step", style="dim")
-        if self._found is not None:
-            good = fits(self._found.forecast, self._found.limits)
-            first = Text(verdict(self._found), style="bold green" if good else "bold red")
+        if self._planned is not None:
+            good = fits(self._planned.forecast, self._planned.limits)
+            first = Text(verdict(self._planned), style="bold green" if good else "bold red")
             first.append("; looking for the longest row" if self._rows is None else f"; {longest(self._rows)}")
         plain = self._console.options.ascii_only
         width = min(self._console.width, WIDEST)
@@ -144,9 +144,9 @@ def size(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def verdict(found: RunForecast) -> str:
+def verdict(run_forecast: RunForecast) -> str:
     """Whether the step fits, and what it needs of what there is, such as `Fits: 12.1 of 80 GB`."""
-    plan, limits = found.forecast, found.limits
+    plan, limits = run_forecast.forecast, run_forecast.limits
     word = "Fits" if fits(plan, limits) else "Does not fit"
     need, most = plan.bytes.amount, limits.bytes
     if most is None:
@@ -156,13 +156,13 @@ def verdict(found: RunForecast) -> str:
     return f"{word}: {of}" + (f"; {plan.buffers.amount:,} of {limits.buffers:,} live buffers" if buffers else "")
 
 
-def longest(found: Largest) -> str:
+def longest(result: Largest) -> str:
     """The longest row that fits, in a few words."""
-    value = found.probable or found.value
+    value = result.probable or result.value
     if not value:
-        return "how long a row may be is not known" if found.more else "no row fits"
-    about = "about " if found.probable else ""
-    return f"longest row {about}{value:,}{' or more' if found.more else ''}"
+        return "how long a row may be is not known" if result.more else "no row fits"
+    about = "about " if result.probable else ""
+    return f"longest row {about}{value:,}{' or more' if result.more else ''}"
 
 
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
@@ -206,10 +206,10 @@ def _shape(rows: int, length: int, max_seq_length: int) -> str:
     return text
 
 
-def step(found: RunForecast, *, verbose: bool = False) -> str:
+def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
     """What the step of the run needs, and whether it fits; with the primitives that hold it where `verbose`."""
-    plan, limits = found.forecast, found.limits
-    lines = [] if found.checkpoints is None else [found.checkpoints]
+    plan, limits = run_forecast.forecast, run_forecast.limits
+    lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in the {_where(plan.bytes, verbose)}.")
     lines.append(f"  {_parts(plan)}{_alive(plan.bytes) if verbose else ''}.")
@@ -229,15 +229,15 @@ def tried(choice: Choice) -> str:
     )
 
 
-def words(found: Largest) -> str:
+def words(result: Largest) -> str:
     """The largest batch, length or rank that fits."""
-    more = " or more" if found.more else ""
-    if found.probable:
-        planned = f"{found.value:,} by a plan, " if found.value else ""
-        return f"{planned}{found.probable:,}{more} by how memory grows"
-    if not found.value:
-        return "not known, since its plan would take long" if found.more else "none"
-    return f"{found.value:,}{more}"
+    more = " or more" if result.more else ""
+    if result.probable:
+        planned = f"{result.value:,} by a plan, " if result.value else ""
+        return f"{planned}{result.probable:,}{more} by how memory grows"
+    if not result.value:
+        return "not known, since its plan would take long" if result.more else "none"
+    return f"{result.value:,}{more}"
 
 
 def _where(moment: Moment, verbose: bool) -> str:
@@ -246,9 +246,9 @@ def _where(moment: Moment, verbose: bool) -> str:
 
 
 def _parts(plan: Forecast) -> str:
-    rest = plan.bytes.amount - sum(plan.sizes.values())
+    other = plan.bytes.amount - sum(plan.sizes.values())
     return ", ".join(
-        [*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {size(max(rest, 0))}"]
+        [*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {size(max(other, 0))}"]
     )
 
 
@@ -257,5 +257,5 @@ def _counts(plan: Forecast) -> str:
 
 
 def _alive(moment: Moment) -> str:
-    shown = ", ".join(f"{each.kind} {size(each.bytes)} in {each.buffers:,}" for each in moment.alive)
+    shown = ", ".join(f"{kind.kind} {size(kind.bytes)} in {kind.buffers:,}" for kind in moment.alive)
     return f"; most of it from {shown}" if shown else "; nothing else is alive"

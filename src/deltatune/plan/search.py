@@ -109,7 +109,7 @@ def _in_time(
     """`wanted`, or the half, quarter and so on of it, whose plan is new and takes at most `left` seconds; else None."""
     value = wanted
     while value >= step:
-        near = min(plans, key=lambda each: abs(each - value), default=None)
+        near = min(plans, key=lambda planned: abs(planned - value), default=None)
         if near is None or (value not in plans and plans[near].seconds * slower(value / near) <= left):
             return value
         value = value // 2 // step * step

@@ -96,9 +96,9 @@ class Simulation:
 
         shared_buffers: groups of addresses of leaves that share one buffer; the largest leaf of a group fills it.
         """
-        found = {leaf.address: leaf for leaf in leaves}
+        by_address = {leaf.address: leaf for leaf in leaves}
         for group in shared_buffers:
-            members = [found[address] for address in group if address in found and address not in self.stored]
+            members = [by_address[address] for address in group if address in by_address and address not in self.stored]
             if members:
                 shared = self.allocate(max(leaf.size * leaf.item_size for leaf in members), "given")
             for leaf in members:
@@ -120,8 +120,8 @@ class Simulation:
         """
         for node in all_nodes(outputs):
             # Every output of a primitive holds its inputs.
-            for given in node.inputs:
-                self._holds[given.address] = self._holds.get(given.address, 0) + 1
+            for source in node.inputs:
+                self._holds[source.address] = self._holds.get(source.address, 0) + 1
         for node in outputs:
             self._holds[node.address] = self._holds.get(node.address, 0) + 1
         for address in dropped:
@@ -133,24 +133,24 @@ class Simulation:
 
     def _evaluate(self, node: Node) -> None:
         self.evaluated.append(node)
-        given = [self.stored[each.address] for each in node.inputs]
+        inputs = [self.stored[source.address] for source in node.inputs]
         outputs = node.outputs()
-        found = run(self, node, given)
-        for output, stored in zip(outputs, found, strict=True):
+        outputs_stored = run(self, node, inputs)
+        for output, stored in zip(outputs, outputs_stored, strict=True):
             stored.buffer.references += 1
             self.stored[output.address] = stored
-        own = self.stored[node.address].buffer
-        held = {id(one.buffer): one.buffer for one in (*given, *found) if one.buffer is not own}
+        written = self.stored[node.address].buffer
+        held = {id(one.buffer): one.buffer for one in (*inputs, *outputs_stored) if one.buffer is not written}
         if len(outputs) == 1:
-            held = {id(one.buffer): one.buffer for one in given if one.buffer is not own}
+            held = {id(one.buffer): one.buffer for one in inputs if one.buffer is not written}
         if node.kind not in VIEWS:
-            self._queue.elements += sum(one.data_size for one in given)
+            self._queue.elements += sum(one.data_size for one in inputs)
         self._push([*held.values(), *self._temporaries], int(self._pace.releases))
         self._temporaries = []
         if self._queue.tasks > TASKS_AHEAD:
             self._run_one_task()
-        for each in node.inputs * len(outputs):
-            self._release_array(each.address)
+        for source in node.inputs * len(outputs):
+            self._release_array(source.address)
         for output in outputs:
             if not self._holds.get(output.address):
                 self._forget(output.address)

@@ -106,16 +106,16 @@ def collapsed(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], 
     return (lengths, steps) if lengths else ([1], [1])
 
 
-def reshaped(given: StoredArray, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def reshaped(array: StoredArray, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides of a reshape without a copy, or None where it needs one.
 
     Source: prepare_reshape in mlx/backend/common/common.cpp.
     """
-    if given.size == 0 or given.row:
+    if array.size == 0 or array.row:
         return row_strides(shape)
-    if not given.shape:
+    if not array.shape:
         return (0,) * len(shape)
-    lengths, steps = collapsed(given.shape, given.strides)
+    lengths, steps = collapsed(array.shape, array.strides)
     strides: list[int] = []
     at = 0
     for length in shape:

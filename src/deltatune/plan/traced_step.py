@@ -117,18 +117,18 @@ def build(
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
-        given = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
+        existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
 
         batch, features = blank_arrays(model, step.tower, blank_batch(rows, length, config.pack, preferences), shapes)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
-        existing = _addresses(layout, given)
+        existing = _addresses(layout, existing_arrays)
         loss_nodes = read(layout, first, existing)
         evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
         # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         sources = _constants(read(layout, _leaves(batch), existing), existing)
         data = existing | {node.address for node in sources}
-        held = read(layout, given, existing) + sources
+        held = read(layout, existing_arrays, existing) + sources
         held += _constants(loss_nodes, data) + _constants(update_nodes, evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
         dropped = [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
@@ -149,7 +149,7 @@ def build(
         len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        rows, length, [*given, *first, *second, *third, *_leaves(batch), *features],
+        rows, length, [*existing_arrays, *first, *second, *third, *_leaves(batch), *features],
         tower, tower_reads,
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def _blank_features(features: list[mx.array], frames: int) -> dict[str, Any]:
     """The blank features of `frames` frames, of a tower that made `features` of one frame."""
     if not features:
         return {}
-    blank = [mx.zeros((frames * len(each), each.shape[1]), each.dtype) for each in features]
+    blank = [mx.zeros((frames * len(feature), feature.shape[1]), feature.dtype) for feature in features]
     mx.eval(blank)
     return {"features": blank[0], "deep": blank[1:]}
 
@@ -272,9 +272,9 @@ def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
     return machine
 
 
-def simulate_forward(layout: ArrayLayout, given: Any, outputs: Sequence[mx.array]) -> Simulation:
-    """The simulated evaluation of `outputs`, which were not computed, of the tree of arrays `given`."""
-    held = [array for _, array in leaves(given) if isinstance(array, mx.array)]
+def simulate_forward(layout: ArrayLayout, inputs: Any, outputs: Sequence[mx.array]) -> Simulation:
+    """The simulated evaluation of `outputs`, which were not computed, of the tree of arrays `inputs`."""
+    held = [array for _, array in leaves(inputs) if isinstance(array, mx.array)]
     existing = _addresses(layout, held)
     nodes = read(layout, outputs, existing)
     machine = Simulation(layout, PACES[backend.device()])

@@ -17,35 +17,35 @@ View = Callable[[ArrayLayout, Node, Sequence[StoredArray]], "list[StoredArray] |
 
 
 def _view_of(
-    given: StoredArray, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]
+    source: StoredArray, node: Node, strides: tuple[int, ...], data_size: int, flags: tuple[bool, bool, bool]
 ) -> StoredArray:
-    return StoredArray(given.buffer, node.shape, strides, node.item_size, data_size, *flags)
+    return StoredArray(source.buffer, node.shape, strides, node.item_size, data_size, *flags)
 
 
-def _flags(given: StoredArray) -> tuple[bool, bool, bool]:
-    return given.contiguous, given.row, given.column
+def _flags(source: StoredArray) -> tuple[bool, bool, bool]:
+    return source.contiguous, source.row, source.column
 
 
-def _first_inputs(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _first_inputs(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """The outputs of Copy, StopGradient and Depends are the first inputs."""
     outputs = node.outputs()
     return [
         _view_of(one, output, one.strides, one.data_size, _flags(one))
-        for one, output in zip(given[: len(outputs)], outputs, strict=True)
+        for one, output in zip(inputs[: len(outputs)], outputs, strict=True)
     ]
 
 
-def _last_inputs(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _last_inputs(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """The outputs of CustomTransforms are the last inputs."""
     outputs = node.outputs()
     return [
         _view_of(one, output, one.strides, one.data_size, _flags(one))
-        for one, output in zip(given[-len(outputs) :], outputs, strict=True)
+        for one, output in zip(inputs[-len(outputs) :], outputs, strict=True)
     ]
 
 
-def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
+def _broadcast(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
     missing = len(node.shape) - len(one.shape)
     strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
     grows = node.size > one.size
@@ -53,21 +53,21 @@ def _broadcast(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) ->
     return [_view_of(one, node, (0,) * missing + strides, one.data_size, flags)]
 
 
-def _expand(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    strides = list(given[0].strides)
+def _expand(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    strides = list(inputs[0].strides)
     for axis in layout.vector(node.primitive):
         strides.insert(axis, 1)
-    return [_view_of(given[0], node, tuple(strides), given[0].data_size, _flags(given[0]))]
+    return [_view_of(inputs[0], node, tuple(strides), inputs[0].data_size, _flags(inputs[0]))]
 
 
-def _squeeze(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _squeeze(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     axes = set(layout.vector(node.primitive))
-    strides = tuple(step for axis, step in enumerate(given[0].strides) if axis not in axes)
-    return [_view_of(given[0], node, strides, given[0].data_size, _flags(given[0]))]
+    strides = tuple(step for axis, step in enumerate(inputs[0].strides) if axis not in axes)
+    return [_view_of(inputs[0], node, strides, inputs[0].data_size, _flags(inputs[0]))]
 
 
-def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
+def _transpose(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
     strides = tuple(one.strides[axis] for axis in layout.vector(node.primitive))
     flags = _flags(one)
     if one.contiguous and one.data_size == one.size:
@@ -76,8 +76,8 @@ def _transpose(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) ->
     return [_view_of(one, node, strides, one.data_size, flags)]
 
 
-def _slice(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
-    one = given[0]
+def _slice(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = inputs[0]
     if not node.size:
         return None
     # mlx/primitives.h: the members start, end and step are SmallVector<int, 10>, 72 bytes each.
@@ -88,9 +88,9 @@ def _slice(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> lis
     return [_view_of(one, node, strides, data_size, (spanned == data_size, row, column))]
 
 
-def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
-    one = given[0]
-    found = []
+def _split(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
+    pieces = []
     for output in node.outputs():
         data_size, row, column = contiguity(output.shape, one.strides)
         contiguous = one.contiguous
@@ -98,12 +98,12 @@ def _split(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> lis
             contiguous = True
         elif data_size != one.data_size:
             contiguous &= row or column
-        found.append(_view_of(one, output, one.strides, data_size, (contiguous, row, column)))
-    return found
+        pieces.append(_view_of(one, output, one.strides, data_size, (contiguous, row, column)))
+    return pieces
 
 
-def _reshape(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
-    one = given[0]
+def _reshape(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = inputs[0]
     strides = reshaped(one, node.shape)
     if strides is None:
         return None
@@ -113,8 +113,8 @@ def _reshape(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> l
     return [_view_of(one, node, strides, one.data_size, flags)]
 
 
-def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray] | None:
-    one = given[0]
+def _view(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = inputs[0]
     before, after = one.item_size, node.item_size
     if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
         return None
@@ -122,12 +122,12 @@ def _view(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list
     return [_view_of(one, node, strides, one.data_size * before // after, _flags(one))]
 
 
-def _as_strided(layout: ArrayLayout, node: Node, given: Sequence[StoredArray]) -> list[StoredArray]:
+def _as_strided(layout: ArrayLayout, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     strides = layout.small_vector(node.primitive, STATE + 72, "q")
     data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
     spanned, row, column = contiguity(node.shape, strides)
     contiguous = spanned == data_size and all(step >= 0 for step in strides)
-    return [_view_of(given[0], node, strides, data_size, (contiguous, row, column))]
+    return [_view_of(inputs[0], node, strides, data_size, (contiguous, row, column))]
 
 
 VIEWS: dict[str, View] = {

@@ -100,7 +100,7 @@ def _is_window(upstream: Function, ours: Function) -> str | None:
     """Compare the masks of both with the definition of a window."""
     at = mx.arange(6)
     with whole_rows():
-        actual = [function(*given) for function in (upstream, ours) for given in ((6,), (6, 0, 3))]
+        actual = [function(*arguments) for function in (upstream, ours) for arguments in ((6,), (6, 0, 3))]
     expected = [at[:, None] >= at, (at[:, None] >= at) & (at[:, None] < at + 3)]
     return describe_difference([mx.squeeze(m) for m in actual], 2 * expected, 1e-6, "a causal mask")
 

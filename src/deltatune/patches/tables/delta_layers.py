@@ -150,9 +150,11 @@ def _joined_weight(layer: Any) -> mx.array | None:
     """The weights of a layer's four projections as one, computed once in a trace; None where they are no plain ones."""
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     projections = [layer[name] for name in names if name in layer]
-    if len(projections) < len(names) or any(type(each) is not nn.Linear or "bias" in each for each in projections):
+    if len(projections) < len(names) or any(
+        type(projection) is not nn.Linear or "bias" in projection for projection in projections
+    ):
         return None
-    joined = mx.concatenate([each.weight for each in projections])
+    joined = mx.concatenate([projection.weight for projection in projections])
     mx.eval(joined)
     return joined
 

@@ -27,10 +27,10 @@ def _swiglu(upstream: Function) -> Function:
         if gate.ndim == 3 and decodes(gate.shape[1]):
             return upstream(gate, x)
 
-        def activated(*given: mx.array) -> list[mx.array]:
-            return [upstream(*given)]
+        def activated(*inputs: mx.array) -> list[mx.array]:
+            return [upstream(*inputs)]
 
-        return remembered(lambda *given: from_inputs(activated, *given), gate, x)[0]
+        return remembered(lambda *inputs: from_inputs(activated, *inputs), gate, x)[0]
 
     return swiglu
 
@@ -100,7 +100,7 @@ def _attention(upstream: Function) -> Function:
         keys = self.rope(self.k_norm(keys).swapaxes(1, 2))
         attention = upstream.__globals__["scaled_dot_product_attention"]
         output = attention(queries, keys, values.swapaxes(1, 2), cache=None, scale=self.scale, mask=mask)
-        return self.o_proj(remembered(lambda *given: from_inputs(_gated, *given), output, gate)[0])
+        return self.o_proj(remembered(lambda *inputs: from_inputs(_gated, *inputs), output, gate)[0])
 
     return __call__
 

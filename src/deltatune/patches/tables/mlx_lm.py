@@ -65,7 +65,7 @@ def attention_mask(upstream: Function) -> Function:
         if documents is None:
             return upstream(h, cache, window_size, return_array)
         # Models of mlx-vlm pass the caches of all layers.
-        if cache is not None and not (isinstance(cache, list) and all(each is None for each in cache)):
+        if cache is not None and not (isinstance(cache, list) and all(layer_cache is None for layer_cache in cache)):
             raise ValueError("create_attention_mask: packed documents are for training; pass no cache with segments.")
         if documents.shape[1] != h.shape[1]:
             raise ValueError(f"segments are for {documents.shape[1]} positions, and the model runs {h.shape[1]}.")

@@ -38,7 +38,7 @@ def _swiglu(upstream: Function) -> Function:
         if gate.ndim == 3 and decodes(gate.shape[1]):
             return upstream(gate, x)
         function = silu.swiglu if silu.serves(gate, x) else upstream
-        return remembered(lambda *given: [function(*given)], gate, x)[0]
+        return remembered(lambda *inputs: [function(*inputs)], gate, x)[0]
 
     return swiglu
 
@@ -95,7 +95,7 @@ def _attention(upstream: Function) -> Function:
             queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
         )
         times_gate = heads.times_gate if heads.serves_gate(output, gate) else lambda y, gate: y.swapaxes(1, 2) * gate
-        (gated,) = remembered(lambda *given: [times_gate(*given).flatten(2)], output, gate)
+        (gated,) = remembered(lambda *inputs: [times_gate(*inputs).flatten(2)], output, gate)
         return self.o_proj(gated)
 
     return __call__
