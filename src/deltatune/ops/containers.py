@@ -150,8 +150,8 @@ class ArgumentArrays:
         self._watch(collection, lambda: list(collection) if is_list else [*collection.keys(), *collection.values()])
         return collection
 
-    def _watch(self, given: Any, contents: Callable[[], list]) -> None:
-        self._unchangeable.append((type(given).__name__, contents, contents()))
+    def _watch(self, container: Any, contents: Callable[[], list]) -> None:
+        self._unchangeable.append((type(container).__name__, contents, contents()))
 
 
 @dataclass

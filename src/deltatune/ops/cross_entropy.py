@@ -300,8 +300,8 @@ _final.vjp(_refuse)
 
 def _depends(primals, cotangent):
     """Return the primals, a list of parameters and three arrays, as arrays that wait for the cotangent."""
-    parameters, *rest = primals
-    waiting = mx.depends([*parameters, *rest], [cotangent])
+    parameters, *others = primals
+    waiting = mx.depends([*parameters, *others], [cotangent])
     return waiting[: len(parameters)], *waiting[len(parameters) :]
 
 

@@ -21,23 +21,26 @@ def examination() -> Examination:
 
 def _kernels() -> Outcome:
     """The doctor's trials of both operators; a refused implementation is no failure, as training does not use it."""
-    found = [*examination().findings, *examination().attention_findings]
-    counts = {status: sum(each.status == status for each in found) for status in dict.fromkeys(f.status for f in found)}
-    wrong = [each.detail for each in found if each.wrong]
+    findings = [*examination().findings, *examination().attention_findings]
+    counts = {
+        status: sum(finding.status == status for finding in findings)
+        for status in dict.fromkeys(f.status for f in findings)
+    }
+    wrong = [finding.detail for finding in findings if finding.wrong]
     detail = ", ".join(f"{count} {status}" for status, count in counts.items())
     return Outcome(FAILED if wrong else PASSED, "; ".join([detail, *wrong]))
 
 
 def _fault(name: str) -> Outcome:
-    found: Fault = next(fault for fault in examination().faults if fault.name == name)
-    detail = found.detail if found.status == "not run" else f"{found.status}: {found.detail}"
-    return Outcome(_STATUSES[found.status], detail)
+    fault: Fault = next(fault for fault in examination().faults if fault.name == name)
+    detail = fault.detail if fault.status == "not run" else f"{fault.status}: {fault.detail}"
+    return Outcome(_STATUSES[fault.status], detail)
 
 
 def _patches() -> Outcome:
-    found = examination().patches
-    detail = f"{len(found.applied)} in force"
-    return Outcome(FAILED if found.left_alone else PASSED, "; ".join([detail, *found.left_alone]))
+    patches = examination().patches
+    detail = f"{len(patches.applied)} in force"
+    return Outcome(FAILED if patches.left_alone else PASSED, "; ".join([detail, *patches.left_alone]))
 
 
 def checks(quick: bool) -> Iterator[Check]:

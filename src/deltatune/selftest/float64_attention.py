@@ -31,8 +31,8 @@ def attention64(
     """
     q, k, v, dy = (np.asarray(x, np.float64) for x in (q, k, v, dy))
     batch, key_heads, keys, _ = k.shape
-    each = q.shape[1] // key_heads
-    wide_k, wide_v = (np.repeat(x, each, axis=1) for x in (k, v))
+    queries_a_key = q.shape[1] // key_heads
+    wide_k, wide_v = (np.repeat(x, queries_a_key, axis=1) for x in (k, v))
     scores = scale * (q @ wide_k.swapaxes(-1, -2))
     visible = np.broadcast_to(_visible(q.shape[2], keys, causal, segments, window), scores.shape)
     if mask is not None:
@@ -55,13 +55,13 @@ def attention64(
     dweights = dy @ wide_v.swapaxes(-1, -2)
     delta = (dy * y).sum(axis=-1, keepdims=True)
     dscores = weights * (dweights - delta)
-    found = {"y": y, "dq": scale * dscores @ wide_k}
-    of_heads = (batch, key_heads, each, keys, -1)
-    found["dk"] = (scale * dscores.swapaxes(-1, -2) @ q).reshape(of_heads).sum(axis=2)
-    found["dv"] = (weights.swapaxes(-1, -2) @ dy).reshape(of_heads).sum(axis=2)
+    results = {"y": y, "dq": scale * dscores @ wide_k}
+    of_heads = (batch, key_heads, queries_a_key, keys, -1)
+    results["dk"] = (scale * dscores.swapaxes(-1, -2) @ q).reshape(of_heads).sum(axis=2)
+    results["dv"] = (weights.swapaxes(-1, -2) @ dy).reshape(of_heads).sum(axis=2)
     if sinks is not None:
-        found["dsinks"] = -(of_sink * delta).sum(axis=(0, 2, 3))
-    return found
+        results["dsinks"] = -(of_sink * delta).sum(axis=(0, 2, 3))
+    return results
 
 
 def _visible(queries: int, keys: int, causal: bool, segments: np.ndarray | None, window: int | None) -> np.ndarray:

@@ -50,7 +50,7 @@ class SelftestRecord:
             "device": backend.device(),
             "driver": verdicts.machine()["driver"],
             "memory_bytes": limit.bytes,
-            "load_average": [round(each, 2) for each in os.getloadavg()],
+            "load_average": [round(load, 2) for load in os.getloadavg()],
             "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
             "checks": [],
         }
@@ -93,8 +93,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def hardware_line(content: dict[str, Any]) -> str:
@@ -121,13 +121,13 @@ def hardware_line(content: dict[str, Any]) -> str:
 
 def _longest(times: list[dict[str, Any]]) -> tuple[str, str, str]:
     """Name, times and peaks of the longest size, preferring sizes at which several implementations were measured."""
-    measured = [each for each in times if each["milliseconds"] is not None]
-    lengths = {each["size"]: each["tokens"] for each in measured}
-    counted = [(sum(each["size"] == size for each in measured) > 1, lengths[size], size) for size in lengths]
+    measured = [timing for timing in times if timing["milliseconds"] is not None]
+    lengths = {timing["size"]: timing["tokens"] for timing in measured}
+    counted = [(sum(timing["size"] == size for timing in measured) > 1, lengths[size], size) for size in lengths]
     if not counted:
         return "", "", ""
     size = max(counted)[2]
-    here = {each["implementation"]: each for each in measured if each["size"] == size}
+    here = {timing["implementation"]: timing for timing in measured if timing["size"] == size}
     order = [name for name in (OURS, LOOP, NATIVE) if name in here]
     spent = ", ".join(f"{name} {here[name]['milliseconds']:,.1f}" for name in order)
     return size, spent, ", ".join(f"{name} {here[name]['peak_bytes'] / 1e6:,.0f} MB" for name in order)

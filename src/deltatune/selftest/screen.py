@@ -54,19 +54,19 @@ class SelftestScreen:
         for column in ("size", "implementation", "ms a call", "peak MB"):
             right = column in ("ms a call", "peak MB")
             table.add_column(column, justify="right" if right else "left", no_wrap=column == "size")
-        for size, group in groupby(sorted(timings, key=lambda each: each.tokens), key=lambda each: each.size):
-            for each in group:
-                figures: tuple[str | Text, str] = (Text(each.skipped or "", style="dim"), "")
-                if each.milliseconds is not None and each.peak_bytes is not None:
-                    figures = f"{each.milliseconds:,.1f}", f"{each.peak_bytes / 1e6:,.0f}"
-                table.add_row(size, each.implementation, *figures)
+        for size, group in groupby(sorted(timings, key=lambda timing: timing.tokens), key=lambda timing: timing.size):
+            for timing in group:
+                figures: tuple[str | Text, str] = (Text(timing.skipped or "", style="dim"), "")
+                if timing.milliseconds is not None and timing.peak_bytes is not None:
+                    figures = f"{timing.milliseconds:,.1f}", f"{timing.peak_bytes / 1e6:,.0f}"
+                table.add_row(size, timing.implementation, *figures)
         self.console.print(table)
 
     def end(self, record: SelftestRecord) -> None:
         """Print what a GPU's implementations take, the verdict, the path of the file, and docs/hardware.md's row."""
-        for each in record.content["doctor"]["times"]:
-            ms = ", ".join(f"{name} {ms:.1f} ms" for name, ms in each["milliseconds"].items())
-            self.console.print(Text(f"{each['calls']}: {ms}", style="dim"))
+        for times in record.content["doctor"]["times"]:
+            ms = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times["milliseconds"].items())
+            self.console.print(Text(f"{times['calls']}: {ms}", style="dim"))
         passed, failed, skipped = (record.count(status) for status in (PASSED, FAILED, NOT_RUN))
         style = "green" if record.passed else "red"
         words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."

@@ -76,11 +76,11 @@ def _losses(folder: Path) -> list[float]:
     return [record["train_loss"] for record in records if "train_loss" in record]
 
 
-def _compare(found: tuple[list[float], _Weights], expected: tuple[list[float], _Weights], start: _Weights) -> Outcome:
+def _compare(here: tuple[list[float], _Weights], expected: tuple[list[float], _Weights], start: _Weights) -> Outcome:
     """Compare the losses and the weights of two training runs that began with the weights `start`."""
-    loss = float(np.max(np.abs(np.subtract(found[0], expected[0]))))
+    loss = float(np.max(np.abs(np.subtract(here[0], expected[0]))))
     change = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
-    found_change = np.concatenate([(found[1][name] - start[name]).ravel() for name in start])
+    found_change = np.concatenate([(here[1][name] - start[name]).ravel() for name in start])
     return compared_with_bounds(
         {"loss": loss, "weights": relative_norm(found_change, change)},
         {"loss": _LOSS, "weights": _CHANGE},
@@ -113,11 +113,11 @@ def _recurrence_on_cpu() -> Iterator[None]:
 def full_fine_tuning() -> Outcome:
     """Compare full fine-tuning on this device with the same run on the CPU by the recurrence."""
     with tempfile.TemporaryDirectory() as folder:
-        found = _trained(Path(folder) / "here", fine_tune_type="full")
+        here = _trained(Path(folder) / "here", fine_tune_type="full")
         with _recurrence_on_cpu():
             start = _start(fine_tune_type="full")
             expected = _trained(Path(folder) / "there", fine_tune_type="full")
-    return _compare(found, expected, start)
+    return _compare(here, expected, start)
 
 
 def stopped_and_resumed(from_scratch: bool) -> Outcome:
@@ -162,8 +162,8 @@ def two_ranks() -> Outcome:
         if done.returncode:
             return Outcome(FAILED, f"mlx.launch ended with {done.returncode}: {done.stderr.strip()[-400:]}")
         weights: Any = mx.load(str(folder / "two" / "adapters.safetensors"))
-        found = _losses(folder / "two"), {key: as_float64(weights[key]) for key in expected[1]}
-    return _compare(found, expected, _start())
+        here = _losses(folder / "two"), {key: as_float64(weights[key]) for key in expected[1]}
+    return _compare(here, expected, _start())
 
 
 def _launcher() -> str | None:

@@ -247,7 +247,7 @@ class Iterations:
             due.append(config.steps_per_eval)
         if self._samples.prompts:
             due.append(config.steps_per_sample or config.steps_per_eval)
-        return all(at % each for each in due)
+        return all(at % interval for interval in due)
 
     def _save(self, finished: bool = False) -> None:
         self._on_every_rank(lambda: self._saving.save(finished))
@@ -273,8 +273,8 @@ class Iterations:
         if worth_saving:
             self._saving.save_last_update()
         if damage is not None:
-            kept = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
-            raise UserError(f"iteration {at}: {what}: {damage}{kept}")
+            saved = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            raise UserError(f"iteration {at}: {what}: {damage}{saved}")
         cause = nonfinite.cause(self._model, self._loss, batches, self._watched, self._passes)
-        kept = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
-        raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", kept)
+        saved = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
+        raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", saved)

@@ -82,8 +82,8 @@ class Run:
         if self.world.size > 1:
             # Another machine's decomposition of the same weight may differ in its last bits.
             main = self.world.main
-            own = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
-            pissa.start_at(self.model, self.world.sum_tree(own))
+            starts = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
+            pissa.start_at(self.model, self.world.sum_tree(starts))
         return lines
 
     def training_order(self) -> BatchOrder | StreamOrder:

@@ -121,9 +121,9 @@ def counted_positions(weights: np.ndarray) -> np.ndarray | None:
 
 def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, ...]:
     """Compute `loss` on a batch; return the sum of losses, the sum of weights, and a preference loss's figures."""
-    inputs, targets, weights, packed, *rest = batch
+    inputs, targets, weights, packed, *more = batch
     with segments(packed):
-        return loss(inputs, targets, weights, *(each for each in rest if each is not None))
+        return loss(inputs, targets, weights, *(array for array in more if array is not None))
 
 
 def mean_loss_and_gradients(

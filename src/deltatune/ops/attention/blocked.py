@@ -297,9 +297,9 @@ def _parts(
     batch, heads = k.shape[:2]
     rows = [x.reshape(batch, heads, -1, *x.shape[2:]) for x in queries]
     sinks = sinks.reshape(heads, -1)
-    rest = list(extra)
-    segments = rest.pop(0)[:, None, None] if options.segmented else None
-    mask = rest.pop(0) if options.masked else None
+    arrays = list(extra)
+    segments = arrays.pop(0)[:, None, None] if options.segmented else None
+    mask = arrays.pop(0) if options.masked else None
     if mask is not None:
         shape = (heads, -1) if mask.shape[1] > 1 else (1, 1)
         mask = mask.reshape(mask.shape[0], *shape, *mask.shape[2:])

@@ -38,7 +38,7 @@ def queries(
     """Return dq, as fused.queries writes it; `read` are dy, the sums and delta."""
 
     def launch(part: Operands, rows: slice) -> list[mx.array]:
-        dy, sums, delta = (each[:, :, rows] for each in read)
+        dy, sums, delta = (array[:, :, rows] for array in read)
         return execute(fused.queries(options, part, dy, sums, delta, machine))
 
     return _by_rows(options, x, _QUERIES, launch)
@@ -56,14 +56,16 @@ def keys(
         # Queries before the first key of the part do not see it; those after the part see its keys.
         unseen = max(0, first - ahead) if options.causal else 0
         since = first if options.causal else 0
-        k, v = (each[:, :, since:] if options.causal else each[:, :, first:last] for each in (x.k, x.v))
-        starts, ends = (None if each is None else mx.maximum(each[:, since:] - since, 0) for each in (x.starts, x.ends))
+        k, v = (array[:, :, since:] if options.causal else array[:, :, first:last] for array in (x.k, x.v))
+        starts, ends = (
+            None if bounds is None else mx.maximum(bounds[:, since:] - since, 0) for bounds in (x.starts, x.ends)
+        )
         part = Operands(x.q[:, :, unseen:], k, v, None, starts, ends)
-        dy, sums, delta = (each[:, :, unseen:] for each in read)
+        dy, sums, delta = (array[:, :, unseen:] for array in read)
         launch = fused.keys(options, part, dy, sums, delta, machine)
         tiles = -(-(last - first) // TILE)
-        of_parts.append([each[:, :, : last - first] for each in execute(_with_tiles(launch, tiles))])
-    return [mx.concatenate(list(each), axis=2) for each in zip(*of_parts, strict=True)]
+        of_parts.append([output[:, :, : last - first] for output in execute(_with_tiles(launch, tiles))])
+    return [mx.concatenate(list(parts), axis=2) for parts in zip(*of_parts, strict=True)]
 
 
 def _with_tiles(launch: Launch, tiles: int) -> Launch:
@@ -89,7 +91,7 @@ def _by_rows(
         ends = None if x.ends is None else mx.minimum(x.ends[:, :seen], seen)
         rows = slice(first, last)
         of_parts.append(launch(Operands(x.q[:, :, rows], k, v, x.sinks, starts, ends), rows))
-    return [mx.concatenate(list(each), axis=2) for each in zip(*of_parts, strict=True)]
+    return [mx.concatenate(list(parts), axis=2) for parts in zip(*of_parts, strict=True)]
 
 
 def _parts(options: FusedOptions, x: Operands, products: tuple[int, int], of_keys: bool = False) -> list[Part]:

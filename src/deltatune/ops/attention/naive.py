@@ -63,6 +63,6 @@ def visible_keys(queries: int, keys: int, causal: bool, segments: mx.array | Non
         visible = visible & (other > position - window)
     visible = visible[None, None, None]
     if segments is not None:
-        own = segments[:, keys - queries :]
-        visible = visible & (own[:, None, None, :, None] == segments[:, None, None, None, :])
+        of_queries = segments[:, keys - queries :]
+        visible = visible & (of_queries[:, None, None, :, None] == segments[:, None, None, None, :])
     return visible

@@ -56,8 +56,8 @@ def is_linear(
     q, k, v = (mx.zeros(shape, dtype) for shape in (queries, keys, values))
     dy = mx.zeros((*queries[:3], values[3]), dtype)
 
-    def call(*given: mx.array) -> list[mx.array]:
-        return [attention_native(*given, scale=1.0, causal=causal)]
+    def call(*inputs: mx.array) -> list[mx.array]:
+        return [attention_native(*inputs, scale=1.0, causal=causal)]
 
     with trace.having(attending=True):
         outputs, gradients = mx.vjp(call, [q, k, v], [dy])

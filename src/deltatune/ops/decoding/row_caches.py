@@ -21,8 +21,8 @@ class _RowLengths(NamedTuple):
 
 def lengths_of(mask: object) -> mx.array | None:
     """Return how many keys each row sees, [B] int32, where AttentionRows made this very mask; else None."""
-    found = trace.current().known.of(mask, _RowLengths) if isinstance(mask, mx.array) else None
-    return found and found.lengths
+    row_lengths = trace.current().known.of(mask, _RowLengths) if isinstance(mask, mx.array) else None
+    return row_lengths and row_lengths.lengths
 
 
 class RecurrentRows(States):
@@ -48,8 +48,8 @@ class AttentionRows:
         """Take the key and value of one more token of each row; return those that there is room for."""
         place = mx.minimum(self.offset, self.handed[0].shape[2] - 1)[:, None, None, None]
         self.handed = [
-            mx.put_along_axis(kept, mx.broadcast_to(place, new.shape), new.astype(kept.dtype), axis=2)
-            for kept, new in zip(self.handed, (keys, values), strict=True)
+            mx.put_along_axis(old, mx.broadcast_to(place, new.shape), new.astype(old.dtype), axis=2)
+            for old, new in zip(self.handed, (keys, values), strict=True)
         ]
         return self.handed[0], self.handed[1]
 

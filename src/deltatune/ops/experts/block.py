@@ -120,17 +120,17 @@ class _Block:
         self.keeps = backend.device() == "cuda" and not trace.current().recomputed
 
     def function(self, num_routing: int) -> Callable[..., list[mx.array]]:
-        """Return f(x, scores, *routing, *arguments) -> [y, *kept]: the layout's arrays, then those of projections."""
+        """Return f(x, scores, *routing, *arguments) -> [y, *saved]: the layout's arrays, then those of projections."""
         forward: Any = mx.custom_function(
             lambda x, scores, *more: self.forward(x, scores, more[:num_routing], more[num_routing:])
         )
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-            num_kept = len(outputs) - 1
+            num_saved = len(outputs) - 1
 
             def backward(dy: mx.array, *arrays: mx.array) -> list[mx.array]:
-                kept, (x, scores, *more) = arrays[:num_kept], arrays[num_kept:]
-                return self.backward(dy, x, scores, more[:num_routing], more[num_routing:], kept)
+                saved, (x, scores, *more) = arrays[:num_saved], arrays[num_saved:]
+                return self.backward(dy, x, scores, more[:num_routing], more[num_routing:], saved)
 
             gradients = not_differentiated_again(backward, refuse_second_derivative(_NO_SECOND_DERIVATIVE))
             dx, dscores, *d_arguments = gradients(cotangents[0], *outputs[1:], *primals)
@@ -163,7 +163,7 @@ class _Block:
         return [total.astype(result_dtype), *for_backward]
 
     def backward(
-        self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays, kept: _Arrays
+        self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays, saved: _Arrays
     ) -> list[mx.array]:
         """Return the gradients of x, of the scores, and of each of the arguments."""
         readers, down = self._with_arguments(arguments, x.dtype)
@@ -171,11 +171,11 @@ class _Block:
         dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
         dscores = mx.zeros(scores.size)
         sums = GradientSums(readers, down, layout)
-        remaining = iter(kept)
+        remaining = iter(saved)
         for number in range(layout.chunks):
             previous = [dx, dscores, *sums.arrays()] if number else []
             inner = None
-            if kept and isinstance(layout, Sorted):
+            if saved and isinstance(layout, Sorted):
                 chunk = layout.again(number, list(islice(remaining, Sorted.num_arrays)), previous)
                 inner = InnerRows.again(readers, down, remaining)
             else:
@@ -185,7 +185,7 @@ class _Block:
             dscores = layout.add_to_pairs(dscores, dscore, chunk)
         names = [p.argument_names for p in self.projections]
         d_arguments = [
-            by_name.get(name) for by_name, own in zip(sums.by_projection(), names, strict=True) for name in own
+            by_name.get(name) for by_name, named in zip(sums.by_projection(), names, strict=True) for name in named
         ]
         return [
             mx.zeros_like(array) if gradient is None else gradient.astype(array.dtype)

@@ -257,8 +257,8 @@ def product(
         tile = trial_case.product_tile(rows, weight, transpose, onto is not None, adapter)
         if tile is not None:
             onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
-            own = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
-            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile, own)
+            factors = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
+            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile, factors)
             return y.reshape(-1, 1, y.shape[-1])
     if adapter is not None:
         return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))

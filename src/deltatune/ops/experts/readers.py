@@ -58,7 +58,7 @@ class Readers:
         self, d: Sequence[mx.array], chunk: Chunk, matrices: Sequence[mx.array | None]
     ) -> tuple[mx.array, list[mx.array | None]]:
         """Return the gradient of the rows [t, m, in], and that of each A dropout(x), or of all together if joined."""
-        d_low_ranks = [p.d_low_rank(each, chunk) for p, each in zip(self.projections, d, strict=True)]
+        d_low_ranks = [p.d_low_rank(d_output, chunk) for p, d_output in zip(self.projections, d, strict=True)]
         factors: list[mx.array | None] = [p.lora_a for p in self.projections]
         if self.joined is not None:
             # The last projection's product adds the adapters of all.
@@ -68,8 +68,8 @@ class Readers:
         else:
             joined, parts = None, d_low_ranks
         total: mx.array | None = None
-        for p, each, unpacked, part, factor in zip(self.projections, d, matrices, parts, factors, strict=True):
-            total = p.backward(each, part, chunk, unpacked, total, factor)
+        for p, d_output, unpacked, part, factor in zip(self.projections, d, matrices, parts, factors, strict=True):
+            total = p.backward(d_output, part, chunk, unpacked, total, factor)
         assert total is not None
         return total, d_low_ranks if joined is None else [joined]
 

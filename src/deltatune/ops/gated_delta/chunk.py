@@ -64,15 +64,15 @@ def _keeping(chunking: Chunking) -> _Function:
     return _differentiable(chunking, Input(None))
 
 
-def _differentiable(chunking: Chunking, given: Input) -> _Function:
-    """Return the same function, whose backward pass gets q, k and v from `given`."""
+def _differentiable(chunking: Chunking, source: Input) -> _Function:
+    """Return the same function, whose backward pass gets q, k and v from `source`."""
     forward = mx.custom_function(lambda *arrays: _forward(chunking, *arrays))
     backward = mx.custom_function(lambda *arrays: _backward(chunking, *arrays))
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
     batch_of_states = [1] * len(chunking.groups())
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        inputs = given.again(primals[:3], cotangents[:2])
+        inputs = source.again(primals[:3], cotangents[:2])
         return call_backward(*inputs, *primals[3:5], *cotangents[:2], *outputs[2:])
 
     forward.vjp(vjp)

@@ -56,8 +56,8 @@ def group_of(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
     missing = count * size - (stop - start)
     if missing:
         part = mx.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
-    batch, _, heads, *rest = part.shape
-    part = part.reshape(batch, count, size, key_heads, heads // key_heads, *rest)
+    batch, _, heads, *sizes = part.shape
+    part = part.reshape(batch, count, size, key_heads, heads // key_heads, *sizes)
     return part.transpose(1, 0, 3, 4, 2, *range(5, part.ndim))
 
 
@@ -67,9 +67,9 @@ def empty_chunks(like: mx.array, chunking: Chunking, key_heads: int) -> mx.array
     MLX writes into an array without a copy as long as nothing else reads it, so this takes half the peak memory of
     collecting the groups and concatenating them.
     """
-    batch, length, heads, *rest = like.shape
+    batch, length, heads, *sizes = like.shape
     chunks = -(-length // chunking.size)
-    return mx.zeros((batch, chunks, chunking.size, key_heads, heads // key_heads, *rest), dtype=like.dtype)
+    return mx.zeros((batch, chunks, chunking.size, key_heads, heads // key_heads, *sizes), dtype=like.dtype)
 
 
 def write_group(chunks: mx.array, group: mx.array, span: Span, chunking: Chunking) -> None:
@@ -81,5 +81,5 @@ def write_group(chunks: mx.array, group: mx.array, span: Span, chunking: Chunkin
 
 def sequence_of(chunks: mx.array, chunking: Chunking) -> mx.array:
     """Return an array made by `empty_chunks` as a sequence [B, T, H, ...]."""
-    batch, count, size, key_heads, repeats, *rest = chunks.shape
-    return chunks.reshape(batch, count * size, key_heads * repeats, *rest)[:, : chunking.length]
+    batch, count, size, key_heads, repeats, *sizes = chunks.shape
+    return chunks.reshape(batch, count * size, key_heads * repeats, *sizes)[:, : chunking.length]

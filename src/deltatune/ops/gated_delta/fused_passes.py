@@ -128,12 +128,12 @@ def keeping(passes: FusedPasses) -> Function:
     return _differentiable(passes, None)
 
 
-def recomputing(passes: FusedPasses, given: Input) -> Function:
+def recomputing(passes: FusedPasses, source: Input) -> Function:
     """Return the same function without what the backward pass reads, which that pass computes again.
 
-    `given` is how it gets q, k and v.
+    `source` is how it gets q, k and v.
     """
-    return _differentiable(passes, given)
+    return _differentiable(passes, source)
 
 
 def _differentiable(passes: FusedPasses, again: Input | None) -> Function:

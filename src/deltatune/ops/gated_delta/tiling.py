@@ -161,13 +161,13 @@ class Tiling(Sizes, Division):
     @property
     def strip_bytes(self) -> int:
         """Bytes of a strip's tiles on their way out of a scan, and between the groups that share the strip."""
-        saved, square, kept = self.saved_dtype.size, 16 * (self.chunk + 8), 16 * self.saved_stride
+        saved, square, handed = self.saved_dtype.size, 16 * (self.chunk + 8), 16 * self.saved_stride
         if self.split > 1:
             state = 16 * self.key_stride
-            return max(saved * state + 12 * square + 4 * kept, 4 * state + 8 * square + 4 * kept)
+            return max(saved * state + 12 * square + 4 * handed, 4 * state + 8 * square + 4 * handed)
         if self.machine == "metal" or self.dtype == mx.float32:
             return 0
-        return max(16 * saved * self.key_stride, 4 * kept)
+        return max(16 * saved * self.key_stride, 4 * handed)
 
     @cached_property
     def scan_bytes(self) -> int:

@@ -85,8 +85,8 @@ class CubinKernel:
     threads: int = 0
     resident: int = 1
 
-    def __call__(self, *, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
-        return self.call_of(inputs, **given)(inputs=inputs)
+    def __call__(self, *, inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
+        return self.call_of(inputs, **launch)(inputs=inputs)
 
     def call_of(
         self,

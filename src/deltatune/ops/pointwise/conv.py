@@ -299,9 +299,9 @@ def _name(form: _Form) -> str:
     return f"conv, silu and norms{documents} ({sizes}, {heads.count} heads of {heads.size}, {numbers})"
 
 
-def _with_mlx(form: _Form, given: dict[str, mx.array]) -> Arrays:
-    x, weight, segments = given["x"], given["weight"], given.get("segments")
-    state = x[:, : form.before] if form.joined else given.get("state")
+def _with_mlx(form: _Form, inputs: dict[str, mx.array]) -> Arrays:
+    x, weight, segments = inputs["x"], inputs["weight"], inputs.get("segments")
+    state = x[:, : form.before] if form.joined else inputs.get("state")
     y, _ = causal_conv(x[:, form.before :], weight, initial_state=state, segments=segments)
     y = y * mx.sigmoid(y)
     if form.heads is None:

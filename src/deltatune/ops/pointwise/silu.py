@@ -25,8 +25,8 @@ def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.ar
         ValueError: `covers` refuses the arrays.
     """
     if not covers(gate, x):
-        given = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
-        raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {given}.")
+        got = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
+        raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {got}.")
     return _PASSES(gate, x, execute=execute)[0]
 
 

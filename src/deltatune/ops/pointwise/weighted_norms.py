@@ -106,11 +106,11 @@ def _fits(width: int) -> bool:
 _NO_SECOND_DERIVATIVE = "An RMS norm has no second derivative: its backward pass is written by hand."
 
 
-def _called(kind: str, eps: float, execute: Execute, x: mx.array, *rest: mx.array) -> list[mx.array]:
+def _called(kind: str, eps: float, execute: Execute, x: mx.array, *more: mx.array) -> list[mx.array]:
     if not is_small_case():
-        return list(_function(kind, float(eps), execute)(x, *rest))
+        return list(_function(kind, float(eps), execute)(x, *more))
     note("weighted norm")
-    *others, weight = rest
+    *others, weight = more
     total = sum(others, start=x)
     y = mx.fast.rms_norm(total, weight, eps)
     return [y] if kind == "alone" else [total, y]
@@ -120,8 +120,8 @@ def _called(kind: str, eps: float, execute: Execute, x: mx.array, *rest: mx.arra
 def _function(kind: str, eps: float, execute: Execute) -> Any:
     """Return the function of `x` (alone, branch) or `x, other` (sum) and `weight`, with its gradient."""
 
-    def forward(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        *others, weight = rest
+    def forward(x: mx.array, *more: mx.array) -> list[mx.array]:
+        *others, weight = more
         _check(x, weight, *others)
         results = execute(_forward(x, weight, others, eps))
         return [x, *results] if kind == "branch" else results
@@ -144,9 +144,9 @@ def _function(kind: str, eps: float, execute: Execute) -> Any:
 
 def _check(x: mx.array, weight: mx.array, *others: mx.array) -> None:
     if not covers(x, weight, *others):
-        given = " and ".join(f"{list(array.shape)} {array.dtype}" for array in (x, *others))
+        got = " and ".join(f"{list(array.shape)} {array.dtype}" for array in (x, *others))
         raise ValueError(
-            f"weighted norms: {given} with a weight {list(weight.shape)} {weight.dtype} do not fit; expected floats of "
+            f"weighted norms: {got} with a weight {list(weight.shape)} {weight.dtype} do not fit; expected floats of "
             f"one shape and dtype, a width that is a multiple of 8 and at most {WIDEST}, and a weight of that width."
         )
 

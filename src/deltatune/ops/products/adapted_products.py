@@ -53,7 +53,7 @@ def adapted_products(
         [..., out] for each matrix.
     """
     count, packings = len(matrices), [matrix.quantization for matrix in matrices]
-    given = input_of(x)
+    source = input_of(x)
 
     def forward(x: mx.array, weights: Weights, downs: list[mx.array], ups: list[mx.array]) -> list[mx.array]:
         rows = as_matrix(x)
@@ -77,11 +77,11 @@ def adapted_products(
         for base in bases[1:]:
             dx = _gradient_of_rows(*base, dx)
         dx = add_products(dx, d_low_rank, downs, execute=execute).reshape(x.shape)
-        (x,) = given.again([x], d_low_rank)
+        (x,) = source.again([x], d_low_rank)
         rows = as_matrix(x)
         d_weights = [_gradient_of_weight(rows, *base) for base in bases]
         d_downs = columns_products(rows, d_low_rank, execute=execute)
-        return given.before(dx, d_downs), d_weights, d_downs, list(d_ups)
+        return source.before(dx, d_downs), d_weights, d_downs, list(d_ups)
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)

@@ -55,8 +55,8 @@ def rows_product(
     if execute or covered(rank, x, weight):
         rows = as_matrix(x)
         kernel = RowsKernel(x.dtype, rank, rows_lines(rows.shape[0], rank), transpose)
-        if found := _by_kernel(kernel, [rows, weight], scale, execute):
-            return found[0].reshape(*x.shape[:-1], rank)
+        if outputs := _by_kernel(kernel, [rows, weight], scale, execute):
+            return outputs[0].reshape(*x.shape[:-1], rank)
     return scaled_product(scale, x, weight.T if transpose else weight)
 
 
@@ -71,8 +71,8 @@ def rows_products(x: mx.array, weights: Sequence[mx.array], *, execute: Execute 
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, x, *weights)):
         kernel = RowsKernel(x.dtype, rank, rows_lines(x.shape[0], rank), False, len(weights))
-        if found := _by_kernel(kernel, [x, *weights], 1.0, execute):
-            return found
+        if outputs := _by_kernel(kernel, [x, *weights], 1.0, execute):
+            return outputs
     return [rows_product(x, weight, execute=execute) for weight in weights]
 
 
@@ -102,8 +102,8 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
     rank = narrow.shape[-1]
     if execute or covered(rank, wide, narrow):
         kernel = ColumnsKernel(wide.dtype, rank, *division(*wide.shape, rank, False), across)
-        if found := _by_kernel(kernel, [narrow, wide], scale, execute):
-            return found[0]
+        if outputs := _by_kernel(kernel, [narrow, wide], scale, execute):
+            return outputs[0]
     return scaled_product(scale, left.T, right)
 
 
@@ -118,8 +118,8 @@ def columns_products(x: mx.array, narrow: Sequence[mx.array], *, execute: Execut
     rank = _rank_together(narrow)
     if rank and (execute or covered(rank, x, *narrow)):
         kernel = ColumnsKernel(x.dtype, rank, *division(*x.shape, rank, False), False, len(narrow))
-        if found := _by_kernel(kernel, [*narrow, x], 1.0, execute):
-            return found
+        if outputs := _by_kernel(kernel, [*narrow, x], 1.0, execute):
+            return outputs
     return [columns_product(x, one, execute=execute) for one in narrow]
 
 
@@ -142,8 +142,8 @@ def both_products(
     if execute or covered(rank, d, low_rank, b):
         wide = as_matrix(d)
         kernel = BothKernel(d.dtype, rank, *division(*wide.shape, rank, True), True)
-        if found := _by_kernel(kernel, [as_matrix(low_rank), wide, b], scale, execute):
-            over, along = found
+        if outputs := _by_kernel(kernel, [as_matrix(low_rank), wide, b], scale, execute):
+            over, along = outputs
             return along.reshape(low_rank.shape), over
     return rows_product(d, b, scale, transpose=True), columns_product(low_rank, d, scale)
 
@@ -173,8 +173,8 @@ def add_product(
     rank = low_rank.shape[-1]
     if execute or covered(rank, y, low_rank, weight):
         kernel = WideKernel(y.dtype, rank, transpose)
-        if found := _by_kernel(kernel, [as_matrix(y), as_matrix(low_rank), weight], scale, execute):
-            return found[0].reshape(y.shape)
+        if outputs := _by_kernel(kernel, [as_matrix(y), as_matrix(low_rank), weight], scale, execute):
+            return outputs[0].reshape(y.shape)
     return mx.addmm(y, low_rank, weight.T if transpose else weight, alpha=scale)
 
 
@@ -192,8 +192,8 @@ def add_products(
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, y, *narrow, *weights)):
         kernel = WideKernel(y.dtype, rank, True, len(weights))
-        if found := _by_kernel(kernel, [y, *narrow, *weights], 1.0, execute):
-            return found[0]
+        if outputs := _by_kernel(kernel, [y, *narrow, *weights], 1.0, execute):
+            return outputs[0]
     for one, weight in zip(narrow, weights, strict=True):
         y = add_product(y, one, weight, transpose=True, execute=execute)
     return y
@@ -236,18 +236,18 @@ def trial_case(kernel: LowRankKernel) -> Case[Execute]:
 
 def _trial_shapes(kernel: LowRankKernel) -> list[tuple[int, int]]:
     rank, count = kernel.rank, kernel.count
-    each = rank // count
+    rank_of_one = rank // count
     if isinstance(kernel, RowsKernel):
         rows, width = 37 + kernel.lines, 64 * kernel.groups + 72
-        return [(rows, width), *[(rank, width) if kernel.transpose else (width, each)] * count]
+        return [(rows, width), *[(rank, width) if kernel.transpose else (width, rank_of_one)] * count]
     if isinstance(kernel, WideKernel):
         rows, width = 293, 136
-        weights = [(width, each) if kernel.transpose else (rank, width)] * count
-        return [(rows, width), *[(rows, each)] * count, *weights]
+        weights = [(width, rank_of_one) if kernel.transpose else (rank, width)] * count
+        return [(rows, width), *[(rows, rank_of_one)] * count, *weights]
     assert isinstance(kernel, ColumnsKernel)
-    rows, width = 2 * kernel.each + 37, kernel.side * STRIPE + 72
+    rows, width = 2 * kernel.block_rows + 37, kernel.side * STRIPE + 72
     further = [(rank, width)] if isinstance(kernel, BothKernel) else []
-    return [*[(rows, each)] * count, (rows, width), *further]
+    return [*[(rows, rank_of_one)] * count, (rows, width), *further]
 
 
 def _in_float64(kernel: LowRankKernel, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -255,8 +255,8 @@ def _in_float64(kernel: LowRankKernel, *arrays: np.ndarray) -> list[np.ndarray]:
         x, *weights = arrays
         return [_SCALE * x @ (weight.T if kernel.transpose else weight) for weight in weights]
     if isinstance(kernel, WideKernel):
-        y, *rest = arrays
-        pairs = zip(rest[: kernel.count], rest[kernel.count :], strict=True)
+        y, *more = arrays
+        pairs = zip(more[: kernel.count], more[kernel.count :], strict=True)
         return [y + sum(_SCALE * narrow @ (w.T if kernel.transpose else w) for narrow, w in pairs)]
     if isinstance(kernel, BothKernel):
         narrow, wide, weight = arrays

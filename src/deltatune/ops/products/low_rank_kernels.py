@@ -134,11 +134,11 @@ class RowsKernel(LowRankKernel):
     def launch(self, arrays: Arrays, scale: float) -> Launch:
         x, *weights = arrays
         groups = self.groups
-        given, outputs = _numbered("weight", weights), _numbered("out", [None] * self.count)
+        of_weights, outputs = _numbered("weight", weights), _numbered("out", [None] * self.count)
         shape = (x.shape[0], self.rank // self.count)
         return Launch(
             kernel=ROWS,
-            inputs={"x": x, **given, "numbers": numbers(float(scale))},
+            inputs={"x": x, **of_weights, "numbers": numbers(float(scale))},
             outputs=dict.fromkeys(outputs, (shape, self.dtype)),
             values={
                 "In": self.dtype,
@@ -150,7 +150,7 @@ class RowsKernel(LowRankKernel):
             blocks=(-(-x.shape[0] // self.lines), 1, 1),
             bytes=groups * self.lines * (padded(self.rank) + 1) * 4,
             groups=groups,
-            written={"weight": _together(tuple(given), shape[1]), "out": _together(tuple(outputs), shape[1])},
+            written={"weight": _together(tuple(of_weights), shape[1]), "out": _together(tuple(outputs), shape[1])},
         )
 
     @property
@@ -167,7 +167,7 @@ class ColumnsKernel(LowRankKernel):
         dtype: that of all operands and results.
         rank: the width of all narrow matrices together.
         side: how many stripes of columns a block takes.
-        each: how many rows a block may take; the kernel's text does not depend on it.
+        block_rows: how many rows a block may take; the kernel's text does not depend on it.
         across: whether the result is [rank, columns] and not [columns, rank]; then there is one narrow matrix.
         count: the number of narrow matrices and of results, as in RowsKernel.
     """
@@ -175,7 +175,7 @@ class ColumnsKernel(LowRankKernel):
     dtype: mx.Dtype
     rank: int
     side: int
-    each: int
+    block_rows: int
     across: bool
     count: int = 1
     name = "columns"
@@ -186,7 +186,7 @@ class ColumnsKernel(LowRankKernel):
 
     def on_trial(self) -> Self:
         """As LowRankKernel.on_trial, with so few rows a block that a trial has several blocks."""
-        return replace(self, each=round_rows(self.rank, self.side))
+        return replace(self, block_rows=round_rows(self.rank, self.side))
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
         *narrow, wide = arrays
@@ -196,11 +196,11 @@ class ColumnsKernel(LowRankKernel):
         *narrow, wide = arrays
         rows, columns = wide.shape
         tiles, parts = self.grid(rows, columns)
-        given, results, each = _numbered("narrow", narrow), _numbered("out", narrow), self.rank // self.count
-        outputs = dict.fromkeys(results, ((self.rank, columns) if self.across else (columns, each), self.dtype))
+        inputs, results, rank_of_one = _numbered("narrow", narrow), _numbered("out", narrow), self.rank // self.count
+        outputs = dict.fromkeys(results, ((self.rank, columns) if self.across else (columns, rank_of_one), self.dtype))
         return Launch(
             kernel=COLUMNS,
-            inputs={**given, "wide": wide, "numbers": numbers(float(scale))},
+            inputs={**inputs, "wide": wide, "numbers": numbers(float(scale))},
             outputs=outputs | {"handed": self.handed(parts, tiles)},
             values={
                 "In": self.dtype,
@@ -213,12 +213,12 @@ class ColumnsKernel(LowRankKernel):
             blocks=(tiles, parts, 1),
             bytes=_column_bytes(self.rank, self.side, False),
             groups=column_groups(self.rank),
-            written={"narrow": _together(tuple(given), each), "out": _together(tuple(results), each)},
+            written={"narrow": _together(tuple(inputs), rank_of_one), "out": _together(tuple(results), rank_of_one)},
         )
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """The number of blocks next to one another, and below one another."""
-        return -(-columns // (self.side * STRIPE)), -(-rows // self.each)
+        return -(-columns // (self.side * STRIPE)), -(-rows // self.block_rows)
 
     def handed(self, parts: int, tiles: int, along: int = 0) -> tuple[tuple[int, ...], mx.Dtype]:
         """The array in which blocks hand over marks, their sums over rows, and `along` elements of those along rows."""
@@ -293,10 +293,10 @@ class WideKernel(LowRankKernel):
         return [y]
 
     def launch(self, arrays: Arrays, scale: float) -> Launch:
-        y, *rest = arrays
+        y, *more = arrays
         rows, columns = y.shape
-        narrow, weights = _numbered("narrow", rest[: self.count]), _numbered("weight", rest[self.count :])
-        each = self.rank // self.count
+        narrow, weights = _numbered("narrow", more[: self.count]), _numbered("weight", more[self.count :])
+        rank_of_one = self.rank // self.count
         return Launch(
             kernel=WIDE,
             inputs={**narrow, **weights, "y": y, "numbers": numbers(float(scale))},
@@ -305,7 +305,7 @@ class WideKernel(LowRankKernel):
             blocks=(-(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1),
             bytes=16,
             groups=_WIDE_GROUPS,
-            written={"narrow": _together(tuple(narrow), each), "weight": _together(tuple(weights), each)},
+            written={"narrow": _together(tuple(narrow), rank_of_one), "weight": _together(tuple(weights), rank_of_one)},
         )
 
 
@@ -315,9 +315,9 @@ def _numbered(name: str, arrays: Sequence[T]) -> dict[str, T]:
 
 
 @cache
-def _together(names: tuple[str, ...], each: int) -> str:
-    """Return the text of one argument that stands for these arrays, whose lines have `each` elements."""
-    return names[0] if len(names) == 1 else f"several<{each}>({', '.join(names)})"
+def _together(names: tuple[str, ...], width: int) -> str:
+    """Return the text of one argument that stands for these arrays, whose lines have `width` elements."""
+    return names[0] if len(names) == 1 else f"several<{width}>({', '.join(names)})"
 
 
 def rows_lines(total: int, rank: int) -> int:
@@ -353,12 +353,12 @@ def division(rows: int, columns: int, rank: int, along: bool) -> tuple[int, int]
     places = _TOGETHER * nvidia.limits().multiprocessors
 
     def most_read(choice: tuple[int, int]) -> int:
-        side, each = choice
+        side, block_rows = choice
         width = min(side * STRIPE, columns)
-        tiles, parts = -(-columns // (side * STRIPE)), -(-rows // each)
+        tiles, parts = -(-columns // (side * STRIPE)), -(-rows // block_rows)
         in_turn = -(-tiles * parts // places)
-        added = (parts * width if parts > 1 else 0) + (tiles * each if along and tiles > 1 else 0)
-        return in_turn * (_TOGETHER * each * (width + padded(rank)) * 2 + _IDLE) + added * rank * 4
+        added = (parts * width if parts > 1 else 0) + (tiles * block_rows if along and tiles > 1 else 0)
+        return in_turn * (_TOGETHER * block_rows * (width + padded(rank)) * 2 + _IDLE) + added * rank * 4
 
     sides = [side for side in (1, 2, 4, 8) if side <= column_groups(rank) and (along or side == 1)]
     choices = [

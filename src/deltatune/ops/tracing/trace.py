@@ -112,7 +112,7 @@ class Trace:
 
 
 _OUTSIDE = Trace()
-_NAMES = frozenset(each.name for each in fields(Trace))
+_NAMES = frozenset(field.name for field in fields(Trace))
 _current: ContextVar[Trace] = ContextVar("deltatune's trace", default=_OUTSIDE)
 
 # Return the trace that is in force. It is the variable's own method, since decoders ask at every call of a layer.

@@ -66,14 +66,14 @@ def pack_experts(weights: Weights) -> Weights:
     """Join the matrices of single experts into mlp.experts.gate_up_proj [E, 2I, H] and .down_proj [E, H, I]."""
     pattern = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
     joined: Weights = {}
-    found: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+    of_layers: dict[str, dict[tuple[str, int], np.ndarray]] = {}
     for name, value in weights.items():
         match = pattern.fullmatch(name)
         if match:
-            found.setdefault(match[1], {})[match[3], int(match[2])] = value
+            of_layers.setdefault(match[1], {})[match[3], int(match[2])] = value
         else:
             joined[name] = value
-    for prefix, parts in found.items():
+    for prefix, parts in of_layers.items():
         count = len(parts) // 3
         joined[f"{prefix}.gate_up_proj"] = np.stack(
             [np.concatenate([parts["gate", i], parts["up", i]]) for i in range(count)]

@@ -74,7 +74,7 @@ class TokenPair:
 def pairs(step: int) -> list[TokenPair]:
     """The pairs of a step: a chosen answer continues the prompt's noisy cycle, and a rejected one is random."""
     draw = seeded.generator(f"pairs {step}")
-    found = []
+    drawn = []
     for _ in range(PAIRS):
         lengths = [3 + int(draw.random() * 12), 4 + int(draw.random() * 20), 4 + int(draw.random() * 20)]
         current = int(draw.random() * seeded.ALPHABET)
@@ -84,8 +84,8 @@ def pairs(step: int) -> list[TokenPair]:
             jump = draw.random() < 0.2
             current = int(draw.random() * seeded.ALPHABET) if jump else (3 * current + 1) % seeded.ALPHABET
         random = [7 + 3 * int(draw.random() * seeded.ALPHABET) for _ in range(lengths[2])]
-        found.append(TokenPair(cycle[: lengths[0]], cycle[lengths[0] :], random))
-    return found
+        drawn.append(TokenPair(cycle[: lengths[0]], cycle[lengths[0] :], random))
+    return drawn
 
 
 def checksums(weights: Weights) -> dict[str, str]:

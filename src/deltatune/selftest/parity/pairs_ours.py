@@ -50,19 +50,19 @@ def preferences(case: PairCase, step: int) -> list[Preference]:
     return completed(read, options(case), [])
 
 
-def batch(found: list[Preference]) -> Batch:
+def batch(preferences: list[Preference]) -> Batch:
     """The batch of these preferences, with a row for each document."""
-    rows, held = lay_out([[number] for number in range(len(found))], found, 1, WIDTH, packed=False)
+    rows, held = lay_out([[number] for number in range(len(preferences))], preferences, 1, WIDTH, packed=False)
     return replace(collate(rows, WIDTH, packed=False), preferences=held)
 
 
 def fill(token_losses: TokenLosses, steps: list[list[Preference]]) -> None:
     """Set the references of all preferences to the log-probabilities of the model as it is."""
-    for found in steps:
-        inputs, targets, weights, *_, held = arrays(batch(found))
+    for preferences in steps:
+        inputs, targets, weights, *_, held = arrays(batch(preferences))
         assert held is not None
         policy = np.array(answers_of(token_losses(inputs, targets), weights, held).policy)
-        for one, values in zip(found, policy, strict=True):
+        for one, values in zip(preferences, policy, strict=True):
             one.reference[:] = values
 
 

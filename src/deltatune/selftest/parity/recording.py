@@ -54,7 +54,9 @@ class Tensor(NamedTuple):
 def flat(adapters: Adapters) -> dict[str, np.ndarray]:
     """The adapters' tensors in float64, by `path.key`."""
     return {
-        f"{path}.{key}": value.astype(np.float64) for path, found in adapters.items() for key, value in found.items()
+        f"{path}.{key}": value.astype(np.float64)
+        for path, tensors in adapters.items()
+        for key, value in tensors.items()
     }
 
 
@@ -77,12 +79,12 @@ def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tens
 
 def worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]:
     """The largest error of a tensor, relative to its recorded length, and the tensor's name."""
-    found = flat(adapters)
-    if set(found) != set(reference):
-        difference = sorted(set(found) ^ set(reference))
+    trained = flat(adapters)
+    if set(trained) != set(reference):
+        difference = sorted(set(trained) ^ set(reference))
         raise ValueError(f"the run trains other adapters than the recording; they differ by {difference}")
     errors = {
-        name: np.sqrt(np.mean((project(name, found[name]) - tensor.projections) ** 2)) / tensor.length
+        name: np.sqrt(np.mean((project(name, trained[name]) - tensor.projections) ** 2)) / tensor.length
         for name, tensor in reference.items()
     }
     name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
@@ -139,11 +141,11 @@ class Recording:
         """
         if isinstance(case, ParityCase):
             weights = case.family.weights(self.shapes)
-            found = checksums(weights)
+            drawn = checksums(weights)
         else:
             weights = case.weights(self.shapes)
-            found = vision.checksums(weights, case.videos)
-        if found != self.checksums:
+            drawn = vision.checksums(weights, case.videos)
+        if drawn != self.checksums:
             raise ValueError("this machine draws another checkpoint or other batches than the recording had")
         return weights
 

@@ -73,8 +73,8 @@ def _is_read(cls: type, name: str) -> bool:
     """Whether a function of a class or beside it names an attribute, constructors aside."""
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
     # A patch may have put a function there that another file holds.
-    of_classes = [each for base in bases for key, each in vars(base).items() if key != "__init__"]
-    named = [_names(each.__code__) for each in of_classes if isinstance(each, FunctionType)]
+    of_classes = [function for base in bases for key, function in vars(base).items() if key != "__init__"]
+    named = [_names(function.__code__) for function in of_classes if isinstance(function, FunctionType)]
     return any(names is None or name in names for names in [*named, *(_names_in(base.__module__) for base in bases)])
 
 
@@ -85,7 +85,7 @@ def _names_in(module: str) -> frozenset[str] | None:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):
         return None
-    found: set[str] = set()
+    names: set[str] = set()
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -93,22 +93,24 @@ def _names_in(module: str) -> frozenset[str] | None:
             continue
         waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return frozenset(found)
+            names.add(node.value)
+    return frozenset(names)
 
 
 def _names(code: CodeType) -> frozenset[str]:
     """Return the names and texts in a function, and in those inside it."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(code.co_names).union(*inner, (each for each in code.co_consts if isinstance(each, str)))
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(
+        *inner, (constant for constant in code.co_consts if isinstance(constant, str))
+    )
 
 
 def _attribute(value: Any) -> Any:
     if isinstance(value, _CONSTANTS):
         return type(value), str(value)
-    if isinstance(value, (set, frozenset)) and all(isinstance(each, str) for each in value):
+    if isinstance(value, (set, frozenset)) and all(isinstance(member, str) for member in value):
         return frozenset(value)
     return tuple(map(_attribute, value)) if type(value) in (tuple, list) else id(value)
 
@@ -139,13 +141,13 @@ class LayerFunction:
 
     def __init__(self, layer: nn.Module, call: LayerCall, collects: bool):
         self._layer, self._call, self._collects = layer, call, collects
-        found = dict(array_places(layer))
-        self._places = list(found.values())
+        places = dict(array_places(layer))
+        self._places = list(places.values())
         floating = [path for path, array in leaves(layer.trainable_parameters()) if is_floating(array)]
         trained = set(floating)
         #: The paths of the arrays that train, in the order in which backward() returns their gradients.
-        self.trained = [path for path in found if path in trained]
-        self._trained = [at for at, path in enumerate(found) if path in trained]
+        self.trained = [path for path in places if path in trained]
+        self._trained = [at for at, path in enumerate(places) if path in trained]
         self.forward: Callable[..., Any] = mx.compile(self._forward)
         self.backward: Callable[..., Any] = mx.compile(self._backward)
 

@@ -31,8 +31,8 @@ class LayerStep(Step):
         options: What Step takes.
     """
 
-    def __init__(self, *given: Any, passes: LayerPasses, **options: Any):
-        super().__init__(*given, **options)
+    def __init__(self, *of_step: Any, passes: LayerPasses, **options: Any):
+        super().__init__(*of_step, **options)
         self._passes = passes
         self._add = compiled(self.added, [])
 

@@ -74,9 +74,9 @@ class LayerWeights:
         self._names: list[dict[int, str]] = []
         paths = {id(module): path for path, module in model.named_modules()}
         for index, layer in enumerate(layers):
-            found = {f"{paths[id(layer)]}.{path}": place for path, place in array_places(layer)}
-            self._places.append(list(found.values()))
-            names = {at: stored.names[path] for at, path in enumerate(found) if path in stored.names}
+            by_path = {f"{paths[id(layer)]}.{path}": place for path, place in array_places(layer)}
+            self._places.append(list(by_path.values()))
+            names = {at: stored.names[path] for at, path in enumerate(by_path) if path in stored.names}
             self._names.append(names if index in streamed else {})
         self._held: tuple[int, list[mx.array]] | None = None
         self._ahead: tuple[int, list[mx.array]] | None = None

@@ -64,8 +64,8 @@ class StoredWeights:
 
         They are found by identity, which they lose when MLX traces a function of the model.
         """
-        found = [(path, self._given.get(id(place.array))) for path, place in array_places(model)]
-        self.names = {path: given[0] for path, given in found if given is not None}
+        read_from = [(path, self._given.get(id(place.array))) for path, place in array_places(model)]
+        self.names = {path: place_read[0] for path, place_read in read_from if place_read is not None}
         self._given = {}
 
     def close(self) -> None:
@@ -164,5 +164,5 @@ def _copied(array: mx.array) -> mx.array:
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -50,10 +50,10 @@ def refuse_damaged(model: nn.Module, weights: LayerWeights | None = None) -> Non
         raise UserError(description)
 
 
-def refusal(what: str, kept: str) -> UserError:
-    """Return the error of a step that is not finite: `what` it is and why, and what of the run is `kept`."""
+def refusal(what: str, saved: str) -> UserError:
+    """Return the error of a step that is not finite: `what` it is and why, and what of the run is `saved`."""
     return UserError(
-        f"{what}. The update was not made; {kept}. Look at those lines, lower --learning-rate or set grad_clip, and "
+        f"{what}. The update was not made; {saved}. Look at those lines, lower --learning-rate or set grad_clip, and "
         "start again (--resume-adapter-file continues from saved adapters)."
     )
 
@@ -115,8 +115,8 @@ def find(
             total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
             mx.eval(total, gradients, [flag for _, flag in seen + arrived])
     else:
-        given = arrays(batch), model.trainable_parameters(), mx.random.key(0)
-        total, _, gradients, *_ = passes.gradients(*given, watch=watch)
+        inputs = arrays(batch), model.trainable_parameters(), mx.random.key(0)
+        total, _, gradients, *_ = passes.gradients(*inputs, watch=watch)
     for name, finite in seen:
         if not finite.item():
             return f"the output of {name} is the first that is not finite"

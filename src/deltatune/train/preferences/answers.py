@@ -70,7 +70,7 @@ def answers_of(losses: mx.array, weights: mx.array, preferences: PreferenceArray
     tokens, lengths = preferences["tokens"], preferences["lengths"]
     policy = _by_document(-losses * weights, documents, present)
     whole = _by_document(losses, documents, present)
-    chosen_tokens, chosen_length = ((each[:, 0] * present).sum() for each in (tokens, lengths))
+    chosen_tokens, chosen_length = ((numbers[:, 0] * present).sum() for numbers in (tokens, lengths))
     return Answers(
         policy,
         preferences["reference"],

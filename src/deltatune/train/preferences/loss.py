@@ -59,9 +59,9 @@ def preference_loss(
     """
 
     def loss(
-        inputs: mx.array, targets: mx.array, weights: mx.array, *rest: PreferenceArrays
+        inputs: mx.array, targets: mx.array, weights: mx.array, *more: PreferenceArrays
     ) -> tuple[mx.array, mx.array, mx.array]:
-        *images, preferences = rest
+        *images, preferences = more
         losses = token_losses(inputs, targets, *images)
         answers = answers_of(losses, weights, preferences)
         scored, present = objective.score(answers, config), answers.present
@@ -85,6 +85,6 @@ def _figures(scored: Scored, present: mx.array) -> mx.array:
         (right, both),
         (scored.log_probabilities[:, 0], chosen),
         (scored.log_probabilities[:, 1], rejected),
-        *((each, present) for each in scored.more),
+        *((figure, present) for figure in scored.more),
     )
     return mx.stack([mx.stack([(value * weight).sum(), weight.sum()]) for value, weight in values], axis=1)

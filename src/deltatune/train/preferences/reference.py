@@ -78,9 +78,9 @@ def fill(
     return partial(_keep, path, values, was_stored)
 
 
-def _keep(path: Path, values: dict[str, mx.array], found: bool) -> None:
+def _keep(path: Path, values: dict[str, mx.array], read_before: bool) -> None:
     """Write the file unless it was found; the folder of an earlier run, in which it was, may have been moved away."""
-    if not (found and path.is_file()):
+    if not (read_before and path.is_file()):
         write_atomically(path, lambda file: mx.save_safetensors(file, values))
 
 
@@ -107,8 +107,8 @@ def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *
     token_losses, by_layers = trained.token_losses, trained.by_layers
     assert token_losses is not None
 
-    def policy(inputs: mx.array, targets: mx.array, weights: mx.array, *rest: Any) -> tuple[mx.array]:
-        *images, preferences = rest
+    def policy(inputs: mx.array, targets: mx.array, weights: mx.array, *more: Any) -> tuple[mx.array]:
+        *images, preferences = more
         return (answers_of(token_losses(inputs, targets, *images), weights, preferences).policy,)
 
     whole = compiled(lambda batch: loss_of(policy, batch), [model.state])
@@ -116,8 +116,8 @@ def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *
     with evaluating(model):
         for batch in order.epoch():
             assert batch.preferences is not None
-            given = arrays(batch)
-            (of_answers,) = whole(given) if by_layers is None else by_layers(given, policy)
+            of_batch = arrays(batch)
+            (of_answers,) = whole(of_batch) if by_layers is None else by_layers(of_batch, policy)
             values = np.array(of_answers)
             numbers = batch.preferences.numbers
             log_probabilities[numbers[numbers >= 0]] = values[numbers >= 0]

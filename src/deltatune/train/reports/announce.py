@@ -153,8 +153,10 @@ def facts(
         rows = f"{order.rows} rows an epoch"
     opening.append(Fact("data", f"{examples(splits)}; {rows}, {config.batch_size} a batch{share}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
-        each = order.batches_per_epoch
-        opening.append(Fact("epochs", f"{config.epochs:g} of {each} iterations each, so {config.iters} iterations"))
+        per_epoch = order.batches_per_epoch
+        opening.append(
+            Fact("epochs", f"{config.epochs:g} of {per_epoch} iterations each, so {config.iters} iterations")
+        )
     opening.append(Fact("step", f"{trained.compiled}, once for each width of {widths} tokens"))
     opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps

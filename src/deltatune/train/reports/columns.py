@@ -22,9 +22,9 @@ _MARK = 2
 
 def duration(seconds: float) -> str:
     """Format seconds as `1:02:03` or `4:05`."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
+    minutes, seconds_left = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

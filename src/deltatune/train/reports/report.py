@@ -127,8 +127,9 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 def _answers(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, dict) and {name: type(text) for name, text in each.items()} == {"prompt": str, "answer": str}
-        for each in value
+        isinstance(sample, dict)
+        and {name: type(text) for name, text in sample.items()} == {"prompt": str, "answer": str}
+        for sample in value
     )
 
 

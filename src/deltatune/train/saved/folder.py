@@ -88,14 +88,14 @@ class RunFolder:
         return state.state_path(self.path).with_name("lock")
 
     def _refuse_unusable(self) -> None:
-        config, given = self._config, f"--adapter-path {self.path}"
+        config, flag = self._config, f"--adapter-path {self.path}"
         if config.model is not None and _same_folder(config.model, self.path):
             raise UserError(
-                f"{given} is the folder of the model, whose files the run would overwrite; choose another folder."
+                f"{flag} is the folder of the model, whose files the run would overwrite; choose another folder."
             )
         full = config.fine_tune_type == "full" or config.from_scratch
         if full and self._holds(_MODEL) and not self._holds(_WEIGHTS + _REPORTS):
-            raise UserError(f"{given} holds a model, which the run would overwrite; choose another folder.")
+            raise UserError(f"{flag} holds a model, which the run would overwrite; choose another folder.")
 
     def _take(self) -> None:
         self._acquire()

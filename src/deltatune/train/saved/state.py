@@ -335,9 +335,9 @@ def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> A
         UserError: If paths or shapes differ from those of `like`; the message names `path`.
     """
     expected = {f"{prefix}/{name}": leaf for name, leaf in leaves(like)}
-    found = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
-    odd = sorted(expected.keys() ^ found.keys())
-    odd += [key for key in expected.keys() & found.keys() if expected[key].shape != found[key].shape]
+    stored = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
+    odd = sorted(expected.keys() ^ stored.keys())
+    odd += [key for key in expected.keys() & stored.keys() if expected[key].shape != stored[key].shape]
     if odd:
         raise UserError(f"--resume: {path} does not fit this model: {len(odd)} tensors differ, the first is {odd[0]}.")
-    return tree_map_with_path(lambda name, _: found[f"{prefix}/{name}"], like)
+    return tree_map_with_path(lambda name, _: stored[f"{prefix}/{name}"], like)

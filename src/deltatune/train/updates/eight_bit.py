@@ -46,7 +46,7 @@ class _EightBit(mlx.optimizers.Adam):
                 part["gradient"] = mx.depends([part["gradient"]], done[-1])[0]
             scales = {name: state[f"{name}_scale"][start // BLOCK : (start + PIECE) // BLOCK] for name in ("m", "v")}
             done.append(self._piece(part, scales))
-        updated, m, m_scale, v, v_scale = (mx.concatenate(list(each)) for each in zip(*done, strict=True))
+        updated, m, m_scale, v, v_scale = (mx.concatenate(list(pieces)) for pieces in zip(*done, strict=True))
         state |= {"m": m.reshape(parameter.shape), "v": v.reshape(parameter.shape)}
         state |= {"m_scale": m_scale, "v_scale": v_scale}
         return updated.reshape(parameter.shape)
