@@ -25,6 +25,7 @@ import numpy as np
 import processes
 from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
+from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED, ON_TENSOR_CORES
 from deltatune.ops.trial.measure import relative_error
 from machine import heading
@@ -62,7 +63,8 @@ class Product:
 
     def run(self, tile: Tile | None, after: mx.array | None = None) -> mx.array:
         rows = self.rows if after is None else mx.depends([self.rows], [after])[0]
-        return grouped.product(rows, self.weight, self.ends, self.transpose, self.scale, self.onto, tile)
+        operands = GroupedProduct(rows, self.weight, self.ends, self.transpose, self.scale, self.onto)
+        return grouped.product(operands, tile)
 
     def error(self, tile: Tile | None, other: mx.array | None) -> tuple[float, mx.array]:
         """The error of some rows, or of all beside `other` if that is larger; all memory for results is NaN before."""

@@ -101,6 +101,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.array_layout import ArrayLayout
     from deltatune.plan.forecast import forecast_step
+    from deltatune.plan.traced_step import BatchShape
     from deltatune.train.loop import Trainer
     from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
@@ -122,7 +123,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         prepare(model, config)
         mx.eval(model.parameters())
-        plan = forecast_step(model, config, options["rows"], length, ArrayLayout.measured())
+        plan = forecast_step(model, config, BatchShape(options["rows"], length), ArrayLayout.measured())
         examples = random_examples(np.random.default_rng(0), [length] * options["rows"] * iterations)
         data, screen = Splits(train=examples), Screen(shown=False)
         trainer = Trainer(model, UnsavedTokenizer(), config, data, model_config=described, screen=screen)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
+from deltatune.plan.traced_step import BatchShape
 from deltatune.train.preferences.objectives import OBJECTIVES
 from deltatune.train.setup import prepare
 from machine import versions
@@ -39,7 +40,7 @@ def peaks(shape: str, rows: int, tokens: int, checkpoint: bool, device: str) -> 
             )
             prepare(model, config)
             pairs = rows // 2 if loss != "sft" else 0
-            found[loss] = forecast_step(model, config, rows, tokens, layout, preferences=pairs).bytes.amount
+            found[loss] = forecast_step(model, config, BatchShape(rows, tokens, preferences=pairs), layout).bytes.amount
     return found
 
 

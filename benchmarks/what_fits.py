@@ -40,6 +40,7 @@ from deltatune.plan.checkpoints import choose, order_of
 from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.search import fits
+from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 from machine import heading
 from pretended import pretended
@@ -88,7 +89,7 @@ def line(name: str, bits: int, device: str, limit: int, lengths: tuple[int, int]
     """
     with pretended(device), patch.object(backend, "gpu_memory", lambda: limit):
         model, config, layout = prepared(name, bits, True)
-        first, second = (forecast_step(model, config, 1, length, layout).bytes.amount for length in lengths)
+        first, second = (forecast_step(model, config, BatchShape(1, length), layout).bytes.amount for length in lengths)
     rise = (second - first) / (lengths[1] - lengths[0])
     inputs = 2 * CONFIGS[name]["num_hidden_layers"] * CONFIGS[name]["hidden_size"]
     return second - rise * lengths[1], rise, rise >= inputs
@@ -117,7 +118,7 @@ def print_choices(name: str, bits: int, device: str, memories: Sequence[int], le
                 made: list[Forecast] = []
 
                 def attempt(again: Checkpoints, length: int = length, made: list[Forecast] = made) -> Forecast:
-                    made.append(forecast_step(model, config, 1, length, layout, checkpoints=again))
+                    made.append(forecast_step(model, config, BatchShape(1, length), layout, checkpoints=again))
                     return made[-1]
 
                 choice = choose(attempt, order, limits, operators=operators_pay())

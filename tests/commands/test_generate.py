@@ -8,7 +8,7 @@ import pytest
 
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
-from deltatune.data.prompts import prompt_tokens
+from deltatune.data.prompts import Question, prompt_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -117,7 +117,7 @@ def test_a_template_that_raises_is_one_message(body):
     with pytest.raises(
         UserError, match=r"the model's chat template, line 1, (refuses this conversation|calls itself without end)"
     ):
-        prompt_tokens(tokenizer, "hello")
+        prompt_tokens(tokenizer, Question("hello"))
 
 
 def test_empty_texts_that_mean_something_are_taken():

@@ -22,7 +22,7 @@ from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
-from deltatune.plan.traced_step import blank_batch
+from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.saved import state
 from deltatune.train.setup import prepare, training
@@ -159,7 +159,7 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
     def attempt(checkpoints):
         key = tuple(checkpoints.layers), checkpoints.operators
         if key not in made:
-            made[key] = forecast_step(model, config, 1, LENGTH, layout, checkpoints=checkpoints)
+            made[key] = forecast_step(model, config, BatchShape(1, LENGTH), layout, checkpoints=checkpoints)
         return made[key]
 
     least, most = (attempt(order.first(layers, operators=True)).bytes.amount for layers in (LAYERS, 0))

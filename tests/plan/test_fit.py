@@ -16,7 +16,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
-from deltatune.plan.traced_step import build
+from deltatune.plan.traced_step import BatchShape, build
 from deltatune.train.setup import prepare
 
 
@@ -46,7 +46,7 @@ def sizes(text):
 def test_a_plan_leaves_nothing_of_its_graph(tiny_model):
     model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1)
     prepare(model, config)
-    forecast_step(model, config, 2, 32, ArrayLayout.measured())
+    forecast_step(model, config, BatchShape(2, 32), ArrayLayout.measured())
     assert gc.isenabled()
     assert sum(type(thing) is Node for thing in gc.get_objects()) == 0
 
@@ -110,7 +110,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
     next(reversed(model.modules())).eval()  # one module has another mode than the model
     kinds = [(type(module), module.training) for module in model.modules()]
     active = mx.get_active_memory()
-    first, again = (forecast_step(model, config, 2, 64, ArrayLayout.measured()) for _ in range(2))
+    first, again = (forecast_step(model, config, BatchShape(2, 64), ArrayLayout.measured()) for _ in range(2))
     assert first == again
     after = dict(tree_flatten(model.parameters()))
     assert before.keys() == after.keys()
@@ -124,12 +124,12 @@ def test_primitives_without_a_rule_are_counted_and_said(tiny_model, monkeypatch)
     layout, limits = ArrayLayout.measured(), DeviceLimits(None, None, "a test", "a test")
     model, config = tiny_model("qwen3_5_moe"), TrainConfig(num_layers=-1)
     prepare(model, config)
-    known = forecast_step(model, config, 2, 32, layout)
+    known = forecast_step(model, config, BatchShape(2, 32), layout)
     assert known.unknown == {}
     assert screen.line(known, limits).endswith("it fits.")
     monkeypatch.delitem(primitives.RULES, "RandomBits", raising=True)
     monkeypatch.delitem(primitives.RULES, "Reduce")
-    found = forecast_step(model, config, 2, 32, layout)
+    found = forecast_step(model, config, BatchShape(2, 32), layout)
     assert found.unknown.keys() == {"Reduce"}
     assert (found.bytes.amount, found.buffers.amount) == (known.bytes.amount, known.buffers.amount)
     said = rf"it fits\. The plan has no rule for {found.unknown['Reduce']} Reduce of this version of MLX, and"
@@ -141,10 +141,11 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     layout = ArrayLayout.measured()
     model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1)
     prepare(model, config)
-    plain, longer, wider = (forecast_step(model, config, *shape, layout) for shape in ((1, 64), (1, 256), (4, 64)))
+    shapes = (BatchShape(1, 64), BatchShape(1, 256), BatchShape(4, 64))
+    plain, longer, wider = (forecast_step(model, config, shape, layout) for shape in shapes)
     assert plain.bytes.amount < min(longer.bytes.amount, wider.bytes.amount)
     config.grad_checkpoint = True
-    checkpointed = forecast_step(model, config, 4, 64, layout)
+    checkpointed = forecast_step(model, config, BatchShape(4, 64), layout)
     assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
     assert checkpointed.beyond < wider.beyond
 
@@ -154,11 +155,11 @@ def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
     config = TrainConfig(num_layers=-1, expert_updates="active")
     model = tiny_model("qwen3_5_moe")
     prepare(model, config)
-    built = build(model, config, 1, 32, ArrayLayout.measured())
+    built = build(model, config, BatchShape(1, 32), ArrayLayout.measured())
     assert [phase.name for phase in built.phases] == ["forward and backward", "update", "update of experts"]
     config.optimizer = "adafactor"
     with pytest.raises(UserError, match="adafactor does not"):
-        forecast_step(model, config, 1, 32, ArrayLayout.measured())
+        forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured())
 
 
 def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited, tmp_path):

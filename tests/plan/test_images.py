@@ -26,7 +26,7 @@ from deltatune.plan import fit, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import forecast_step
-from deltatune.plan.traced_step import blank_batch
+from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.setup import choose_loss, prepare, vision_processors
 from deltatune.train.step import Step
@@ -79,11 +79,11 @@ def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
     model, config = tiny_vision_model("qwen3_5"), TrainConfig(num_layers=-1, parts=parts)
     prepare(model, config)
     mx.eval(model.parameters())
-    plan = forecast_step(model, config, 2, 128, ArrayLayout.measured(), IMAGES)
+    plan = forecast_step(model, config, BatchShape(2, 128, IMAGES), ArrayLayout.measured())
     peak = measured_peak(model, config, 2, 128) - before
     assert plan.bytes.amount == pytest.approx(peak, rel=0.05)
     if parts != "language":
-        fewer = forecast_step(model, config, 2, 128, ArrayLayout.measured(), ImageShapes(1, 640))
+        fewer = forecast_step(model, config, BatchShape(2, 128, ImageShapes(1, 640)), ArrayLayout.measured())
         assert fewer.bytes.amount < 0.6 * plan.bytes.amount
 
 
@@ -95,7 +95,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     model, config = tiny_vision_model("qwen3_vl"), TrainConfig(num_layers=-1)
     prepare(model, config)
     mx.eval(model.parameters())
-    plan = forecast_step(model, config, 1, 64, ArrayLayout.measured(), ImageShapes(1, 2048))
+    plan = forecast_step(model, config, BatchShape(1, 64, ImageShapes(1, 2048)), ArrayLayout.measured())
     assert plan.bytes.where == "the vision tower, before the step"
     with patched(model):
         tower = FrozenTower(model)
@@ -112,7 +112,7 @@ def test_a_plan_reads_no_weights(images, tiny_vision_checkpoint, tiny_checkpoint
     config = TrainConfig(num_layers=-1)
     prepare(model, config)
     before = mx.get_active_memory()
-    forecast_step(model, config, 2, 64, ArrayLayout.measured(), images)
+    forecast_step(model, config, BatchShape(2, 64, images), ArrayLayout.measured())
     weights = sum(value.nbytes for name, value in tree_flatten(model.parameters()) if "lora" not in name)
     assert mx.get_active_memory() - before < weights / 4
 

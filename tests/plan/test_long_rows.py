@@ -12,7 +12,7 @@ from deltatune.ops.attention import blocked
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
-from deltatune.plan.traced_step import blank_batch
+from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
@@ -63,7 +63,7 @@ def slope(peaks):
 def test_a_token_takes_an_activation_a_layer_and_three(model_and_config):
     model, config, before = model_and_config
     layout = ArrayLayout.measured()
-    planned = [forecast_step(model, config, 1, length, layout).bytes.amount for length in LENGTHS]
+    planned = [forecast_step(model, config, BatchShape(1, length), layout).bytes.amount for length in LENGTHS]
     peaks = [counted(model, config, before, length) for length in LENGTHS]
     print(planned, peaks, slope(planned), slope(peaks))
     # Beyond what each layer keeps, a layer's cotangent, and its gradient in pieces and as a whole. Attention's keys and
@@ -73,5 +73,5 @@ def test_a_token_takes_an_activation_a_layer_and_three(model_and_config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "bounds_of", lambda x: [0, x.shape[1]])
         # The plan, because what the counted step of whole rows frees in time varies by a fifth from run to run.
-        whole = [forecast_step(model, config, 1, length, layout).bytes.amount for length in LENGTHS]
+        whole = [forecast_step(model, config, BatchShape(1, length), layout).bytes.amount for length in LENGTHS]
         assert slope(whole) > 3 * slope(planned)

@@ -11,7 +11,7 @@ from deltatune.ops import cross_entropy
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
-from deltatune.plan.traced_step import blank_batch
+from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
 from deltatune.train.preferences.loss import full_token_losses
 from deltatune.train.setup import prepare, training
@@ -61,7 +61,8 @@ def test_the_peak_is_that_of_a_supervised_step(model, monkeypatch):
     layout, pairs = ArrayLayout.measured(), ROWS // 2
 
     def planned(loss: str, preferences: int) -> int:
-        return forecast_step(model, options(loss), ROWS, LENGTH, layout, preferences=preferences).bytes.amount
+        shape = BatchShape(ROWS, LENGTH, preferences=preferences)
+        return forecast_step(model, options(loss), shape, layout).bytes.amount
 
     supervised, preferences = planned("sft", 0), planned("orpo", pairs)
     assert preferences <= LIMIT * supervised

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.plan.search import Largest, largest
+from deltatune.plan.search import Largest, Values, largest
 
 PEAKS = {
     "linear": lambda v: 1_000 + 37 * v,
@@ -32,7 +32,7 @@ def planned(peak, buffers=lambda v: 10, seconds=lambda v: 0.0):
 def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
     peak, most = PEAKS[name], 4096
     attempt, tried = planned(peak)
-    found = largest(attempt, DeviceLimits(None, limit, "", ""), {}, step=step, most=most)
+    found = largest(attempt, DeviceLimits(None, limit, "", ""), {}, Values(step, most))
     best = max((v for v in range(step, most + 1, step) if peak(v) <= limit), default=0)
     assert found.value <= best
     assert best - found.value <= max(step, best / 49), (found, best, tried)
@@ -43,25 +43,25 @@ def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
 
 def test_both_limits_count():
     attempt, _ = planned(lambda v: v, buffers=lambda v: 3 * v)
-    assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, step=1, most=5_000).value == 100
+    assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, Values(1, 5_000)).value == 100
 
 
 def test_what_is_known_is_not_planned_again():
     attempt, tried = planned(PEAKS["linear"])
     known = {8: attempt(8)}
     tried.clear()
-    largest(attempt, DeviceLimits(None, 10_000, "", ""), known, step=1, most=4096)
+    largest(attempt, DeviceLimits(None, 10_000, "", ""), known, Values(1, 4096))
     assert 8 not in tried
 
 
-def soon(known, peak=PEAKS["linear"], limit=9_000, *, within=6.0, **options):
+def soon(known, peak=PEAKS["linear"], limit=9_000, *, within=6.0, most=4096, leap=4, **options):
     """What a search finds and tries, from plans that took a tenth of a second for each unit of their value."""
     attempt, tried = planned(peak, seconds=lambda v: v / 10)
     plans = {value: attempt(value) for value in known}
     options["alike"] = {value: attempt(value) for value in options.get("alike", ())}
     tried.clear()
-    options = {"step": 1, "most": 4096, "deadline": time.monotonic() + within} | options
-    return largest(attempt, DeviceLimits(None, limit, "", ""), plans, **options), tried
+    options = {"deadline": time.monotonic() + within} | options
+    return largest(attempt, DeviceLimits(None, limit, "", ""), plans, Values(1, most, leap), **options), tried
 
 
 def test_no_plan_takes_longer_than_there_is_time():

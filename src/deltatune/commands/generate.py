@@ -115,7 +115,7 @@ def generate(options: GenerateOptions) -> str:
     """
     import mlx.core as mx
 
-    from ..data.prompts import prompt_tokens
+    from ..data.prompts import Question, prompt_tokens
     from ..models.adapted_base import load_with_adapter
     from ..models.vocabulary import check_prompt
     from ..train.dialogue import stopped_at_nan
@@ -134,16 +134,15 @@ def generate(options: GenerateOptions) -> str:
     check_tokens(options, loaded)
     _add_ends(options, loaded)
     pictures = _pictures(options, loaded) if media else None
-    tokens = prompt_tokens(
-        loaded.tokenizer,
+    question = Question(
         prompt,
-        system_prompt=options.system_prompt,
-        prefill_response=options.prefill_response,
-        chat_template=not options.ignore_chat_template,
-        template_options=template_options,
+        options.system_prompt,
+        options.prefill_response,
         images=len(options.image),
         videos=pictures.video_texts if pictures else (),
     )
+    with_template = not options.ignore_chat_template
+    tokens = prompt_tokens(loaded.tokenizer, question, chat_template=with_template, template_options=template_options)
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens

@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
 from .chats.rendering import Renderer
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a user asks.
+
+    Attributes:
+        prompt: The user's message. Without a chat template it is the whole text.
+        system_prompt: A system message that stands first.
+        prefill_response: The beginning of the answer, which the model then continues.
+        images: The number of images before the prompt. The template writes one image token for each.
+        videos: For each video before the prompt, the text that stands for it.
+    """
+
+    prompt: str
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    images: int = 0
+    videos: Sequence[str] = ()
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation that asks it; an answer that has begun comes last."""
+        content: Any = self.prompt
+        if self.images or self.videos:
+            before = [{"type": "image"}] * self.images + [{"type": "text", "text": text} for text in self.videos]
+            content = [*before, {"type": "text", "text": self.prompt}]
+        messages = [{"role": "user", "content": content}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        if self.prefill_response is not None:
+            messages.append({"role": "assistant", "content": str(self.prefill_response)})
+        return messages
+
+
 def prompt_tokens(
     tokenizer: Any,
-    prompt: str,
+    question: Question,
     *,
-    system_prompt: str | None = None,
-    prefill_response: str | None = None,
     chat_template: bool = True,
     template_options: Mapping[str, Any] | None = None,
-    images: int = 0,
-    videos: Sequence[str] = (),
     refused: str = (
         "change --prompt, --system-prompt, --prefill-response or --chat-template-config, or give --ignore-chat-template"
     ),
 ) -> list[int]:
-    """Turn a user's prompt into tokens, through the tokenizer's chat template if it has one.
+    """Turn a question into tokens, through the tokenizer's chat template if it has one.
 
     Args:
         tokenizer: mlx-lm's wrapper of the tokenizer.
-        prompt: The user's message. Without a chat template it is the whole text.
-        system_prompt: A system message that stands first.
-        prefill_response: The beginning of the answer, which the model then continues.
+        question: What is asked.
         chat_template: False ignores the template.
         template_options: Further variables for the template.
-        images: The number of images before the prompt. The template writes one image token for each.
-        videos: For each video before the prompt, the text that stands for it.
         refused: What the user can do if the template refuses the prompt.
 
     Returns:
@@ -43,15 +68,13 @@ def prompt_tokens(
         UserError: The chat template refuses the prompt or an option, or there is none to place an option's text.
     """
     if not (chat_template and tokenizer.has_chat_template):
-        for flag, text in (("--system-prompt", system_prompt), ("--prefill-response", prefill_response)):
+        flags = {"--system-prompt": question.system_prompt, "--prefill-response": question.prefill_response}
+        for flag, text in flags.items():
             if text is not None:
                 raise UserError(f"{flag}: without a chat template, the prompt is the whole text; write it there.")
-        return tokenizer.encode(prompt)
-    messages = _messages(prompt, system_prompt, images, videos)
-    prefilled = prefill_response is not None
-    if prefilled:
-        messages.append({"role": "assistant", "content": str(prefill_response)})
-    return conversation_tokens(tokenizer, messages, refused, template_options, prefilled=prefilled)
+        return tokenizer.encode(question.prompt)
+    prefilled = question.prefill_response is not None
+    return conversation_tokens(tokenizer, question.messages(), refused, template_options, prefilled=prefilled)
 
 
 def conversation_text(
@@ -92,13 +115,3 @@ def conversation_tokens(
     """Turn a conversation that the model is to answer into tokens, with the arguments of conversation_text."""
     text = conversation_text(tokenizer, messages, remedy, template_options, prefilled=prefilled)
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _messages(prompt: str, system_prompt: str | None, images: int, videos: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation that asks `prompt`, with images and videos before it."""
-    content: Any = prompt
-    if images or videos:
-        before = [{"type": "image"}] * images + [{"type": "text", "text": text} for text in videos]
-        content = [*before, {"type": "text", "text": prompt}]
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return [*system, {"role": "user", "content": content}]

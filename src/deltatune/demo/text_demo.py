@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data.prompts import prompt_tokens
+from ..data.prompts import Question, prompt_tokens
 from ..layers import describe
 from ..models.answer import answer_all
 from ..models.load import Loaded
@@ -26,7 +26,7 @@ EXAMPLE = "6 mochas for Zelda, please."
 def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
     """Let the model answer every item; each token is the most likely one."""
     started = time.perf_counter()
-    prompts = [prompt_tokens(loaded.tokenizer, item.message) for item in items]
+    prompts = [prompt_tokens(loaded.tokenizer, Question(item.message)) for item in items]
     answers = answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST)
     return Score(items, answers, time.perf_counter() - started)
 

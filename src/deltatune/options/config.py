@@ -97,10 +97,9 @@ class TrainConfig:
         "adam", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
     )
     optimizer_config: dict[str, dict[str, Any] | None] = option(
-        None,
+        dict,
         _OPTIMIZER,
         "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}",
-        factory=dict,
         flag=False,
     )
     learning_rate: float = option(
@@ -147,10 +146,9 @@ class TrainConfig:
         range=Range(least=1, also=(-1,)),
     )
     lora_parameters: LoraConfig = option(
-        None,
+        LoraConfig,
         _TUNE,
         "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
-        factory=LoraConfig,
         flag=False,
     )
     resize_embeddings: bool = option(
@@ -256,11 +254,10 @@ class TrainConfig:
         None, _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
     )
     sample_prompts: list[str] = option(
-        None,
+        list,
         _SAVE,
         "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
         "the prompts, chats or texts in the rows of that file",
-        factory=list,
     )
     steps_per_sample: int | None = option(
         None,

@@ -37,7 +37,7 @@ class LoraConfig:
         "linear, expert and embedding module of the chosen layers",
         flag=False,
     )
-    exclude: list[str] = option(None, _GROUP, "patterns of the modules that get no adapter", factory=list, flag=False)
+    exclude: list[str] = option(list, _GROUP, "patterns of the modules that get no adapter", flag=False)
     layer_kinds: list[str] | None = option(
         None,
         _GROUP,

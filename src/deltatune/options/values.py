@@ -15,7 +15,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,7 +98,6 @@ def option(
     group: str,
     text: str,
     *,
-    factory: Callable[[], Any] | None = None,
     flag: bool | str = True,
     choices: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
@@ -107,18 +106,17 @@ def option(
     """Return the field of a dataclass that is an option.
 
     Args:
-        default: the option's default.
+        default: the option's default, or a function that makes it anew for each dataclass, as of a list.
         group: the group in which the option is listed.
         text: the option's help text.
-        factory: makes the default anew for each dataclass, where it can be changed in place.
         flag: whether the option is a command-line flag, or the flag where its name differs from the option's.
         choices: the texts that the option may be; any where there are none.
         words: the words that the option may hold, separated by commas.
         range: the numbers that the option may be; a test asks every number for one.
     """
     about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
-    if factory is not None:
-        return dataclasses.field(default_factory=factory, metadata=about)
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=about)
     return dataclasses.field(default=default, metadata=about)
 
 

@@ -122,12 +122,12 @@ def route(
     if documents is not None:
         if state is not None and told.piece is None:
             raise ValueError("gated_delta_update: packed documents start without a state; pass no cache with segments.")
-        return count(OURS, _ours(*arrays, state=state, mask=mask, documents=documents, **options), (arrays, options))
+        return count(OURS, _ours(arrays, state=state, mask=mask, documents=documents, **options), (arrays, options))
     if state is not None and (use_kernel or arrays[0].shape[1] == 1):
         return count(UPSTREAM, upstream(*arrays, state, mask, use_kernel=use_kernel, **options))
     if use_kernel:
         return count(BACKWARD, _upstream_forward(upstream, arrays, mask, options), (arrays, options))
-    return count(OURS, _ours(*arrays, state=state, mask=mask, documents=None, **options), (arrays, options))
+    return count(OURS, _ours(arrays, state=state, mask=mask, documents=None, **options), (arrays, options))
 
 
 def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
@@ -145,13 +145,7 @@ def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> st
 
 
 def _ours(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    A_log: mx.array,
-    dt_bias: mx.array,
+    arrays: tuple[mx.array, ...],
     *,
     state: mx.array | None,
     mask: mx.array | None,
@@ -159,7 +153,8 @@ def _ours(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """gated_delta with gates computed from the layer's parameters, in log space throughout."""
+    """gated_delta with gates computed from the layer's parameters, in log space throughout; `arrays` as in update()."""
+    q, k, v, a, b, A_log, dt_bias = arrays
     largest_beta = 2.0 if allow_neg_eigval else 1.0
     if backend.device() == "cuda" and lower_bound is None and gating.serves(a, b, A_log, dt_bias, largest_beta):
         log_g, beta = gating.gates(a, b, A_log, dt_bias, largest_beta)
@@ -178,7 +173,7 @@ def _upstream_forward(
         return upstream(*primals, None, mask, use_kernel=True, **options)
 
     def ours(*primals: mx.array) -> tuple[mx.array, mx.array]:
-        return _ours(*primals, state=None, mask=mask, documents=None, **options)
+        return _ours(primals, state=None, mask=mask, documents=None, **options)
 
     # Each array is an argument of its own, because custom functions match cotangents to arguments by position.
     call: Any = mx.custom_function(forward)

@@ -32,7 +32,8 @@ from .device_limits import DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
-from .search import Largest, RunForecast, fits, largest
+from .search import Largest, RunForecast, Values, fits, largest
+from .traced_step import BatchShape
 
 _LONGEST = 1 << 17
 _LENGTHS = 32
@@ -102,13 +103,13 @@ def _searches(
     lengths = {length: first}
     yield "length", largest(
         lambda length: planned(run.model, config, rows=rows, length=length), limits, lengths,
-        step=_LENGTHS, most=max(length, _positions(run.loaded.config)), deadline=_halfway(until),
+        Values(_LENGTHS, max(length, _positions(run.loaded.config))), deadline=_halfway(until),
     )  # fmt: skip
     # A row more needs what as many tokens more in each row need, or more than that.
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
         lambda rows: planned(run.model, config, rows=rows, length=length), limits, {rows: first},
-        step=_rows_each(config), most=max(rows, _MOST_ROWS), alike=alike, deadline=_halfway(until),
+        Values(_rows_each(config), max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
         # Half of the operations, those of the recurrence, are as many for any number of rows.
         slower=lambda times: (1 + times) / 2,
     )  # fmt: skip
@@ -117,7 +118,7 @@ def _searches(
         current = config.lora_parameters.rank
         most = max(current, min(_MOST_RANK, _widest(run.model)))
         yield "rank", largest(
-            planned_at_rank, limits, {current: first}, step=1, most=most, leap=_MOST_RANK, slower=lambda times: 1.0,
+            planned_at_rank, limits, {current: first}, Values(1, most, _MOST_RANK), slower=lambda times: 1.0,
             deadline=until,
         )  # fmt: skip
 
@@ -253,20 +254,12 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
     per_rank, until = _rows_each(config), time.monotonic() + _SECONDS
-    fitting = largest(
-        lambda rows: planned(config, rows, plan.length),
-        limits,
-        {},
-        step=per_rank,
-        most=plan.rows - per_rank,
-        deadline=until,
-    )
+    fewer_rows = Values(per_rank, plan.rows - per_rank)
+    fitting = largest(lambda rows: planned(config, rows, plan.length), limits, {}, fewer_rows, deadline=until)
     if fitting.value:
         return f"It fits with {words}--batch-size {fitting.value // per_rank * run.world.size}."
-    fitting = largest(
-        lambda length: planned(config, plan.rows, length), limits, {}, step=_LENGTHS, most=plan.length - 1,
-        deadline=until,
-    )  # fmt: skip
+    shorter = Values(_LENGTHS, plan.length - 1)
+    fitting = largest(lambda length: planned(config, plan.rows, length), limits, {}, shorter, deadline=until)
     if fitting.value:
         return f"It fits with {words}--max-seq-length {fitting.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
@@ -305,9 +298,8 @@ def planned_step(
 ) -> Forecast:
     """The forecast of a step; its images are those of the data, whatever the length."""
     documents = [document for example in splits.train for document in example.documents]
-    images = largest_batch(documents, rows)
-    preferences = _preferences(config, rows, length, splits)
-    return forecast_step(model, config, rows, length, layout, images, preferences, checkpoints)
+    images, preferences = largest_batch(documents, rows), _preferences(config, rows, length, splits)
+    return forecast_step(model, config, BatchShape(rows, length, images, preferences), layout, checkpoints)
 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:

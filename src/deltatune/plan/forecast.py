@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
 
-from ..models.vision.inputs import ImageShapes
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from .arithmetic import Products, products
@@ -17,7 +16,7 @@ from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import without_rule
 from .simulate import Peak, Simulation
-from .traced_step import TracedStep, build, simulate_step, simulate_tower
+from .traced_step import BatchShape, TracedStep, build, simulate_step, simulate_tower
 
 _SHOWN = 5
 _SEARCHED = 400
@@ -83,11 +82,8 @@ class Forecast:
 def forecast_step(
     model: nn.Module,
     config: TrainConfig,
-    rows: int,
-    length: int,
+    shape: BatchShape,
     layout: ArrayLayout,
-    images: ImageShapes | None = None,
-    preferences: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
@@ -95,19 +91,14 @@ def forecast_step(
     Args:
         model: the model, with its adapters.
         config: the run.
-        rows: rows of the batch.
-        length: tokens of a row.
+        shape: the shape of the batch.
         layout: how the loaded MLX stores its arrays.
-        images: the shapes of the batch's images; None for text.
-        preferences: how many preferences the batch has; 0 where the loss reads none.
         checkpoints: what is computed again where `config.grad_checkpoint` is auto.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        forecast = _planned(
-            build(model, config, rows, length, layout, images, preferences, checkpoints), config, layout
-        )
+        forecast = _planned(build(model, config, shape, layout, checkpoints), config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
         # while the collector waited is young, so that all other objects need not be looked through.

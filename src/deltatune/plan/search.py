@@ -51,19 +51,32 @@ class RunForecast:
     checkpoints: str | None = None
 
 
+@dataclass(frozen=True)
+class Values:
+    """The values among which the largest that fits is searched for.
+
+    Attributes:
+        step: They are multiples of this.
+        most: The largest of them.
+        leap: The next one tried is at most this many times the largest that fits so far.
+    """
+
+    step: int
+    most: int
+    leap: int = 4
+
+
 def largest(
     attempt: Try,
     limits: DeviceLimits,
     known: dict[int, Forecast],
+    values: Values,
     *,
-    step: int,
-    most: int,
-    leap: int = 4,
     alike: Mapping[float, Forecast] | None = None,
     slower: Callable[[float], float] = lambda times: times,
     deadline: float = math.inf,
 ) -> Largest:
-    """Search for the largest multiple of `step` up to `most` whose plan fits.
+    """Search for the largest of some values whose plan fits.
 
     The search ends within 2 % of a value that does not fit. Memory grows with the value, so the next one tried is where
     the parabola through the plans meets the limit, or a smaller one if that plan would not be made by the deadline.
@@ -72,16 +85,15 @@ def largest(
         attempt: makes the plan for a value.
         limits: the limits to stay within.
         known: plans that exist already, by value. Those that are made here are added.
-        step: values are multiples of this.
-        most: the largest value to try.
-        leap: the next value is at most this many times the largest that fits.
+        values: the values that may be tried.
         alike: plans of other steps, by the value that would need as much memory. They only help to choose values.
         slower: how many times as long a plan takes for a value that many times as large.
         deadline: when to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
     """
+    step, most = values.step, values.most
     for _ in range(_PLANS):
         good, bad = _bounds(known, limits, most)
-        above = bad - 1 if bad <= most else min(most, leap * max(good, step))
+        above = bad - 1 if bad <= most else min(most, values.leap * max(good, step))
         low, high = good // step * step + step, above // step * step
         if low > high or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break

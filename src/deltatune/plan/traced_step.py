@@ -80,6 +80,23 @@ class TracedStep:
     tower_reads: list[Node] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class BatchShape:
+    """The shape of a batch: so many rows of so many tokens.
+
+    Attributes:
+        rows: The number of rows.
+        length: The tokens of a row.
+        images: The shapes of its images; None for text.
+        preferences: How many preferences it has; 0 where the loss reads none.
+    """
+
+    rows: int
+    length: int
+    images: ImageShapes | None = None
+    preferences: int = 0
+
+
 def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> Batch:
     """A batch of this shape, whose content does not matter, with that many preferences."""
     shape = (rows, length)
@@ -96,16 +113,12 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
 def build(
     model: nn.Module,
     config: TrainConfig,
-    rows: int,
-    length: int,
+    shape: BatchShape,
     layout: ArrayLayout,
-    shapes: ImageShapes | None = None,
-    preferences: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> TracedStep:
-    """Build the graphs of one training iteration of the prepared `model`, which is left unchanged.
+    """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    The batch has `rows` rows of `length` tokens, images of `shapes`, and as many `preferences` as their loss reads.
     `checkpoints` are what is computed again where `config.grad_checkpoint` is auto.
     UserError where options of `config` conflict.
     """
@@ -119,7 +132,8 @@ def build(
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
 
-        batch, features = blank_arrays(model, step.tower, blank_batch(rows, length, config.pack, preferences), shapes)
+        blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
+        batch, features = blank_arrays(model, step.tower, blank, shape.images)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
         loss_nodes = read(layout, first, existing)
@@ -149,7 +163,7 @@ def build(
         len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        rows, length, [*existing_arrays, *first, *second, *third, *_leaves(batch), *features],
+        shape.rows, shape.length, [*existing_arrays, *first, *second, *third, *_leaves(batch), *features],
         tower, tower_reads,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..data.chats.answer_ends import ending_answers
-from ..data.prompts import conversation_tokens, prompt_tokens
+from ..data.prompts import Question, conversation_tokens, prompt_tokens
 from ..errors import UserError
 from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
@@ -75,8 +75,7 @@ def _prompt_tokens(
     """The tokens of a prompt; UserError where none is left of it, or the model has no row for one."""
     tokens = prompt_tokens(
         loaded.tokenizer,
-        message,
-        system_prompt=system_prompt,
+        Question(message, system_prompt),
         template_options=template_options,
         refused="change the prompt, system_prompt or template_options",
     )

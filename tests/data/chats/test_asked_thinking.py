@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deltatune.data import load_datasets
-from deltatune.data.prompts import prompt_tokens
+from deltatune.data.prompts import Question, prompt_tokens
 from deltatune.errors import UserError
 from deltatune.train.reports.samples import Samples
 
@@ -37,7 +37,7 @@ def test_the_model_is_asked_as_its_answers_were_learnt(tokenizers, folder, rows,
         assert splits.template_options == asked
         assert [one.startswith(note or "") for one in splits.notes if "follow the prompt" in one] == [True] * bool(note)
     if len(rows) == 1 and (asked is None or given is None):
-        example, prompt = splits.train[0], prompt_tokens(tokenizer, "a question", template_options=asked)
+        example, prompt = splits.train[0], prompt_tokens(tokenizer, Question("a question"), template_options=asked)
         assert example.tokens[: len(prompt)].tolist() == prompt
         assert example.targets.tolist() == [False] * len(prompt) + [True] * (len(example.tokens) - len(prompt))
 
@@ -51,7 +51,7 @@ def test_samples_ask_so(tokenizers, folder, checkpoint, monkeypatch, tmp_path):
     for options in (None, CLOSED):
         config = folder(sample_prompts=["a question", str(file)], chat_template_config=options)
         first, second, opened = Samples({}, tokenizer, config).prompts
-        expected = [prompt_tokens(tokenizer, "a question", template_options=each) for each in (options, {})]
+        expected = [prompt_tokens(tokenizer, Question("a question"), template_options=each) for each in (options, {})]
         assert [first.tokens, second.tokens, opened.tokens] == [expected[0], *expected]
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from console import deltatune
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
-from deltatune.data.prompts import prompt_tokens
+from deltatune.data.prompts import Question, prompt_tokens
 from deltatune.data.vision.preparation import media_reader, picture_options
 from deltatune.data.vision.prompt import PromptPictures
 from deltatune.errors import UserError
@@ -43,7 +43,7 @@ def test_a_prompt_has_the_tokens_and_patches_of_a_training_row(folder, loaded, l
     processors = vision_processors(loaded)
     reader = media_reader(processors, folder, picture_options(limits, None))
     pictures = PromptPictures.read(["a.png", "b.png"], "--image", reader, processors.spec, loaded.tokenizer)
-    tokens = pictures.placed(prompt_tokens(loaded.tokenizer, QUESTION, images=2), "--prompt")
+    tokens = pictures.placed(prompt_tokens(loaded.tokenizer, Question(QUESTION, images=2)), "--prompt")
     assert tokens == example.tokens[: len(tokens)].tolist()
     assert not example.targets[: len(tokens)].any()
     assert example.targets[len(tokens)]

@@ -11,6 +11,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.experts import grouped, trial_case
+from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.trial import first_use
@@ -65,7 +66,8 @@ class ExpertCase:
 
     def product(self, machine, cut, transpose=True, onto=None, seed=1) -> mx.array:
         weight = self.weight if transpose else mx.contiguous(self.weight.swapaxes(-1, -2))
-        launch = grouped.product_launch(self.rows, weight, self.ends, transpose, self.scale, onto, cut)
+        operands = GroupedProduct(self.rows, weight, self.ends, transpose, self.scale, onto)
+        launch = grouped.product_launch(operands, cut)
         return machine.run(launch, seed)[0]
 
     def gradient(self, machine, cut, seed=1) -> mx.array:

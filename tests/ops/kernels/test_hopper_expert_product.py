@@ -15,6 +15,7 @@ from beside import load
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
+from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.trial import first_use
@@ -46,7 +47,8 @@ def run(host_folder, host_module, monkeypatch):
         weight = _stored(case.weight, transpose)
         own = None if adapter is None else (adapter.rows, _stored(adapter.weight, transpose))
         tile = grouped_hopper.product_tile(case.weight.shape[1], case.weight.shape[0])
-        launch = grouped.product_launch(case.rows, weight, case.ends, transpose, case.scale, onto, tile, own)
+        operands = GroupedProduct(case.rows, weight, case.ends, transpose, case.scale, onto, own)
+        launch = grouped.product_launch(operands, tile)
         return machines[text].run(launch, seed)[0]
 
     return multiply

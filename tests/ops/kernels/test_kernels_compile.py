@@ -18,6 +18,7 @@ from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.experts import grouped, grouped_hopper
+from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.gated_delta import fused, fused_hopper
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
@@ -110,8 +111,14 @@ def experts(dtype: mx.Dtype) -> None:
     ends = mx.array([1, 40], mx.int32)
     for inputs, outputs in ((72, 136), (136, 8), (8, 72)):
         rows, d, weight = (mx.zeros(shape, dtype) for shape in ((40, inputs), (40, outputs), (2, outputs, inputs)))
-        mx.eval(grouped.product(rows, weight, ends, True), grouped.product(rows, weight.swapaxes(1, 2), ends, False))
-        mx.eval(grouped.product(rows, weight, ends, True, 2.0, d), grouped.gradient(None, d, rows, ends))
+        turned = weight.swapaxes(1, 2)
+        for operands in (
+            GroupedProduct(rows, weight, ends, True),
+            GroupedProduct(rows, turned, ends, False),
+            GroupedProduct(rows, weight, ends, True, 2.0, d),
+        ):
+            mx.eval(grouped.product(operands))
+        mx.eval(grouped.gradient(None, d, rows, ends))
 
 
 def experts_on_hopper() -> None:
@@ -120,7 +127,7 @@ def experts_on_hopper() -> None:
     for transpose, onto, rank in itertools.product((True, False), (None, rows), (0, 8)):
         factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
         adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
-        mx.eval(grouped.product(rows, weight, ends, transpose, 1.0, onto, tile, adapter))
+        mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile))
 
 
 def low_rank(dtype: mx.Dtype) -> None:

@@ -14,6 +14,7 @@ from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
+from deltatune.plan.traced_step import BatchShape
 from deltatune.train.distributed import World
 from deltatune.train.preferences import reference
 from deltatune.train.setup import batch_order, prepare, training
@@ -176,5 +177,5 @@ def test_the_plan_of_a_step_is_that_of_supervised_training(step_of):
     layout, peaks = ArrayLayout.measured(), {}
     for loss in ("sft", "dpo", "orpo"):
         config, model, preferences = step_of(loss)
-        peaks[loss] = forecast_step(model, config, 4, 512, layout, preferences=preferences).bytes.amount
+        peaks[loss] = forecast_step(model, config, BatchShape(4, 512, preferences=preferences), layout).bytes.amount
     assert max(peaks.values()) <= 1.3 * peaks["sft"], peaks

@@ -5,6 +5,8 @@ It checks its arguments and hands them to the implementation that choice.py sele
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from .choice import AttentionCall, choose
@@ -58,25 +60,18 @@ def attention(
         >>> attention(q, k, v, scale=16**-0.5).shape
         (1, 2, 8, 16)
     """
-    _check(q, k, v, causal, segments, window, sinks, mask)
+    call = AttentionCall(q, k, v, causal, segments, window, sinks, mask, float(scale))
+    _check(call)
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    _, function = choose(AttentionCall(q, k, v, causal, segments, window, sinks, mask, float(scale)))
+    _, function = choose(replace(call, mask=mask))
     return function(
         q, k, v, scale=float(scale), causal=causal, segments=segments, window=window, sinks=sinks, mask=mask
     )
 
 
-def _check(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    causal: bool,
-    segments: mx.array | None,
-    window: int | None,
-    sinks: mx.array | None,
-    mask: mx.array | None,
-) -> None:
+def _check(call: AttentionCall) -> None:
+    q, k, v, window = call.q, call.k, call.v, call.window
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim != 4:
             raise ValueError(f"attention: {name} must have 4 dimensions [B, H, T, D], got shape {list(array.shape)}")
@@ -90,20 +85,20 @@ def _check(
         raise ValueError(f"attention: q must have a multiple of k's {key_heads} heads, got {heads}")
     _check_shape("k", k, (batch, key_heads, keys, size))
     _check_shape("v", v, (batch, key_heads, keys, v.shape[3]))
-    if window is not None and (window < 1 or not causal):
+    if window is not None and (window < 1 or not call.causal):
         got = "causal=False" if window >= 1 else str(window)
         raise ValueError(f"attention: window must be 1 or more and needs causal=True, got {got}")
-    if segments is not None:
+    if call.segments is not None:
         if queries > keys:
             raise ValueError(f"attention: segments need no more queries than keys, got {queries} and {keys}")
-        _check_shape("segments", segments, (batch, keys))
-        if not mx.issubdtype(segments.dtype, mx.integer):
-            raise ValueError(f"attention: segments must be integers, got {segments.dtype}")
-    if sinks is not None:
-        _check_shape("sinks", sinks, (heads,))
-        _check_float("sinks", sinks)
-    if mask is not None:
-        _check_mask(mask, (batch, heads, queries, keys))
+        _check_shape("segments", call.segments, (batch, keys))
+        if not mx.issubdtype(call.segments.dtype, mx.integer):
+            raise ValueError(f"attention: segments must be integers, got {call.segments.dtype}")
+    if call.sinks is not None:
+        _check_shape("sinks", call.sinks, (heads,))
+        _check_float("sinks", call.sinks)
+    if call.mask is not None:
+        _check_mask(call.mask, (batch, heads, queries, keys))
 
 
 def _check_mask(mask: mx.array, whole: tuple[int, ...]) -> None:

@@ -23,7 +23,7 @@ from ..functional import is_floating, not_differentiated_again, promoted, refuse
 from ..pointwise import scored_swiglu
 from ..tracing import trace
 from .activation import swiglu
-from .gradient_sums import GradientSums
+from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
 from .readers import InnerRows, Readers
 from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
@@ -180,7 +180,7 @@ class _Block:
                 inner = InnerRows.again(readers, down, remaining)
             else:
                 chunk = layout.chunk(routing, number, previous)
-            tiles, dscore = self._backward_chunk(readers, down, sums, dy, x, scores, chunk, inner)
+            tiles, dscore = self._backward_chunk(sums, dy, x, scores, chunk, inner)
             dx = layout.add_to_tokens(dx, tiles, chunk)
             dscores = layout.add_to_pairs(dscores, dscore, chunk)
         names = [p.argument_names for p in self.projections]
@@ -194,8 +194,6 @@ class _Block:
 
     def _backward_chunk(
         self,
-        readers: Readers,
-        down: Projection,
         sums: GradientSums,
         dy: mx.array,
         x: mx.array,
@@ -204,7 +202,7 @@ class _Block:
         inner: InnerRows | None,
     ) -> tuple[mx.array, mx.array]:
         """Return the chunk's dx [t, m, D] and dscore [t, m], and add its part to `sums`."""
-        experts = chunk.experts
+        readers, down, experts = sums.readers, sums.down, chunk.experts
         rows = self._tiles(x, chunk.token)
         # The cotangents of the experts' outputs, not yet multiplied by the scores.
         cotangent = self._tiles(dy, chunk.token if self.summed else chunk.pair).astype(rows.dtype)
@@ -222,7 +220,7 @@ class _Block:
             dscore = dscore * chunk.valid.reshape(dscore.shape)
         if down.trains:
             low_rank = down.low_rank(hidden, chunk) if inner.of_down is None else inner.of_down
-            sums.add_down(hidden, low_rank, cotangent, d_low_rank, chunk, score)
+            sums.add_down(WithLowRank(hidden, low_rank), WithLowRank(cotangent, d_low_rank), chunk, score)
         drows, d_low_ranks = readers.backward(dinner, chunk, matrices)
         sums.add_readers(rows, inner.low_ranks, dinner, d_low_ranks, chunk)
         return drows, dscore

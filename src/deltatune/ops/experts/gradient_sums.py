@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -12,6 +13,18 @@ from .tiles import Chunk, Sorted, Tiled
 
 # Of one projection, the sum so far by name; None stands for zeros.
 _Sums = dict[str, mx.array | None]
+
+
+class WithLowRank(NamedTuple):
+    """The rows that a projection reads, or the gradients of those that it returns, and the same of its adapter's A x.
+
+    Attributes:
+        rows: [t, m, in] of what it reads, [t, m, out] of gradients.
+        low_rank: [t, m, r]; None where no adapter trains.
+    """
+
+    rows: mx.array
+    low_rank: mx.array | None
 
 
 class GradientSums:
@@ -36,20 +49,12 @@ class GradientSums:
         sums = [sum_ for by_name in (*self._of_readers, self._of_down) for sum_ in by_name.values()]
         return [array for array in (*sums, self._joined) if array is not None]
 
-    def add_down(
-        self,
-        hidden: mx.array,
-        low_rank: mx.array | None,
-        d: mx.array,
-        d_low_rank: mx.array | None,
-        chunk: Chunk,
-        score: mx.array,
-    ) -> None:
-        """Add a chunk's part of down's gradients, given the gradients `d` of its output and `d_low_rank` of A x.
+    def add_down(self, hidden: WithLowRank, d: WithLowRank, chunk: Chunk, score: mx.array) -> None:
+        """Add a chunk's part of down's gradients, given its input `hidden` and the gradients `d` of its output.
 
-        `score` [t, m, 1] is a factor of both that they lack so far.
+        `score` [t, m, 1] is a factor of both gradients that they lack so far.
         """
-        self._add(self._of_down, self.down, hidden, low_rank, d, d_low_rank, chunk, score)
+        self._add(self._of_down, self.down, hidden, d, chunk, score)
 
     def add_readers(
         self,
@@ -69,7 +74,7 @@ class GradientSums:
         for sums, p, low_rank, d_output, d_low_rank in zip(
             self._of_readers, self.readers.projections, low_ranks, d, d_own_low_ranks, strict=True
         ):
-            self._add(sums, p, rows, low_rank, d_output, d_low_rank, chunk)
+            self._add(sums, p, WithLowRank(rows, low_rank), WithLowRank(d_output, d_low_rank), chunk)
 
     def by_projection(self) -> list[_Sums]:
         """Return the gradients of up, of down, and of gate if there is one."""
@@ -83,14 +88,12 @@ class GradientSums:
         self,
         sums: _Sums,
         projection: Projection,
-        rows: mx.array,
-        low_rank: mx.array | None,
-        d: mx.array,
-        d_low_rank: mx.array | None,
+        x: WithLowRank,
+        d: WithLowRank,
         chunk: Chunk,
         score: mx.array | None = None,
     ) -> None:
-        """Add a chunk's part. The score multiplies the smaller factor of a product."""
+        """Add a chunk's part, from the input `x` and the gradients `d`; a score multiplies the smaller factor."""
 
         def scored(array: mx.array) -> mx.array:
             return array if score is None else (array * score).astype(array.dtype)
@@ -98,14 +101,14 @@ class GradientSums:
         add = self.layout.add_products
         for name, total in sums.items():
             if name == "lora_a":
-                assert d_low_rank is not None
-                sums[name] = add(total, scored(d_low_rank), projection.adapter_input(rows, chunk.number), chunk)
+                assert d.low_rank is not None
+                sums[name] = add(total, scored(d.low_rank), projection.adapter_input(x.rows, chunk.number), chunk)
             elif name == "lora_b":
-                assert low_rank is not None
-                sums[name] = add(total, d, scored(low_rank), chunk)
+                assert x.low_rank is not None
+                sums[name] = add(total, d.rows, scored(x.low_rank), chunk)
             elif name == "weight":
-                sums[name] = add(total, d, scored(rows), chunk)
+                sums[name] = add(total, d.rows, scored(x.rows), chunk)
             else:
-                ones = mx.ones((*d.shape[:2], 1), d.dtype)
+                ones = mx.ones((*d.rows.shape[:2], 1), d.rows.dtype)
                 column = None if total is None else total[..., None]
-                sums[name] = add(column, d, scored(ones), chunk).squeeze(-1)
+                sums[name] = add(column, d.rows, scored(ones), chunk).squeeze(-1)

@@ -15,6 +15,7 @@ from ...machine import backend, nvidia
 from ..kernels.launch import Kernel, Launch, Values, numbers
 from . import grouped_hopper
 from .grouped_hopper import HopperTile
+from .grouped_product import GroupedProduct
 
 # The groups of 32 lanes in a block, and the bytes of its barriers.
 _GROUPS, _BARRIER_BYTES = 4, 16
@@ -64,30 +65,15 @@ def gradient_tile(height: int, width: int) -> TileShape:
     return _GRADIENT_NARROW if width <= _GRADIENT_NARROW[1] else _GRADIENT_WIDE
 
 
-def product(
-    rows: mx.array,
-    weight: mx.array,
-    ends: mx.array,
-    transpose: bool,
-    scale: mx.array | float = 1.0,
-    onto: mx.array | None = None,
-    tile: TileShape | HopperTile | None = None,
-    adapter: tuple[mx.array, mx.array] | None = None,
-) -> mx.array:
-    """Return onto + scale * (rows times their expert's matrix + the product of an adapter), [R, N].
+def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> mx.array:
+    """Compute a grouped product.
 
     Args:
-        rows: [R, K], sorted by expert.
-        weight: [E, N, K] if `transpose`, and else [E, K, N], of the rows' dtype.
-        ends: [E] int32, for each expert the index after its last row.
-        transpose: whether the matrices are multiplied by their last axis.
-        scale: one fp32 number.
-        onto: [R, N] of the rows' dtype, or None.
+        operands: What is multiplied, and what the product is added to.
         tile: the tile of a block, which also names the kernel; without one, `product_tile` chooses.
-        adapter: rows [R, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], for Hopper's kernel alone.
     """
-    tile = tile or product_tile(rows.shape[1], weight.shape[1 if transpose else 2])
-    return product_launch(rows, weight, ends, transpose, scale, onto, tile, adapter).run()[0]
+    tile = tile or product_tile(operands.rows.shape[1], operands.outputs)
+    return product_launch(operands, tile).run()[0]
 
 
 def gradient(
@@ -107,36 +93,25 @@ def gradient(
     return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1])).run()[0]
 
 
-def product_launch(
-    rows: mx.array,
-    weight: mx.array,
-    ends: mx.array,
-    transpose: bool,
-    scale: mx.array | float,
-    onto: mx.array | None,
-    tile: TileShape | HopperTile,
-    adapter: tuple[mx.array, mx.array] | None = None,
-) -> Launch:
+def product_launch(operands: GroupedProduct, tile: TileShape | HopperTile) -> Launch:
     """Describe the launch of `product` with a given tile."""
+    scale, rows = _numbers(operands.scale), operands.rows
     if isinstance(tile, HopperTile):
-        return grouped_hopper.product_launch(rows, weight, ends, transpose, _numbers(scale), onto, tile, adapter)
-    assert adapter is None, "only Hopper's kernel adds the product of an adapter"
+        return grouped_hopper.product_launch(operands, scale, tile)
+    assert operands.adapter is None, "only Hopper's kernel adds the product of an adapter"
     tile_rows, tile_columns, depth, _ = tile
-    outputs = weight.shape[1 if transpose else 2]
-    inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": _numbers(scale)}
-    if onto is not None:
-        inputs["onto"] = onto
+    added = operands.onto is not None
     return Launch(
         kernel=PRODUCT,
-        inputs=inputs,
-        outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
-        values=_values(rows.dtype, tile) | {"TRANSPOSED": transpose, "ADDED": onto is not None},
+        inputs=operands.arrays(scale),
+        outputs={"out": ((rows.shape[0], operands.outputs), rows.dtype)},
+        values=_values(rows.dtype, tile) | {"TRANSPOSED": operands.transpose, "ADDED": added},
         # kernels/products/experts.h numbers the tiles of rows so that there may be this many.
-        blocks=(-(-outputs // tile_columns), rows.shape[0] // tile_rows + ends.size, 1),
-        bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, transpose),
+        blocks=(-(-operands.outputs // tile_columns), rows.shape[0] // tile_rows + operands.ends.size, 1),
+        bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, operands.transpose),
         groups=_GROUPS,
-        written={} if onto is not None else {"onto": "rows"},
-        sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
+        written={} if added else {"onto": "rows"},
+        sizes=operands.sizes,
     )
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..kernels.launch import HOPPER_WORDS, Kernel, Launch, Values
+from .grouped_product import GroupedProduct
 
 # Sizes must be multiples of the first, and larger. Numbers of tiles have 16 bits.
 _UNIT, _MOST_TILES = 64, 2**16 - 1
@@ -64,31 +65,20 @@ def product_tile(outputs: int, experts: int) -> HopperTile:
     return few if experts <= few.most_experts else few._replace(teams=_MANY_TEAMS)
 
 
-def product_launch(
-    rows: mx.array,
-    weight: mx.array,
-    ends: mx.array,
-    transpose: bool,
-    scale: mx.array,
-    onto: mx.array | None,
-    tile: HopperTile,
-    adapter: tuple[mx.array, mx.array] | None = None,
-) -> Launch:
-    """Describe the launch of the product, whose arguments are those of `grouped.product`; scale is an array [1]."""
-    outputs = weight.shape[1 if transpose else 2]
-    inputs = {"rows": rows, "weight": weight, "ends": ends, "scale": scale}
-    if onto is not None:
-        inputs["onto"] = onto
+def product_launch(operands: GroupedProduct, scale: mx.array, tile: HopperTile) -> Launch:
+    """Describe the launch of a product; `scale` is its scale as an array [1]."""
+    rows, adapter, outputs = operands.rows, operands.adapter, operands.outputs
+    inputs = operands.arrays(scale)
     if adapter is not None:
         inputs |= {"low_rank": adapter[0], "factor": adapter[1]}
-    tiles = (rows.shape[0] // (_UNIT * tile.teams) + ends.size) * -(-outputs // tile.columns)
+    tiles = (rows.shape[0] // (_UNIT * tile.teams) + operands.ends.size) * -(-outputs // tile.columns)
     # One block to a multiprocessor; each computes every so manyth tile.
     blocks = nvidia.limits().multiprocessors
     values: Values = {"In": rows.dtype, "TEAMS": tile.teams, "COLUMNS": tile.columns, "BLOCKS": blocks}
     values |= {
         "RANK": 0 if adapter is None else adapter[0].shape[1],
-        "TRANSPOSED": transpose,
-        "ADDED": onto is not None,
+        "TRANSPOSED": operands.transpose,
+        "ADDED": operands.onto is not None,
     }
     stand_ins = {"onto": "rows", "low_rank": "rows", "factor": "weight"}
     return Launch(
@@ -101,7 +91,7 @@ def product_launch(
         groups=_TEAM // 32 * (tile.teams + 1),
         # A body reads none of those that a call lacks, but their types name those of its operands.
         written={name: other for name, other in stand_ins.items() if name not in inputs},
-        sizes=("rows_shape[1]", f"weight_shape[{1 if transpose else 2}]", "ends_shape[0]"),
+        sizes=operands.sizes,
     )
 
 

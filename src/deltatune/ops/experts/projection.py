@@ -15,6 +15,7 @@ import mlx.core as mx
 from ...machine import backend
 from ..products.quantized_product import unpacked
 from . import grouped, trial_case
+from .grouped_product import GroupedProduct
 from .single_rows import single_rows
 from .tiles import Chunk
 
@@ -258,7 +259,8 @@ def product(
         if tile is not None:
             onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
             factors = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
-            y = grouped.product(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, tile, factors)
+            operands = GroupedProduct(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, factors)
+            y = grouped.product(operands, tile)
             return y.reshape(-1, 1, y.shape[-1])
     if adapter is not None:
         return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))

@@ -15,6 +15,7 @@ from ..trial.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
 from .grouped_hopper import HopperTile
+from .grouped_product import GroupedProduct
 from .tolerances import GROUPED, ON_TENSOR_CORES
 
 # How many rows each expert has: the first and the fourth none, the second more than a tile.
@@ -91,8 +92,8 @@ def product_case(
     if rank:
         low_rank, _, factor = _drawn(dtype, rank, outputs)
         expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
-    arguments = stored(weight), _ends(), transpose, _SCALE, onto if added else None
-    launch = grouped.product_launch(rows, *arguments, tile, adapter)
+    operands = GroupedProduct(rows, stored(weight), _ends(), transpose, _SCALE, onto if added else None, adapter)
+    launch = grouped.product_launch(operands, tile)
     return _case(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 

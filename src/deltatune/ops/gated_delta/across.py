@@ -7,7 +7,23 @@ end. In the shapes, n is the number of chunks and dots are batch axes; decay bro
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
+
+
+class AcrossGradients(NamedTuple):
+    """The gradients of what the loop over n chunks computes.
+
+    Attributes:
+        deltas: [n, ..., C, Dv].
+        states_after: [n, ..., Dv, Dk], of the state after each chunk.
+        state: [..., Dv, Dk], of the state before the first chunk.
+    """
+
+    deltas: mx.array
+    states_after: mx.array
+    state: mx.array
 
 
 def forward_across(
@@ -36,7 +52,7 @@ def forward_across(
 
 def backward_across(
     ddelta_y: mx.array, dstate_y: mx.array, w: mx.array, k_end: mx.array, decay: mx.array, dstate: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> AcrossGradients:
     """Carry the gradient of the state back through n chunks.
 
     Args:
@@ -44,10 +60,6 @@ def backward_across(
         dstate_y: [n, ..., Dv, Dk], the gradients that the states before each chunk get from the outputs alone.
         w, k_end, decay: As in `forward_across`.
         dstate: [..., Dv, Dk], the gradient of the state after the last chunk.
-
-    Returns:
-        The gradients of the deltas [n, ..., C, Dv], of the states after each chunk [n, ..., Dv, Dk], and of the state
-        before the first chunk.
     """
     ddeltas, dstates_after = [], []
     chunks = list(zip(*map(_chunks, (ddelta_y, dstate_y, w, k_end, decay)), strict=True))
@@ -56,7 +68,7 @@ def backward_across(
         ddelta = mx.addmm(chunk_ddelta, chunk_k, dstate.swapaxes(-1, -2))
         ddeltas.append(ddelta)
         dstate = mx.addmm(chunk_dstate + dstate * chunk_decay, ddelta.swapaxes(-1, -2), chunk_w, alpha=-1.0)
-    return mx.stack(ddeltas[::-1]), mx.stack(dstates_after[::-1]), dstate
+    return AcrossGradients(mx.stack(ddeltas[::-1]), mx.stack(dstates_after[::-1]), dstate)
 
 
 def _chunks(x: mx.array) -> list[mx.array]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .across import AcrossGradients
 from .channel_gram import Level, decay_levels, gram, gram_backward
 from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
@@ -70,18 +71,16 @@ def input_gradients(
     states: mx.array,
     delta: mx.array,
     dy: mx.array,
-    ddelta: mx.array,
-    dstates_after: mx.array,
-    dstate: mx.array,
+    across: AcrossGradients,
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m is M of README.md."""
-    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
+    d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
     beta = group.beta[..., None]
     rows = mx.stack([dy, -d_right], axis=-3)
     m = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
     dq_from_start = (dy @ states) * chunks.from_start
     dk_from_start = -(d_right @ states) * chunks.from_start
-    dk_to_end = (delta @ dstates_after) * chunks.to_end
+    dk_to_end = (delta @ across.states_after) * chunks.to_end
 
     beta_rows = mx.stack([mx.ones_like(beta), beta], axis=-3)
     dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, m * beta_rows)
@@ -90,11 +89,16 @@ def input_gradients(
 
     # The terms are those of scalar.py, but each channel has a sum of its own.
     starts = dk_from_start * group.k
-    across = (dstates_after * states).sum(axis=-2, keepdims=True) * chunks.total
-    dlog_g = dlog_g + across + mx.cumsum(dq_from_start * group.q + beta * starts, axis=-2, reverse=True)
+    through = (across.states_after * states).sum(axis=-2, keepdims=True) * chunks.total
+    dlog_g = dlog_g + through + mx.cumsum(dq_from_start * group.q + beta * starts, axis=-2, reverse=True)
     dlog_g = dlog_g + mx.cumsum(dk_to_end * group.k, axis=-2, inclusive=False)
     pairs = (m[..., 1, :, :] * chunks.gram[..., 1, :, :]).sum(axis=-1)
     dbeta = (d_right * group.v).sum(axis=-1) + starts.sum(axis=-1) + pairs
     return Gradients(
-        q=sum_over_value_heads(dq), k=sum_over_value_heads(dk), v=d_right * beta, log_g=dlog_g, beta=dbeta, state=dstate
+        q=sum_over_value_heads(dq),
+        k=sum_over_value_heads(dk),
+        v=d_right * beta,
+        log_g=dlog_g,
+        beta=dbeta,
+        state=across.state,
     )

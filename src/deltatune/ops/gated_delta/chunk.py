@@ -114,8 +114,8 @@ def _group_backward(gates: Any, group: Group, states: mx.array, dy: mx.array, ds
     chunks = gates.without_state(group)
     delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
     ddelta_y, dstate_y = gates.output_gradients(group, chunks, dy)
-    ddelta, dstates_after, dstate = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
-    return gates.input_gradients(group, chunks, states, delta, dy, ddelta, dstates_after, dstate)
+    across = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
+    return gates.input_gradients(group, chunks, states, delta, dy, across)
 
 
 def _forward(
@@ -136,18 +136,12 @@ def _forward(
     return sequence_of(outputs, chunking), group_state.reshape(state.shape), *saved
 
 
-def _backward(
-    chunking: Chunking,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    log_g: mx.array,
-    beta: mx.array,
-    dy: mx.array,
-    dstate: mx.array,
-    *saved: mx.array,
-) -> _Arrays:
-    """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes."""
+def _backward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
+    """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes.
+
+    `arrays` are those inputs without the state, the gradients of y and of the final state, and what _forward saved.
+    """
+    q, k, v, log_g, beta, dy, dstate, *saved = arrays
     gates: Any = channel if log_g.ndim == 4 else scalar
     group_dstate = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
     results = [empty_chunks(x, chunking, k.shape[2]) for x in (q, k, v, log_g, beta)]

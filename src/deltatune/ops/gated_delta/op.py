@@ -60,21 +60,13 @@ def gated_delta(
         >>> y.shape, state.shape
         ((1, 8, 2, 16), (1, 2, 16, 16))
     """
-    _check(q, k, v, log_g, beta, initial_state, mask, segments)
+    _check_tokens(q, k, v, log_g, beta)
+    _check_optional(k, v, initial_state, mask, segments)
     _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None, beta.dtype))
     return function(q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
 
 
-def _check(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    log_g: mx.array,
-    beta: mx.array,
-    initial_state: mx.array | None,
-    mask: mx.array | None,
-    segments: mx.array | None,
-) -> None:
+def _check_tokens(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim != 4:
             raise ValueError(f"gated_delta: {name} must have 4 dimensions [B, T, H, D], got shape {list(array.shape)}")
@@ -95,6 +87,13 @@ def _check(
     _check_shape("beta", beta, (batch, length, value_heads))
     for name, array in (("q", q), ("k", k), ("v", v), ("log_g", log_g), ("beta", beta)):
         _check_float(name, array)
+
+
+def _check_optional(
+    k: mx.array, v: mx.array, initial_state: mx.array | None, mask: mx.array | None, segments: mx.array | None
+) -> None:
+    batch, length, _, key_size = k.shape
+    value_heads, value_size = v.shape[2:]
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (batch, value_heads, value_size, key_size))
         _check_float("initial_state", initial_state)

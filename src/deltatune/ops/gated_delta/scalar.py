@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .across import AcrossGradients
 from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
 
@@ -76,17 +77,15 @@ def input_gradients(
     states: mx.array,
     delta: mx.array,
     dy: mx.array,
-    ddelta: mx.array,
-    dstates_after: mx.array,
-    dstate: mx.array,
+    across: AcrossGradients,
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
     size = dy.shape[-2]
-    d_right = chunks.inverse.swapaxes(-1, -2) @ ddelta
+    d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
     rows = mx.concatenate([dy, -d_right], axis=-2)
     z = rows @ states
     m = rows @ delta.swapaxes(-1, -2)
-    dk_end = delta @ dstates_after
+    dk_end = delta @ across.states_after
 
     beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
     start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
@@ -98,20 +97,20 @@ def input_gradients(
     # and between two positions.
     starts = (z * group.qk).sum(axis=-1) * start_rows
     ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
-    across = (dstates_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
+    through = (across.states_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
     pairs = m * chunks.gram
     dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
     starts = starts[..., :size] + group.beta * starts[..., size:]
     pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
     dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False)
-    dlog_g = dlog_g + across[..., None] + _spanning(pairs)
+    dlog_g = dlog_g + through[..., None] + _spanning(pairs)
     return Gradients(
         q=dqk[..., :size, :],
         k=dqk[..., size:, :] + dk,
         v=d_right * group.beta[..., None],
         log_g=dlog_g,
         beta=dbeta,
-        state=dstate,
+        state=across.state,
     )
 
 

@@ -155,17 +155,31 @@ def environment() -> dict[str, str]:
     return facts
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a report says of a run besides its figures and options.
+
+    Attributes:
+        about: What the run was, by name: its model, what trained, its data.
+        tables: Tables to show before those of the options.
+        headline: Figures to show before those of the result.
+        title: What was trained; the name of the model by default.
+        state: How the run stands, in words.
+    """
+
+    about: dict[str, str]
+    tables: Sequence[ReportTable] = ()
+    headline: Mapping[str, str] = field(default_factory=dict)
+    title: str | None = None
+    state: str = "ended"
+
+
 def write_report(
     path: Path,
     metrics: Path,
     config: TrainConfig,
     result: dict[str, Any],
-    *,
-    about: dict[str, str],
-    tables: Sequence[ReportTable] = (),
-    headline: dict[str, str] | None = None,
-    title: str | None = None,
-    state: str = "ended",
+    description: Description,
 ) -> list[str]:
     """Write the report of a run.
 
@@ -174,11 +188,7 @@ def write_report(
         metrics: The run's metrics.jsonl.
         config: The options of the run.
         result: The fields of its Result.
-        about: What the run was, by name: its model, what trained, its data.
-        tables: Tables to show before those of the options.
-        headline: Figures to show before those of the result.
-        title: What was trained; the name of the model by default.
-        state: How the run stands, in words.
+        description: What is said of the run besides its figures and options.
 
     Returns:
         Lines that say what the report lacks because `metrics` is damaged.
@@ -193,20 +203,20 @@ def write_report(
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
         problems = [f"{what}; the curves show the records that are left: {len(records)}."]
     now = datetime.datetime.now().astimezone()
-    run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **about}
+    run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
     report = RunReport(
-        title=f"{title or Path(config.model or '').name}: training report",
-        subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size} rows; {state}",
-        headline={**(headline or {}), **_headline(result)},
+        title=f"{description.title or Path(config.model or '').name}: training report",
+        subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size} rows; {description.state}",
+        headline={**description.headline, **_headline(result)},
         notes=problems,
         metrics=records,
         tables=[
             ReportTable("The run", ("what", "value"), list(run.items())),
-            *tables,
+            *description.tables,
             *sample_tables(records),
             *_facts(config),
         ],
-        run=about | {"iterations": config.iters},
+        run=description.about | {"iterations": config.iters},
     )
     text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))

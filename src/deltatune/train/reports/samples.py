@@ -16,7 +16,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ...data.chats.answer_ends import ending_answers
-from ...data.prompts import conversation_tokens, prompt_tokens
+from ...data.prompts import Question, conversation_tokens, prompt_tokens
 from ...data.rows.row_formats import (
     ASSISTANT,
     Features,
@@ -170,7 +170,8 @@ class Samples:
         if self._plain:
             return [Prompt(entry, self._tokenizer.encode(entry))]
         options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
-        return [Prompt(entry, prompt_tokens(self._tokenizer, entry, template_options=options, refused=refused))]
+        tokens = prompt_tokens(self._tokenizer, Question(entry), template_options=options, refused=refused)
+        return [Prompt(entry, tokens)]
 
     def _row(self, row: Any, source: str, folder: Path) -> Prompt:
         """Return the prompt of a row: what comes before its last answer. Its pictures are files below the folder."""
