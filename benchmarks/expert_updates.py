@@ -31,7 +31,7 @@ def make(mode: str) -> tuple[Any, Any, Any]:
     from deltatune.options.config import TrainConfig
     from deltatune.train.distributed import World
     from deltatune.train.step import Step
-    from deltatune.train.updates.optimizer import build_optimizer
+    from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer
 
     mx.random.seed(0)
     model = nn.Module()
@@ -43,7 +43,7 @@ def make(mode: str) -> tuple[Any, Any, Any]:
         adapter.unfreeze_adapter()
     settings = {"adamw": {"weight_decay": 0.1, "bias_correction": True}}
     optimizer = build_optimizer(TrainConfig(optimizer="adamw", learning_rate=1e-3, optimizer_config=settings))
-    step = Step(model, optimizer, lambda *_: None, World(), expert_updates=mode)  # type: ignore[arg-type, return-value]
+    step = Step(model, optimizer, lambda *_: None, World(), update=UpdateOptions(expert_updates=mode))  # type: ignore[arg-type, return-value]
     mx.eval(model.trainable_parameters(), optimizer.state)
     return model, optimizer, step
 

@@ -172,7 +172,7 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
     class Paced(Iterations):
         def __init__(self, *parts: Any):
             super().__init__(*parts)
-            self._turns = Turns(trained(self._model))
+            self._turns = Turns(trained(self.step.model))
 
         def _iterate(self) -> bool:
             if forget:

@@ -73,7 +73,7 @@ def end(seconds):
 
 def iterate(self):
     starts.append(time.time())
-    if self.world.rank == victim and len(starts) == iterations + 1:
+    if self.parts.world.rank == victim and len(starts) == iterations + 1:
         step = starts[-1] - starts[-2] if iterations else 1.0
         threading.Thread(target=end, args=(part * step,), daemon=True).start()
     return plain(self)

@@ -57,7 +57,7 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
     def start_next(self, after_update):
         plain(self, after_update)
         if trainer.progress.iteration == iteration - 1:
-            trainer._ending.stop.asked = True
+            self._ending.stop.asked = True
 
     with monkeypatch.context() as patch:
         patch.setattr(MicroBatches, "_start_next", start_next)

@@ -14,7 +14,7 @@ from deltatune.patches import patched
 from deltatune.train.distributed import World
 from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
 from deltatune.train.tree import from_host
-from deltatune.train.updates.optimizer import build_optimizer
+from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer
 
 
 class Tiny(nn.Module):
@@ -53,7 +53,8 @@ def joined(*batches):
 
 def run(made, batches, accumulate, loss=None, **options):
     config = TrainConfig(optimizer="sgd", learning_rate=0.5)
-    step = Step(made, build_optimizer(config), loss or full_loss(made), World(), accumulate=accumulate, **options)
+    update = UpdateOptions(accumulate, **options)
+    step = Step(made, build_optimizer(config), loss or full_loss(made), World(), update=update)
     norms, accumulated, loss_sum, weight_sum = [], step.zeros(), mx.array(0.0), mx.array(0.0)
     for index, each in enumerate(batches, 1):
         loss_value, weight, accumulated = step.micro_batch(each, accumulated)

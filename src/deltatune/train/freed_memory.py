@@ -34,6 +34,8 @@ class FreedMemory:
     def __init__(self, threshold: int | None = None):
         self._threshold = threshold
         self._peak = 0
+        # MLX's own limit, while the block runs.
+        self._own_limit = 0
 
     def __enter__(self) -> FreedMemory:
         # MLX tells its limit only while another one is set.

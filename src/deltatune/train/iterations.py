@@ -18,7 +18,6 @@ from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
-from .by_layer.layer_step import step_of
 from .by_layer.layer_weights import LayerWeights
 from .distributed import World
 from .ending import nonfinite
@@ -33,7 +32,8 @@ from .reports.screen import Screen
 from .saved import state
 from .saved.outputs import Outputs
 from .saved.saving import Saving
-from .setup import Training, build_step
+from .setup import Training
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Parts:
         valid_order: The batches of an evaluation, where there are validation examples.
         optimizer: The optimizer.
         samples: The prompts that are answered on the way.
-        saving: The progress of the run, and its saves.
         reporting: What tells of the run.
-        ending: What ends the run early.
+        progress: The progress of the run.
         weights: What the layers' weights are read from, where `config.memory` bounds the run.
     """
 
@@ -65,9 +64,8 @@ class Parts:
     valid_order: BatchOrder | None
     optimizer: mlx.optimizers.Optimizer
     samples: Samples
-    saving: Saving
     reporting: Reporting
-    ending: Ending
+    progress: state.Progress
     weights: LayerWeights | None
 
 
@@ -76,52 +74,51 @@ class Iterations:
 
     Args:
         parts: What the run is made of.
+        step: The compiled step.
+        saving: The sums of the run, and its saves.
+        ending: What ends the run early.
         trained: The loss and the layers of the model as the patches made them (setup.training).
         passes: The passes of a step by layers, where `config.memory` bounds the run.
         freed_memory: What gives freed memory back between iterations.
 
     Attributes:
-        step: The compiled step.
+        step: The argument.
+        progress: The progress of the run.
     """
 
-    def __init__(self, parts: Parts, trained: Training, passes: LayerPasses | None, freed_memory: FreedMemory):
-        self.config, self.world, self.screen, self.outputs = parts.config, parts.world, parts.screen, parts.outputs
-        self._model, self._optimizer, self._weights = parts.model, parts.optimizer, parts.weights
-        self._order, self._valid_order = parts.order, parts.valid_order
-        self._samples, self._reporting = parts.samples, parts.reporting
-        self._saving, self._ending, self._freed_memory = parts.saving, parts.ending, freed_memory
+    def __init__(
+        self,
+        parts: Parts,
+        step: Step,
+        saving: Saving,
+        ending: Ending,
+        trained: Training,
+        passes: LayerPasses | None,
+        freed_memory: FreedMemory,
+    ):
+        self.parts, self.step, self.progress = parts, step, parts.progress
+        self._saving, self._ending, self._freed_memory = saving, ending, freed_memory
         self._loss, self._passes = trained.loss, passes
-        if self._weights is not None:
-            self._weights.between = self._ending.between_layers
         self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-        self.step = build_step(self._model, self._optimizer, self._loss, self.config, self.world, step_of(passes))
-        self._figures = trained.figures + self.step.reports
+        self._figures = trained.figures + step.reports
         evaluate = None if passes is None else passes.evaluate
-        self._evaluation = Evaluation(self._model, self._loss, self.world, trained.figures, evaluate)
-        self._micro_batches = MicroBatches(
-            self._model, self._optimizer, self.step, self._saving, self._ending, self._order, self.config, self.world
-        )
+        self._evaluation = Evaluation(parts.model, trained.loss, parts.world, trained.figures, evaluate)
+        self._micro_batches = MicroBatches(step, saving, ending, parts.order, parts.config, parts.world)
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
 
-    @property
-    def progress(self) -> state.Progress:
-        """The progress of the run, as it is saved."""
-        return self._saving.progress
-
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        config, stop = self.config, self._ending.stop
+        config, progress, stop = self.parts.config, self.progress, self._ending.stop
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
             self._ending.check()
-            progress = self.progress
-            asked = asked or (stop.asked and self.world.size == 1)
+            asked = asked or (stop.asked and self.parts.world.size == 1)
             if not asked and self._evaluation_is_due():
                 asked = not self._evaluate()
             done = progress.iteration >= config.iters or self.out_of_patience()
-            if not asked and self._samples.are_due(progress, last=done):
+            if not asked and self.parts.samples.are_due(progress, last=done):
                 asked = not self._sample()
             if asked and not done:
                 self._save()
@@ -134,40 +131,41 @@ class Iterations:
                 self._save()
             asked = self._iterate()
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
-                self._reporting.training(progress, self._optimizer.learning_rate.item(), self._figures)
+                rate = self.parts.optimizer.learning_rate.item()
+                self.parts.reporting.training(progress, rate, self._figures)
 
     def _save_is_due(self) -> bool:
         at = self.progress.iteration
-        return at > 0 and at % self.config.save_every == 0 and at != self._saving.saved
+        return at > 0 and at % self.parts.config.save_every == 0 and at != self._saving.saved
 
     def _evaluation_is_due(self) -> bool:
-        config, at = self.config, self.progress.iteration
-        if self._valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
+        config, at = self.parts.config, self.progress.iteration
+        if self.parts.valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
             return False
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
     def _evaluate(self) -> bool:
         """Evaluate and report; return False if interrupted, so that a resumed run starts with this evaluation."""
-        assert self._valid_order is not None
-        started, progress = time.perf_counter(), self.progress
+        parts, progress, started = self.parts, self.progress, time.perf_counter()
+        assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
             self._ending.check()
-            self.screen.evaluating(done, total)
-            return self._ending.stop.asked and self.world.size == 1
+            parts.screen.evaluating(done, total)
+            return self._ending.stop.asked and parts.world.size == 1
 
-        loss = self._evaluation(self._valid_order, self.config.val_batches, between)
+        loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)
         if loss is None:
             return False
         if not math.isfinite(loss):
-            self._on_every_rank(lambda: nonfinite.refuse_damaged(self._model, self._weights))
+            self._on_every_rank(lambda: nonfinite.refuse_damaged(parts.model, parts.weights))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
         progress.val_loss = loss
         # Without a target to count, the loss is NaN, which is no best.
         best = not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss)
-        self._reporting.validation(progress, record, best=best)
+        parts.reporting.validation(progress, record, best=best)
         if best:
             progress.best_loss, progress.evaluations_without_gain = loss, 0
             progress.best_iteration = progress.iteration
@@ -177,7 +175,7 @@ class Iterations:
         else:
             progress.evaluations_without_gain += 1
         if self.out_of_patience():
-            self.screen.say(
+            parts.screen.say(
                 f"Stopping early after iteration {progress.iteration}: {progress.evaluations_without_gain} evaluations "
                 f"without a loss below {progress.best_loss:.4f}."
             )
@@ -185,17 +183,18 @@ class Iterations:
 
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
-        answers = self._samples.on_main(self.world, self._ending)
+        parts = self.parts
+        answers = parts.samples.on_main(parts.world, self._ending)
         if answers is None:
             return False
         self.progress.sampled = self.progress.iteration
-        if self.world.main:
-            self._reporting.samples(self.progress, answers)
+        if parts.world.main:
+            parts.reporting.samples(self.progress, answers)
         return True
 
     def out_of_patience(self) -> bool:
         """Whether so many evaluations in a row were no better that the run ends (config.early_stopping)."""
-        patience = self.config.early_stopping
+        patience = self.parts.config.early_stopping
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
     def _iterate(self) -> bool:
@@ -218,19 +217,19 @@ class Iterations:
         seconds = time.perf_counter() - started
         progress.seconds += seconds
         loss = loss_sum / weight_sum if weight_sum else None
-        self._reporting.iteration(progress, seconds, int(all_tokens), loss)
+        self.parts.reporting.iteration(progress, seconds, int(all_tokens), loss)
         return asked > 0
 
     def _next_batch(self) -> Batch:
         """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
         try:
-            return next(self._order)
+            return next(self.parts.order)
         except UserError as error:
             self._ending.in_order()
             self._saving.save_last_update()
             raise UserError(
-                f"{error} The state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}; "
-                "mend the data and give --resume."
+                f"{error} The state after iteration {self.progress.iteration} is saved in "
+                f"{self.parts.outputs.state.parent}; mend the data and give --resume."
             ) from error
 
     def _advance(self, batch: Batch) -> Advance:
@@ -239,13 +238,14 @@ class Iterations:
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""
-        config, at = self.config, self.progress.iteration + 1
-        if at >= config.iters or self._ending.stop.asked or self._reporting.last_seconds > LONGEST:
+        parts, at = self.parts, self.progress.iteration + 1
+        config = parts.config
+        if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
         due = [config.save_every]
-        if self._valid_order is not None and config.val_batches:
+        if parts.valid_order is not None and config.val_batches:
             due.append(config.steps_per_eval)
-        if self._samples.prompts:
+        if parts.samples.prompts:
             due.append(config.steps_per_sample or config.steps_per_eval)
         return all(at % interval for interval in due)
 
@@ -262,19 +262,19 @@ class Iterations:
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
-        at, batches = self.progress.iteration, self._batches
-        self.screen.stop()
+        parts, at = self.parts, self.progress.iteration
+        parts.screen.stop()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         self._ending.in_order()
         # An update that is not finite changes no parameter.
         self._saving.updating = False
-        damage = nonfinite.damage(self._model, self._weights)
-        worth_saving = damage is None or nonfinite.trained_is_finite(self._model)
+        damage = nonfinite.damage(parts.model, parts.weights)
+        worth_saving = damage is None or nonfinite.trained_is_finite(parts.model)
         if worth_saving:
             self._saving.save_last_update()
         if damage is not None:
-            saved = f" What was trained is in {self.outputs.state.parent}." if worth_saving else ""
+            saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at}: {what}: {damage}{saved}")
-        cause = nonfinite.cause(self._model, self._loss, batches, self._watched, self._passes)
-        saved = f"the state after iteration {self.progress.iteration} is saved in {self.outputs.state.parent}"
+        cause = nonfinite.cause(parts.model, self._loss, self._batches, self._watched, self._passes)
+        saved = f"the state after iteration {self.progress.iteration} is saved in {parts.outputs.state.parent}"
         raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", saved)

@@ -13,8 +13,9 @@ from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
 from ..ops.recomputation import Checkpoints
+from ..ops.trial.rankings import Rankings
 from ..options.config import TrainConfig
-from .by_layer.layer_step import by_layers
+from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
 from .check import check
 from .distributed import World
@@ -32,7 +33,8 @@ from .saved import content, kept_choices, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saved.saving import Saving
-from .setup import Run, batch_order, training, training_order, with_iterations
+from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
+from .step import Step
 from .updates.optimizer import build_optimizer
 
 
@@ -52,6 +54,10 @@ class Trainer:
         folder: The output folder, if the caller has taken it already.
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
         weights: What the layers' weights are read from, where `config.memory` bounds the run (plan/placement.py).
+
+    Attributes:
+        parts: What the run is made of before its model is patched.
+        splits: The argument.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -77,27 +83,31 @@ class Trainer:
         processor: Any = None,
         weights: LayerWeights | None = None,
     ):
-        self.model, self.splits, self._weights = model, splits, weights
-        self.world = world or World()
+        world = world or World()
         check(model, tokenizer, config, splits)
-        self._train_order = training_order(splits, config, self.world)
-        self._order = PeekableOrder(self._train_order)
-        self.config = config = with_iterations(config, self._train_order)
+        self.splits, self._train_order = splits, training_order(splits, config, world)
+        config = with_iterations(config, self._train_order)
         if config.epochs is not None:
             check_updates(config)
-        self.screen = screen or Screen(shown=self.world.main, plain=self.world.size > 1)
-        self._samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
-        self._folder = folder or RunFolder(config, self.world)
-        self.outputs = Outputs(model, tokenizer, config, model_config)
-        self._optimizer = build_optimizer(config)
+        screen = screen or Screen(shown=world.main, plain=world.size > 1)
+        samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
+        self._folder = folder or RunFolder(config, world)
+        outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)
-        identity = state.fingerprint(config, model=config.model, **self._facts)
-        self._saving = Saving(model, self._optimizer, self._order, self.outputs, self.world, identity)
-        on_host = 0 if weights is None else weights.on_host
-        self._reporting = Reporting(config, self.outputs, self.screen, self.world.main, on_host)
-        self._saving.after = self._report_saved
-        self._ending = Ending(self._saving, config, self.outputs, self.world, self.screen)
-        self._valid_order = batch_order(splits.valid, config, self.world) if splits.valid else None
+        self.parts = Parts(
+            model=model,
+            config=config,
+            world=world,
+            screen=screen,
+            outputs=outputs,
+            order=PeekableOrder(self._train_order),
+            valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
+            optimizer=build_optimizer(config),
+            samples=samples,
+            reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
+            progress=state.Progress(),
+            weights=weights,
+        )
 
     @classmethod
     def of(
@@ -122,60 +132,91 @@ class Trainer:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
-        config, world = self.config, self.world
+        parts, config, model = self.parts, self.parts.config, self.parts.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            self._saving.chosen = stack.enter_context(kept_choices.kept(config))
-            kept_choices.agree(self._saving.chosen, world)
+            chosen = stack.enter_context(kept_choices.kept(config))
+            kept_choices.agree(chosen, parts.world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
-            trained = stack.enter_context(
-                training(self.model, config, checkpoints=checkpoints, compare=self._weights is None)
-            )
-            trained, passes = stack.enter_context(by_layers(self.model, config, trained, self._weights))
-            for fact in announce.facts(
-                self.model, config, self.splits, trained, self._train_order, world, verbose=self.screen.verbose
-            ):
-                self.screen.say(fact)
-            for line in announce.implementations(self._saving.chosen):
-                self.screen.say(line)
-            self.screen.panel("deltatune train")
-            if self.outputs.note is not None:
-                self.screen.say(self.outputs.note)
-            self._reporting.about = announce.about(self.model, config, self.splits, trained)
-            self._reporting.tables = announce.layer_table(trained)
-            self.model.train()
+            compare = parts.weights is None
+            trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=compare))
+            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights))
+            self._announce(trained, chosen)
+            model.train()
             if backend.device() == "metal":
                 mx.set_wired_limit(backend.gpu_memory())
             freed_memory = FreedMemory(config.clear_cache_threshold)
-            iterations = Iterations(self._parts(), trained, passes, freed_memory)
-            self._saving.begin(iterations.step)
-            keep = fill(self.model, trained, self.splits, config, self._facts, world, self.screen)
-            stack.callback(self._reporting.close)
-            stack.enter_context(self._ending)
+            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes))
+            saving = self._saving(step, chosen)
+            ending = Ending(saving, config, parts.outputs, parts.world, parts.screen)
+            saving.after = lambda: self._report_saved(stopping=ending.stop.asked)
+            if parts.weights is not None:
+                parts.weights.between = ending.between_layers
+            iterations = Iterations(parts, step, saving, ending, trained, passes, freed_memory)
+            keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
+            stack.callback(parts.reporting.close)
+            stack.enter_context(ending)
             stack.enter_context(freed_memory)
-            self._open()
-            self.progress.checkpoints = checkpoints
-            world.do_on_main(keep, "keep the reference")
-            self.screen.start(self.progress.iteration, config.iters)
-            with self._ending.rescue():
+            self._open(saving)
+            parts.progress.checkpoints = checkpoints
+            parts.world.do_on_main(keep, "keep the reference")
+            parts.screen.start(parts.progress.iteration, config.iters)
+            with ending.rescue():
                 iterations.run()
-        result = Result.of(self.progress, self._reporting.peak_memory, iterations.out_of_patience())
-        self._reporting.write(self.progress, "ended", result)
+        result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
+        parts.reporting.write(parts.progress, "ended", result)
         return result
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.parts.model
+
+    @property
+    def config(self) -> TrainConfig:
+        """The options of the run, with the number of iterations that `epochs` stands for."""
+        return self.parts.config
+
+    @property
+    def outputs(self) -> Outputs:
+        """The files of the run."""
+        return self.parts.outputs
 
     @property
     def about(self) -> dict[str, str]:
         """What the run is, by name, for its report; empty until run() is called."""
-        return self._reporting.about
+        return self.parts.reporting.about
 
     @property
     def progress(self) -> state.Progress:
         """The progress of the run, as it is saved."""
-        return self._saving.progress
+        return self.parts.progress
 
-    def _open(self) -> None:
+    def _announce(self, trained: Training, chosen: Rankings) -> None:
+        """Tell what is trained and how: on the screen now, and in the report."""
+        parts, splits = self.parts, self.splits
+        screen, verbose = parts.screen, parts.screen.verbose
+        told = announce.facts(
+            parts.model, parts.config, splits, trained, self._train_order, parts.world, verbose=verbose
+        )
+        for fact in [*told, *announce.implementations(chosen)]:
+            screen.say(fact)
+        screen.panel("deltatune train")
+        if parts.outputs.note is not None:
+            screen.say(parts.outputs.note)
+        parts.reporting.about = announce.about(parts.model, parts.config, splits, trained)
+        parts.reporting.tables = announce.layer_table(trained)
+
+    def _saving(self, step: Step, chosen: Rankings) -> Saving:
+        """Make what saves the run: a continuation must share the options, the model and the data."""
+        parts = self.parts
+        identity = state.fingerprint(parts.config, model=parts.config.model, **self._facts)
+        return Saving(step, parts.progress, parts.order, parts.outputs, parts.world, identity, chosen)
+
+    def _open(self, saving: Saving) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
-        path, config, world = self.outputs.state, self.config, self.world
+        parts, config, world = self.parts, self.parts.config, self.parts.world
+        path = parts.outputs.state
         has_state = state.exists(path)
         ranks_with_state = world.sum_numbers(float(has_state))[0]
         if config.resume and 0 < ranks_with_state < world.size:
@@ -184,34 +225,18 @@ class Trainer:
             )
         if world.main:
             for line in self._folder.make_room():
-                self.screen.say(line)
-            self.outputs.prepare()
+                parts.screen.say(line)
+            parts.outputs.prepare()
         if config.resume and has_state:
-            for line in [*self._saving.restore(), *announce.resumed(self.progress, config, world)]:
-                self.screen.say(line)
+            for line in [*saving.restore(), *announce.resumed(parts.progress, config, world)]:
+                parts.screen.say(line)
         elif config.resume:
-            self.screen.say(announce.nothing_to_resume(config))
-        self._reporting.open(self.progress)
-        self._saving.metrics = self._reporting.metrics
+            parts.screen.say(announce.nothing_to_resume(config))
+        parts.reporting.open(parts.progress)
+        saving.metrics = parts.reporting.metrics
 
-    def _parts(self) -> Parts:
-        return Parts(
-            model=self.model,
-            config=self.config,
-            world=self.world,
-            screen=self.screen,
-            outputs=self.outputs,
-            order=self._order,
-            valid_order=self._valid_order,
-            optimizer=self._optimizer,
-            samples=self._samples,
-            saving=self._saving,
-            reporting=self._reporting,
-            ending=self._ending,
-            weights=self._weights,
-        )
-
-    def _report_saved(self) -> None:
+    def _report_saved(self, *, stopping: bool) -> None:
         """Write the report after a save; the progress may be that of the last update."""
-        if not self.progress.finished:
-            self._reporting.write(self.progress, "stopped" if self._ending.stop.asked else "still training")
+        progress = self.parts.progress
+        if not progress.finished:
+            self.parts.reporting.write(progress, "stopped" if stopping else "still training")

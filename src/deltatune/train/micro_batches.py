@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers
 import numpy as np
 
 from ..data import Batch
@@ -46,8 +44,6 @@ class MicroBatches:
     """Computes the micro-batches of a run one after another, and the update where one is due.
 
     Args:
-        model: The model.
-        optimizer: The optimizer.
         step: The compiled step.
         saving: The sums and the progress of the run.
         ending: It lets another thread save while this one waits for a batch's gradients.
@@ -57,21 +53,13 @@ class MicroBatches:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: mlx.optimizers.Optimizer,
-        step: Step,
-        saving: Saving,
-        ending: Ending,
-        order: PeekableOrder,
-        config: TrainConfig,
-        world: World,
+        self, step: Step, saving: Saving, ending: Ending, order: PeekableOrder, config: TrainConfig, world: World
     ):
-        self._optimizer, self._step = optimizer, step
+        self._step = step
         self._saving, self._ending, self._order = saving, ending, order
         self._config, self._world = config, world
         self._started: _Started | None = None
-        trained = sum(leaf.nbytes for _, leaf in leaves(model.trainable_parameters()))
+        trained = sum(leaf.nbytes for _, leaf in leaves(step.model.trainable_parameters()))
         self._can_start_early = may_start_early(world, config) and trained <= MOST_TRAINED
 
     def advance(self, batch: Batch, starts_next: bool) -> Advance:
@@ -110,7 +98,7 @@ class MicroBatches:
             asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
             numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
         evaluate = mx.async_eval if early else mx.eval
-        evaluate(self._step.parameters(), self._optimizer.state, norm, numbers)
+        evaluate(self._step.parameters(), self._step.optimizer.state, norm, numbers)
         if early:
             self._start_next(completes)
         values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]

@@ -48,6 +48,7 @@ from .preferences.loss import TokenLosses, chunked_token_losses, full_token_loss
 from .preferences.objectives import Objective, objective_of
 from .step import Arrays, LossFunction, Step, chunked_loss, full_loss
 from .tree import leaves
+from .updates.optimizer import UpdateOptions
 from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -258,11 +259,10 @@ def build_step(
         optimizer,
         loss,
         world,
-        accumulate=config.grad_accumulation_steps,
-        clip=config.grad_clip,
-        expert_updates=config.expert_updates,
+        update=UpdateOptions(
+            config.grad_accumulation_steps, config.grad_clip, config.expert_updates, _rates(model, config)
+        ),
         routers=router_losses(model, config),
-        rates=_rates(model, config),
     )
 
 

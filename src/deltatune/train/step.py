@@ -5,7 +5,7 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -204,13 +204,11 @@ class Step:
         optimizer: The optimizer, which is initialised here.
         loss: The loss.
         world: The ranks of the run.
-        accumulate: The number of micro-batches in an update.
-        clip: The largest gradient norm that is not scaled down; None for no clipping.
-        expert_updates: `dense` or `active`.
+        update: How updates are made; each from one micro-batch, without clipping, by default.
         routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
-        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
 
     Attributes:
+        model, optimizer: The arguments.
         bundles: Which parameters are joined for the optimizer.
         tower: The model's frozen vision tower; None without one.
         routers: The argument.
@@ -225,17 +223,16 @@ class Step:
         loss: LossFunction,
         world: World,
         *,
-        accumulate: int = 1,
-        clip: float | None = None,
-        expert_updates: str = "dense",
+        update: updates.UpdateOptions | None = None,
         routers: RouterLosses | None = None,
-        rates: Mapping[str, float] | None = None,
     ):
-        self._model, self._optimizer, self._loss, self._world = model, optimizer, loss, world
-        self._clip, self.routers = clip, routers
-        self._weighted = accumulate > 1 or world.size > 1
-        self._accumulates = accumulate > 1
-        self._active = ActiveExperts(model, optimizer, rates) if expert_updates == "active" else None
+        update = update or updates.UpdateOptions()
+        self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
+        self._clip, self.routers = update.clip, routers
+        self._weighted = update.accumulate > 1 or world.size > 1
+        self._accumulates = update.accumulate > 1
+        rates = update.rates
+        self._active = ActiveExperts(model, optimizer, rates) if update.expert_updates == "active" else None
         parameters = model.trainable_parameters()
         separate = self._active.paths if self._active else ()
         self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model), rates)
@@ -319,7 +316,7 @@ class Step:
         norm, experts = self.begin_update(gradients, loss, weight)
         del gradients
         if experts is not None:
-            mx.eval(self.parameters(), self._optimizer.state, norm, experts)
+            mx.eval(self.parameters(), self.optimizer.state, norm, experts)
             if number(experts.healthy):
                 self.finish_update(experts)
         return norm
@@ -357,7 +354,7 @@ class Step:
         used = self.bundles.part(parameters, used=True)
         with drawing_with(self.random):
             loss, weight, gradients, *figures = mean_loss_and_gradients(
-                self._model, self._loss, batch, used, self.routers, lengths
+                self.model, self._loss, batch, used, self.routers, lengths
             )
         return loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
 
@@ -376,7 +373,7 @@ class Step:
 
         With active experts, the fields of ExpertGradients come fourth.
         """
-        optimizer, rates = self._optimizer, self.bundles.rate
+        optimizer, rates = self.optimizer, self.bundles.rate
         divisor = mx.where(weight > 0, weight, 1.0) if self._weighted else mx.array(1.0)
         experts: dict[str, mx.array] = {}
         if self._active is not None:

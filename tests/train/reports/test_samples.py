@@ -50,20 +50,21 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
     assert PROMPT in page
 
 
-def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, tmp_path, read_metrics):
+def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, run_with, tmp_path, read_metrics):
     options = {"sample_prompts": [PROMPT], "steps_per_sample": 1, "sample_max_tokens": 4, "iters": 2}
     make_trainer(adapter_path=str(tmp_path / "straight"), **options).run()
-    trainer = make_trainer(**options)
-    answer = trainer._samples.answers
+    trainer, runs = make_trainer(**options), []
+    samples = trainer.parts.samples
+    answer = samples.answers
 
     def stopping(ended):
         if trainer.progress.iteration == 1:
-            trainer._ending.stop.asked = True
+            runs[0]._ending.stop.asked = True
         return answer(ended)
 
-    trainer._samples.answers = stopping
+    samples.answers = stopping
     with pytest.raises(StoppedError):
-        trainer.run()
+        run_with(trainer, lambda iterations, batch: runs.append(iterations))
     assert sorted(sampled(tmp_path / "out")) == [0]
     make_trainer(resume=True, **options).run()
     assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")

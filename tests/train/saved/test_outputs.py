@@ -103,15 +103,14 @@ def test_a_kill_after_the_best_gives_the_same_best(make_trainer, tmp_path, monke
     options = {"steps_per_eval": 2, "save_every": 3, "grad_accumulation_steps": 1}
     make_trainer(**options, adapter_path=str(tmp_path / "straight")).run()
     trainer = make_trainer(**options)
-    plain = trainer._saving.save_best
+    plain = trainer.outputs.save_best
 
-    def killed(loss):
-        plain(loss)
-        if trainer.progress.iteration == 4:
+    def killed(iteration, loss):
+        plain(iteration, loss)
+        if iteration == 4:
             shutil.copytree(tmp_path / "out", tmp_path / "found")
-        return None
 
-    trainer._saving.save_best = killed
+    trainer.outputs.save_best = killed
     trainer.run()
     shutil.rmtree(tmp_path / "out")
     shutil.copytree(tmp_path / "found", tmp_path / "out")

@@ -16,7 +16,7 @@ from deltatune.train.distributed import World
 from deltatune.train.step import Step
 from deltatune.train.updates import bundles
 from deltatune.train.updates.expert_updates import ActiveExperts
-from deltatune.train.updates.optimizer import build_optimizer
+from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer
 
 ADAMW = {"adamw": {"weight_decay": 0.1, "bias_correction": True}}
 
@@ -66,7 +66,8 @@ def make(mode: str, experts: int = 6, accumulate: int = 1, optimizer: str = "ada
     mx.eval(model.parameters())
     config = TrainConfig(optimizer=optimizer, learning_rate=0.05, optimizer_config=ADAMW)
     made = build_optimizer(config)
-    step = Step(model, made, loss_of(model), World(), accumulate=accumulate, expert_updates=mode, **options)
+    update = UpdateOptions(accumulate, expert_updates=mode, **options)
+    step = Step(model, made, loss_of(model), World(), update=update)
     return model, made, step
 
 

@@ -26,9 +26,8 @@ class LayerStep(Step):
     """A training step whose micro-batches are computed by layers, and are done when micro_batch() returns.
 
     Args:
-        given: What Step takes.
+        of_step, options: What Step takes.
         passes: Compute a micro-batch.
-        options: What Step takes.
     """
 
     def __init__(self, *of_step: Any, passes: LayerPasses, **options: Any):

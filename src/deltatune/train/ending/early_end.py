@@ -42,6 +42,7 @@ class Ending:
         self._lock = threading.Lock()
         # Set when the main thread has returned from MLX after a second signal.
         self._returned = threading.Event()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Ending:
         with ExitStack() as stack:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers
 
 from ...data.batches.peekable_order import PeekableOrder
 from ...errors import UserError
@@ -35,51 +33,51 @@ class Saving:
     """Saves and restores a run.
 
     Args:
-        model: The model, whose trainable parameters are saved.
-        optimizer: The optimizer, whose state is saved.
+        step: The step: the trainable parameters of its model and the state of its optimizer are saved.
+        progress: The progress of the run, which is saved and restored in place.
         order: The training batches, whose position in the data is saved.
         outputs: The files of the run.
         world: The ranks of the run; rank 0 writes.
         identity: What a continuation must share (state.fingerprint).
+        chosen: The implementations that the run has chosen.
 
     Attributes:
-        progress: The progress of the run.
+        progress: The argument.
         sums: This rank's sums since the last update.
         saved: The iteration after which the state was last saved; -1 if it never was.
         updating: Whether an update is being made, so that the parameters may be partly updated.
         metrics: The metrics of the run, on rank 0.
-        chosen: The implementations that the run has chosen.
         after: Is called on rank 0 after each save.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: mlx.optimizers.Optimizer,
+        step: Step,
+        progress: state.Progress,
         order: PeekableOrder,
         outputs: Outputs,
         world: World,
         identity: dict[str, Any],
+        chosen: Rankings,
     ):
-        self._model, self._optimizer, self._order = model, optimizer, order
-        self._outputs, self._world, self._identity = outputs, world, identity
-        self.progress, self.saved, self.updating = state.Progress(), -1, False
+        self._step, self.progress, self._order = step, progress, order
+        self._outputs, self._world, self._identity, self._chosen = outputs, world, identity, chosen
+        self.sums = self._no_sums()
+        self.saved, self.updating = -1, False
         self.metrics: Metrics | None = None
-        self.chosen = Rankings()
         self.after: Callable[[], None] = lambda: None
         # Whether the state file that the next save replaces is undamaged.
         self._sound = True
         # It is None right after an update, and before the first accumulation begins.
         self._start: _Start | None = None
 
-    def begin(self, step: Step) -> None:
-        """Set the step, whose sums and bundles are saved, and start an accumulation."""
-        self._step = step
-        self.start_window()
+    def _no_sums(self) -> Sums:
+        """Return the sums at the start of an accumulation."""
+        return Sums(self._step.zeros(), mx.array(0.0), mx.array(0.0))
 
     def start_window(self) -> None:
-        """Reset the accumulated sums, at the start of a run and after every update."""
-        self.sums = Sums(self._step.zeros(), mx.array(0.0), mx.array(0.0))
+        """Reset the accumulated sums, after every update."""
+        self.sums = self._no_sums()
         self.progress.micro_batches = 0
         self._start, self.updating = None, False
 
@@ -128,7 +126,7 @@ class Saving:
         if self.updating:
             raise RuntimeError("an update was being made; the state that was saved before it is still there")
         if self._start is not None:
-            self.progress = dataclasses.replace(self._start.progress)
+            self.progress.become(self._start.progress)
             self._order.restore(self.progress.order)
             if self.metrics is not None:
                 self.metrics.cut(self.progress.metrics_bytes)
@@ -149,14 +147,15 @@ class Saving:
         threads = progress.blas_threads
         if threads and blas.use_threads(threads, "as in the run that is continued"):
             lines.append(f"BLAS: {blas.status().threads}.")
-        pissa.start_at(self._model, state.unpack("start", pissa.starts(self._model), arrays, path))
-        self._model.update(state.unpack("trainable", self._model.trainable_parameters(), arrays, path))
-        bundles, moments = self._step.bundles, self._optimizer.state
+        pissa.start_at(self._step.model, state.unpack("start", pissa.starts(self._step.model), arrays, path))
+        self._step.model.update(state.unpack("trainable", self._step.model.trainable_parameters(), arrays, path))
+        bundles, moments = self._step.bundles, self._step.optimizer.state
         parted = state.unpack("optimizer", bundles.part_state(moments), arrays, path)
-        restore(self._optimizer, bundles.join_state(parted, moments))
+        restore(self._step.optimizer, bundles.join_state(parted, moments))
         self._order.restore(progress.order)
-        self.progress, self.saved = progress, progress.iteration
-        self.chosen.continue_with(progress.implementations)
+        self.progress.become(progress)
+        self.saved = progress.iteration
+        self._chosen.continue_with(progress.implementations)
         if progress.micro_batches:
             window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
             mine = {key: self._share(leaf) for key, leaf in window.items()}
@@ -165,8 +164,8 @@ class Saving:
             ours = window if self._world.main else {}
             self._start = _Start(dataclasses.replace(progress), ours)
         # Frozen weights may stay on the disk, and nothing here has changed them.
-        trained = self._model.trainable_parameters()
-        mx.eval(trained, pissa.starts(self._model), self._optimizer.state, self.sums)
+        trained = self._step.model.trainable_parameters()
+        mx.eval(trained, pissa.starts(self._step.model), self._step.optimizer.state, self.sums)
         return lines
 
     def _choose(self) -> tuple[Path, list[str]]:
@@ -194,12 +193,12 @@ class Saving:
         threads = blas.status().threads
         self.progress.blas_threads = threads.number if threads else 0
         self.progress.ranks = self._world.size
-        self.progress.implementations = dict(self.chosen.names)
+        self.progress.implementations = dict(self._chosen.names)
         if self._world.main:
             self._step.settle()
-            arrays = state.pack("trainable", self._model.trainable_parameters())
-            arrays |= state.pack("start", pissa.starts(self._model))
-            moments = self._step.bundles.part_state(self._optimizer.state)
+            arrays = state.pack("trainable", self._step.model.trainable_parameters())
+            arrays |= state.pack("start", pissa.starts(self._step.model))
+            moments = self._step.bundles.part_state(self._step.optimizer.state)
             arrays |= state.pack("optimizer", moments) | sums
             self._outputs.save_weights(self.progress.iteration)
             if self.metrics is not None:

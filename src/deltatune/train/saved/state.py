@@ -137,6 +137,11 @@ class Progress:
         self.checkpointed_layers = None if chosen is None else list(chosen.layers)
         self.recomputed_operators = chosen is not None and chosen.operators
 
+    def become(self, other: Progress) -> None:
+        """Take every attribute of another progress, so that whoever holds this one sees it."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(other, name))
+
     def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
         """Add the sums of a micro-batch to those since the last report."""
         self.window_loss += loss

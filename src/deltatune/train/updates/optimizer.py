@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +24,24 @@ from ..tree import leaves
 from .eight_bit import Adam8bit, AdamW8bit, is_stored_in_8_bits
 
 Schedule = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How the updates of a run are made.
+
+    Attributes:
+        accumulate: The number of micro-batches in an update.
+        clip: The largest gradient norm that is not scaled down; None for no clipping.
+        expert_updates: `dense` or `active`.
+        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
+    """
+
+    accumulate: int = 1
+    clip: float | None = None
+    expert_updates: str = "dense"
+    rates: Mapping[str, float] | None = None
+
 
 OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
 OPTIMIZERS |= {
