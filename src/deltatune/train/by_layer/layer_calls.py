@@ -182,7 +182,7 @@ class LayerCalls:
             self._serve = before
 
 
-def own(_index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def by_itself(_index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Serve a layer by itself."""
     return call(*arguments, **options)
 
