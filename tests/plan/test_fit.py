@@ -16,7 +16,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
-from deltatune.plan.traced_step import BatchShape, build
+from deltatune.plan.traced_step import BatchShape, trace_step
 from deltatune.train.setup import prepare
 
 
@@ -155,7 +155,7 @@ def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
     config = TrainConfig(num_layers=-1, expert_updates="active")
     model = tiny_model("qwen3_5_moe")
     prepare(model, config)
-    built = build(model, config, BatchShape(1, 32), ArrayLayout.measured())
+    built = trace_step(model, config, BatchShape(1, 32), ArrayLayout.measured())
     assert [phase.name for phase in built.phases] == ["forward and backward", "update", "update of experts"]
     config.optimizer = "adafactor"
     with pytest.raises(UserError, match="adafactor does not"):

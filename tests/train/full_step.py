@@ -35,7 +35,7 @@ def main():
     config = TrainConfig(fine_tune_type="full", num_layers=-1, optimizer="adamw")
     with pretended("cuda"):
         prepare(model, config)
-        built = traced_step.build(model, config, traced_step.BatchShape(2, 512), ArrayLayout.measured())
+        built = traced_step.trace_step(model, config, traced_step.BatchShape(2, 512), ArrayLayout.measured())
     first, update = built.phases
     lists = first.order, update.order, first.outputs[-built.gradients - 2 : -2]
     print(json.dumps([[(node.kind, node.size) for node in nodes] for nodes in lists]))

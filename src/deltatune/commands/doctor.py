@@ -28,4 +28,4 @@ def run(arguments: argparse.Namespace) -> int:
     startup.leave_torch_out()
     from ..doctor import screen
 
-    return screen.run(arguments.json, arguments.model)
+    return screen.print_examination(arguments.json, arguments.model)

@@ -88,7 +88,9 @@ class Demo:
     in_report: Callable[[Any], Any]
 
 
-def run(demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, screen: DemoScreen, again: str) -> int:
+def demonstrate(
+    demo: Demo, items: Sequence[Any], output: Path, config: TrainConfig, screen: DemoScreen, again: str
+) -> int:
     """Run the whole demo.
 
     Args:

@@ -76,7 +76,7 @@ def run_demo(
     items = flow.write_or_refuse(lambda: task.write(output / "data", test=questions)["test"], output)
     again = f'--prompt "{EXAMPLE}"'
     config = flow.options(MODEL, output, iterations, (5e-3, 2e-4))
-    return flow.run(demo, items, output, config, screen or DemoScreen(), again)
+    return flow.demonstrate(demo, items, output, config, screen or DemoScreen(), again)
 
 
 def _describe(loaded: Loaded) -> str:

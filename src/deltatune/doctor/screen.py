@@ -34,7 +34,7 @@ _MARKS = {
 }
 
 
-def run(machine_readable: bool = False, model: str | None = None) -> int:
+def print_examination(machine_readable: bool = False, model: str | None = None) -> int:
     """Examine this machine and print the result.
 
     Args:

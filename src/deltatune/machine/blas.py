@@ -124,7 +124,7 @@ def _load() -> Status:
 
 def _bind(source: Path) -> Status:
     try:
-        path = prepare(source, environment.cache_directory() / "blas")
+        path = without_prefix(source, environment.cache_directory() / "blas")
         library = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     except (OSError, subprocess.CalledProcessError) as error:
         said = f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS."
@@ -157,7 +157,7 @@ def _wheel_library() -> Path | None:
     return library if library.is_file() else None
 
 
-def prepare(source: Path, cache: Path) -> Path:
+def without_prefix(source: Path, cache: Path) -> Path:
     """Copy the library `source` into `cache` without the prefix `scipy_` of its symbols, and return the copy's path.
 
     The copy is made once. A file beside it holds its digest, which is checked at every call: a damaged or incomplete

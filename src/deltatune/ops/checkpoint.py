@@ -152,7 +152,7 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     with repeatable() as key:
         outputs = function(mx.stop_gradient(key), *inputs)
     count, rebuild = results[0]
-    side_outputs.add(list(outputs[count:]))
+    side_outputs.collect(list(outputs[count:]))
     return rebuild(outputs[:count])
 
 

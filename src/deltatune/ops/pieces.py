@@ -177,7 +177,7 @@ def in_pieces(
         y, *more = function(mx.stop_gradient(key), *parameters, x)
         # The next layer has to draw other random numbers than this one.
         skip()
-    side_outputs.add(more[row.saved :])
+    side_outputs.collect(more[row.saved :])
     return y
 
 

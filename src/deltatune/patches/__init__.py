@@ -135,7 +135,7 @@ def left_alone_for(uses: Collection[str]) -> PatchReport:
 
     Modules that are not imported yet are not asked. Afterwards no more patches are in force than before.
     """
-    report = patch.find(_records())
+    report = patch.preview(_records())
     report.left_alone = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     return report
 

@@ -56,7 +56,7 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     return report
 
 
-def find(patches: Sequence[Patch]) -> PatchReport:
+def preview(patches: Sequence[Patch]) -> PatchReport:
     """Report what apply() would leave alone of the modules that are imported, and change nothing."""
     report = PatchReport()
     for records in _by_target(patches).values():

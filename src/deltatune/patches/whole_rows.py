@@ -44,7 +44,7 @@ def whole_rows() -> AbstractContextManager[None]:
     return trace.having(whole_rows=True)
 
 
-def serves() -> bool:
+def serves_attention() -> bool:
     """Whether deltatune serves the attention that is called now."""
     told = trace.current()
     return (told.whole_rows or told.segments is not None) and not told.attending
@@ -109,7 +109,7 @@ def attending(upstream: Function) -> Function:
     def scaled_dot_product_attention(
         q: Any, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None, **options: Any
     ) -> mx.array:
-        arrays = None if options or not serves() else _arrays(q, k, v, mask, sinks)
+        arrays = None if options or not serves_attention() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
             told = trace.current()
             y = _of_a_token(q, k, v, scale, mask, sinks)
@@ -231,7 +231,7 @@ def remembering(upstream: Function) -> Function:
         N: int, offset: int = 0, window_size: int | None = None, right_padding: Any = None, left_padding: Any = None
     ) -> mx.array:
         mask = upstream(N, offset, window_size, right_padding, left_padding)
-        if offset or right_padding is not None or left_padding is not None or not serves():
+        if offset or right_padding is not None or left_padding is not None or not serves_attention():
             return mask
         return remember(mask, MaskRule(window_size, None))
 

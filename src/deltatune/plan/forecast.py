@@ -16,7 +16,7 @@ from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import without_rule
 from .simulate import Peak, Simulation
-from .traced_step import BatchShape, TracedStep, build, simulate_step, simulate_tower
+from .traced_step import BatchShape, TracedStep, simulate_step, simulate_tower, trace_step
 
 _SHOWN = 5
 _SEARCHED = 400
@@ -98,7 +98,7 @@ def forecast_step(
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        forecast = _planned(build(model, config, shape, layout, checkpoints), config, layout)
+        forecast = _planned(trace_step(model, config, shape, layout, checkpoints), config, layout)
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
         # while the collector waited is young, so that all other objects need not be looked through.

@@ -42,7 +42,7 @@ class Machine(Protocol):
 Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray]"]
 
 
-def run(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def run_primitive(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Run the primitive of `node` on its inputs; return its outputs in order."""
     view = VIEWS.get(node.kind)
     if view is not None:

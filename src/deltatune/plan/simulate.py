@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..machine import environment
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
-from .primitives import run
+from .primitives import run_primitive
 from .storage import Buffer, StoredArray, dense, strided
 from .views import VIEWS
 
@@ -135,7 +135,7 @@ class Simulation:
         self.evaluated.append(node)
         inputs = [self.stored[source.address] for source in node.inputs]
         outputs = node.outputs()
-        outputs_stored = run(self, node, inputs)
+        outputs_stored = run_primitive(self, node, inputs)
         for output, stored in zip(outputs, outputs_stored, strict=True):
             stored.buffer.references += 1
             self.stored[output.address] = stored

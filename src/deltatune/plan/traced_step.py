@@ -110,7 +110,7 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
     return Batch(blank, blank, ones, segments, nothing, nothing, preferences=held)
 
 
-def build(
+def trace_step(
     model: nn.Module,
     config: TrainConfig,
     shape: BatchShape,

@@ -66,7 +66,7 @@ def test_losses_and_gradients_are_upstreams_and_no_mask_is_read(tiny_model, mask
     with patched():  # Everything but attention is the same on both sides.
         with pytest.MonkeyPatch.context() as patch:
             for module in (whole_rows, latent_attention):
-                patch.setattr(module, "serves", lambda: False)
+                patch.setattr(module, "serves_attention", lambda: False)
             expected_loss, expected = gradients(model, losses, rows)
         assert set(whole_rows.served()) == {UPSTREAM}
         whole_rows.reset()

@@ -12,7 +12,7 @@ from deltatune.models.load import load
 from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.ending.nonfinite import find
+from deltatune.train.ending.nonfinite import first_place
 from deltatune.train.setup import training
 from deltatune.train.step import arrays, mean_loss_and_gradients
 from layer_runs import assert_same_bits, by_layers, loaded, options, whole
@@ -97,11 +97,11 @@ def test_what_is_not_finite_is_named_as_in_a_whole_step(tiny_checkpoint, where):
         model.train()
         layers = [layer.module for layer in trained.layers]
         watched = [(f"layer {index}", layer) for index, layer in enumerate(layers)]
-        expected = find(model, loss, given, watched)
+        expected = first_place(model, loss, given, watched)
         weights = LayerWeights(stored, model, layers, range(4))
         passes = LayerPasses(model, layers, loss, weights)
         with passes.served():
-            assert find(model, loss, given, watched, passes) == expected
+            assert first_place(model, loss, given, watched, passes) == expected
         weights.close()
     said = {"output": "output of layer 2", "gradient": "reaches the output of layer 3", "loss": "but the loss is not"}
     assert said.get(where, "None") in str(expected)

@@ -7,7 +7,7 @@ import pytest
 
 from deltatune.data import Batch
 from deltatune.errors import UserError
-from deltatune.train.ending.nonfinite import cause, find, refuse_damaged
+from deltatune.train.ending.nonfinite import cause, first_place, refuse_damaged
 from deltatune.train.step import full_loss
 
 
@@ -60,7 +60,7 @@ def batch(source="data.jsonl:7"):
 
 
 def test_a_sound_batch_has_no_cause(model, watched):
-    assert find(model, full_loss(model), batch(), watched) is None
+    assert first_place(model, full_loss(model), batch(), watched) is None
     assert cause(model, full_loss(model), [batch()], watched).startswith("no cause was found")
 
 
@@ -69,14 +69,14 @@ def test_the_first_output_is_named(model, watched, index):
     for layer in model.layers[index:]:
         layer.spoil = "output"
     assert (
-        find(model, full_loss(model), batch(), watched)
+        first_place(model, full_loss(model), batch(), watched)
         == f"the output of layer {index} is the first that is not finite"
     )
 
 
 def test_the_gradient_is_followed_backward(model, watched):
     model.layers[2].spoil = "gradient"
-    found = find(model, full_loss(model), batch(), watched)
+    found = first_place(model, full_loss(model), batch(), watched)
     assert found == "going backward, the gradient that reaches the output of layer 1 is the first that is not finite"
 
 
@@ -85,12 +85,12 @@ def test_the_loss_itself(model, watched):
         total, weight = full_loss(model)(inputs, targets, weights)
         return total + mx.log(mx.array(0.0)), weight
 
-    assert find(model, loss, batch(), watched) == "every layer's output is finite, but the loss is not"
+    assert first_place(model, loss, batch(), watched) == "every layer's output is finite, but the loss is not"
 
 
 def test_a_parameter_behind_the_first_layer(model, watched):
     model.layers[0].spoil = "gradient"
-    found = find(model, full_loss(model), batch(), watched)
+    found = first_place(model, full_loss(model), batch(), watched)
     assert found == "the gradient of embed.weight is not finite"
 
 

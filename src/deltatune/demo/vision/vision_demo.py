@@ -83,7 +83,7 @@ def run_demo(
     items = flow.write_or_refuse(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
     again = f'--image {items[0].file} --prompt "{task.QUESTION}"'
     config = flow.options(MODEL, output, iterations, (3e-3, 1e-4), parts="language,vision,projector")
-    return flow.run(demo, items, output, config, screen or DemoScreen(), again)
+    return flow.demonstrate(demo, items, output, config, screen or DemoScreen(), again)
 
 
 def _describe(loaded: Loaded) -> str:

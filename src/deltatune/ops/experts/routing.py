@@ -63,7 +63,7 @@ def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
     choices = mx.put_along_axis(mx.zeros(logits.shape), flat, mx.array(1.0), axis=-1)
     squares = mx.logsumexp(logits, axis=-1, keepdims=True).square()
     sums = [mx.where(real, of_rows, 0.0).sum(axis=0) for of_rows in (choices, probabilities, squares)]
-    side_outputs.add([mx.concatenate([*sums, real.sum(axis=0).astype(mx.float32)])])
+    side_outputs.collect([mx.concatenate([*sums, real.sum(axis=0).astype(mx.float32)])])
 
 
 def losses(sums: Sequence[mx.array]) -> tuple[mx.array, mx.array]:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from . import trace
 
 
-def add(arrays: list[mx.array]) -> None:
+def collect(arrays: list[mx.array]) -> None:
     """Add floating-point arrays to those that are collected; nothing happens if nobody collects."""
     collected = trace.current().side_outputs
     if collected is not None:
@@ -24,7 +24,7 @@ def add(arrays: list[mx.array]) -> None:
 
 @contextmanager
 def collecting(wanted: bool = True) -> Iterator[list[mx.array]]:
-    """Within the context, collect what add() is given in the list that the context yields; nothing if not `wanted`."""
+    """Within the context, what collect() takes is put into the list that the context yields, if that is `wanted`."""
     collected: list[mx.array] = []
     with trace.having(side_outputs=collected if wanted else None):
         yield collected

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from ...ops.attention import attention_naive
 from ..patch_record import Function, Patch, core_record
 from ..small_cases import alike, describe_difference, drawn, results
-from ..whole_rows import attending, marking, remembering, serves, whole, whole_rows
+from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
 from . import LOWEST_MLX_VLM
 
 _REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
@@ -76,7 +76,7 @@ def _without_padding(upstream: Function) -> Function:
     """
 
     def ensure_fused_sdpa(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any = None) -> mx.array:
-        if not serves():
+        if not serves_attention():
             return upstream(q, k, v, scale, mask)
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
@@ -89,7 +89,7 @@ def _in_one_piece(upstream: Function) -> Function:
     def chunked_attention(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, chunk_size: int
     ) -> mx.array:
-        if not serves():
+        if not serves_attention():
             return upstream(queries, keys, values, scale, chunk_size)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..patch_record import Function, Patch
 from ..small_cases import causal, layer_input, same_layer
-from ..whole_rows import serves, whole_rows
+from ..whole_rows import serves_attention, whole_rows
 
 
 def _training(attended: Function) -> Callable[[Function], Function]:
@@ -25,7 +25,7 @@ def _training(attended: Function) -> Callable[[Function], Function]:
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
             # A single token has a form of its own, which is for decoding.
-            if cache is not None or x.shape[1] == 1 or not serves():
+            if cache is not None or x.shape[1] == 1 or not serves_attention():
                 return upstream(self, x, mask, cache)
             return attended(self, x, mask)
 

@@ -81,13 +81,13 @@ def cause(
 ) -> str:
     """Describe the first place that is not finite in any of the batches, and where the rows of its batch come from."""
     for batch in batches:
-        place = find(model, loss, batch, layers, passes)
+        place = first_place(model, loss, batch, layers, passes)
         if place is not None:
             return f"{place}; batch: {', '.join(source for row in batch.sources for source in row)}"
     return "no cause was found when the rows of this process were run again"
 
 
-def find(
+def first_place(
     model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched], passes: LayerPasses | None = None
 ) -> str | None:
     """Describe the first place that is not finite; None if this batch has none.
