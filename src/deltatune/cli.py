@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         if arguments.call is run.run:
-            raise  # It is the other program's.
+            raise  # The error is that of the program which the command runs.
         return _refused(error)
     except KeyboardInterrupt:
         sys.stderr.write("deltatune: interrupted.\n")

@@ -22,7 +22,7 @@ from .patch_record import Function, Patch
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
 from .versions import installed, is_older, latest
 
-# By target.
+# What replaces each target now.
 _in_force: dict[str, Fitting] = {}
 # For each module that is waited for: its watch, and the records to apply when it is imported, by target.
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
@@ -81,7 +81,7 @@ def warn(report: PatchReport) -> None:
 
 
 def _watch(module: str, announce: Callable[[PatchReport], None] | None) -> dict[str, list[Patch]]:
-    """The records to apply when `module` is imported, by target, for the caller to add to. Starts a watch if needed."""
+    """Return the records that wait for `module` to be imported, by target; the caller adds to them."""
     if module in _watches:
         return _watches[module][1]
     targets: dict[str, list[Patch]] = {}
@@ -119,7 +119,7 @@ def in_force(target: str) -> Function | None:
 
 
 def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
-    """_apply_target for the records of each target."""
+    """Replace every target, and look through the loaded modules once for all of them."""
     originals = [defined_function(records[0]) for records in targets if records[0].target not in _in_force]
     replacements = [entry.ours for entry in _in_force.values()]
     loaded = LoadedModules(function for function in originals + replacements if function is not None)
@@ -155,7 +155,7 @@ def _left_alone(records: list[Patch], why: str) -> LeftAlone:
 
 
 def _moved_away(records: list[Patch]) -> LeftAlone | None:
-    """What to say of a target whose package is imported and has no such module any more; else None.
+    """Return what to report of a target whose package is imported and no longer has its module; None otherwise.
 
     The package's files are looked at, since asking Python for a module would import the packages around it.
     """
@@ -173,7 +173,7 @@ def _moved_away(records: list[Patch]) -> LeftAlone | None:
 
 
 def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[str, Any]]:
-    """Where the package holds another object under the target's name: the full name there, and the object."""
+    """Yield everything else that the package holds under the target's name: its full name, and the object."""
     patch = entry.patch
     if "." in patch.name:
         value = vars(owner_of(patch)).get(patch.attribute)

@@ -62,11 +62,11 @@ def update(upstream: Update) -> Update:
         if told.upstream_serves:
             return count(UPSTREAM, upstream(*arguments, **keywords))
         if keywords.get("cache") is not None:
-            # As below; a decoder of mlx-vlm calls so for each token, and does not wait for bind() either.
+            # A decoder of mlx-vlm gives its cache with each token. It does not wait for bind(), which takes time.
             return _by_upstream(upstream, arguments, keywords)
         decoding = not told.whole_rows and told.segments is None
         if decoding and place <= len(arguments) <= place + 2 and arguments[0].shape[1] == 1:
-            # A decoder's next token does not wait for bind(); route() would do the same with it.
+            # This is a decoder's next token. route() would send it to the original function too, after bind().
             state = arguments[place] if len(arguments) > place else keywords.get("state")
             if state is not None and "cache" not in keywords:
                 return count(UPSTREAM, upstream(*arguments, **keywords))
@@ -83,6 +83,7 @@ def update(upstream: Update) -> Update:
 
 
 def _by_upstream(upstream: Update, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    """Let the original function serve a call, and the calls that it makes to its own name."""
     with trace.having(upstream_serves=True):
         return count(UPSTREAM, upstream(*arguments, **keywords))
 

@@ -28,7 +28,7 @@ class Call:
     log_g: mx.array
     masked: bool
     segmented: bool
-    beta: mx.Dtype = mx.float32
+    beta_dtype: mx.Dtype = mx.float32
 
     def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
         """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
@@ -47,7 +47,7 @@ def _fused(call: Call) -> Candidate | str:
         return reason or "it has no tiling"
     name, checked = _checked(tiling)
     return Candidate(
-        fused_op.gated_delta_fused, call.shape_class(name, fused_op.dtype_of_beta(tiling, call.beta)), checked
+        fused_op.gated_delta_fused, call.shape_class(name, fused_op.dtype_of_beta(tiling, call.beta_dtype)), checked
     )
 
 

@@ -81,7 +81,7 @@ def tiling_of(
 
 
 def dtype_of_beta(tiling: Tiling | None, dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype in which the kernels read a beta of `dtype`: Hopper's also that of q, all others fp32."""
+    """Return the dtype in which the kernels read a beta of `dtype`: on Hopper that of q if beta has it, else fp32."""
     return dtype if isinstance(tiling, HopperTiling) and dtype == tiling.dtype else mx.float32
 
 

@@ -136,16 +136,17 @@ def recomputing(passes: FusedPasses, source: Input) -> Function:
     return _differentiable(passes, source)
 
 
-def _differentiable(passes: FusedPasses, again: Input | None) -> Function:
-    # These have no vmap rule: MLX would map the graph inside them too, whose custom kernels have none (without_vmap).
-    forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: _RESULTS if again else None])
+def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
+    """Return the forward pass with its gradient; where there is a `source`, without what the backward pass reads."""
+    # The function gets no rule for mx.vmap: MLX would also map the graph inside it, whose custom kernels have none.
+    forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: _RESULTS if source else None])
     refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         backward, cotangents = not_differentiated_again(passes.backward, refuse), cotangents[:_RESULTS]
-        if again:
+        if source:
             # The second run waits for the cotangents, so that it neither starts early nor is merged with the first.
-            primals = *again.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
+            primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
             outputs = passes.forward(*primals)
         gradients = backward(*primals, *cotangents, *outputs[_RESULTS:])
         return *gradients, *map(mx.zeros_like, primals[passes.floats :])

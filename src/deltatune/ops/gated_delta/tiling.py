@@ -102,10 +102,12 @@ class Tiling(Sizes, Division):
 
     @property
     def scan_groups(self) -> int:
+        """The groups of lanes in a block of a scan."""
         return self.slice // 16 * self.split + self.loaders
 
     @property
     def scan_blocks(self) -> tuple[int, int, int]:
+        """The blocks of a scan: one for each slice of a state, value head and row of the batch."""
         return -(-self.value_size // self.slice), self.value_heads, self.batch
 
     @property
@@ -150,6 +152,7 @@ class Tiling(Sizes, Division):
 
     @property
     def decay_bytes(self) -> int:
+        """Bytes of the decays between the positions of a chunk, and of their products over its tiles."""
         return padded(4 * (self.chunk * 19 + self.chunk // 16))
 
     @cached_property
