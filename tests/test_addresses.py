@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deltatune.selftest import destination
+from deltatune.selftest import screen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import addresses
@@ -88,7 +88,7 @@ def test_the_self_test_says_where_its_file_goes(monkeypatch, addresses_of_packag
             return addresses_of_package if name == "Project-URL" else None
 
     monkeypatch.setattr(importlib.metadata, "metadata", lambda name: Metadata())
-    assert destination.destination() == words
+    assert screen.destination() == words
 
 
 def test_a_package_that_is_not_installed_names_no_place(monkeypatch):
@@ -96,4 +96,4 @@ def test_a_package_that_is_not_installed_names_no_place(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "metadata", missing)
-    assert destination.destination().startswith("for the project's issue page")
+    assert screen.destination().startswith("for the project's issue page")

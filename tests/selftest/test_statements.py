@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deltatune.selftest import sections
+from deltatune.selftest import run
 from deltatune.selftest.statements import PHRASE, PROMISES, documents, promise_for, statements
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ def test_every_statement_has_a_check(path):
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.subject)
 def test_the_checks_are_there(promise):
-    names = sections.names()
+    names = run.names()
     for start in promise.checks:
         assert any(name.startswith(start) for name in names), start
 
@@ -30,6 +30,6 @@ def test_a_statement_is_found_across_lines_and_by_row():
 
 
 def test_names_are_not_used_twice():
-    names = sections.names()
+    names = run.names()
     assert len(names) == len(set(names))
-    assert set(sections.names(quick=True)) < set(names)
+    assert set(run.names(quick=True)) < set(names)

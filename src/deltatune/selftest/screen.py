@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
@@ -10,7 +11,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from .destination import destination
 from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
 from .record import SelftestRecord
 from .times import Timing
@@ -76,3 +76,15 @@ class SelftestScreen:
         self.console.print(Text(advice, style="dim"))
         self.console.print(Text("The line for docs/hardware.md:", style="dim"))
         self.console.print(record.content["line"], soft_wrap=True, markup=False, highlight=False)
+
+
+def destination() -> str:
+    """Return where the file may be sent: the address of issues in the package's metadata, if the release wrote one."""
+    try:
+        addresses = importlib.metadata.metadata("deltatune").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        addresses = []
+    for name, _, address in (entry.partition(", ") for entry in addresses):
+        if name == "Issues":
+            return f"for {address}: please attach it to a report there"
+    return "for the project's issue page: please attach it to a report there"

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Splits
+from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
+from ..models.vocabulary import check_examples
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
-from .check import check
 from .distributed import World
 from .ending.early_end import Ending
 from .freed_memory import FreedMemory
@@ -25,6 +27,7 @@ from .iterations import Iterations, Parts
 from .options_check import check_updates
 from .preferences.reference import fill
 from .reports import announce
+from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.result import Result
 from .reports.samples import Samples
@@ -84,7 +87,7 @@ class Trainer:
         weights: LayerWeights | None = None,
     ):
         world = world or World()
-        check(model, tokenizer, config, splits)
+        _check(model, tokenizer, config, splits)
         self.splits, self._train_order = splits, training_order(splits, config, world)
         config = with_iterations(config, self._train_order)
         if config.epochs is not None:
@@ -240,3 +243,19 @@ class Trainer:
         progress = self.parts.progress
         if not progress.finished:
             self.parts.reporting.write(progress, "stopped" if stopping else "still training")
+
+
+def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:
+    """Refuse a run that cannot train, before anything is written or changed.
+
+    Raises:
+        UserError: If early stopping has no validation data, no parameter is trainable, or the model has no row for a
+            token of the examples.
+    """
+    if config.early_stopping is not None and not splits.valid:
+        raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
+    if not trainable_count(model):
+        raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
+    check_examples(model, tokenizer, splits.documents())
+    if isinstance(splits, StreamedSplits):
+        splits.stream.checks.append(partial(check_examples, model, tokenizer))
