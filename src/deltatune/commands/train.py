@@ -78,7 +78,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
         if not show:
             folder = stack.enter_context(RunFolder(config, world))
             world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
-            stack.enter_context(kept_choices.kept(config))
+            stack.enter_context(kept_choices.keeping(config))
         for line in check_options(config):
             screen.say(line)
         screen.say(f"Loading {config.model}")

@@ -99,7 +99,7 @@ def turns(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Turns | N
         first = getattr(tokenizer, "bos_token", None)
         return text.removeprefix(first) if first else text
 
-    wording = _found(written)
+    wording = _wording_of(written)
     if wording is None:
         return None
     for count in (1, 2, 3):
@@ -110,7 +110,7 @@ def turns(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Turns | N
     return wording
 
 
-def _found(written: Any) -> Turns | None:
+def _wording_of(written: Any) -> Turns | None:
     one, two, told = written(["user"]), written(["user", "assistant", "user"]), written(["system", "user"])
     if one is None or two is None or told is None:
         return None

@@ -33,14 +33,14 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)
-    caches = _given(model, layers)
+    caches = _caches_seen(model, layers)
     times = Counter(id(cache) for cache in caches)
     return [
         _carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, caches, strict=True)
     ]
 
 
-def _given(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
+def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
     """Return the cache that each layer is given while the model reads a prompt of two tokens.
 
     It is None for a layer that is given none, is called several times, or returns more than its rows.

@@ -99,7 +99,7 @@ def _arguments(tree: ast.Module, path: Path) -> dict[str, Any]:
     calls_options: dict[str, Any] = {}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         name = _name(call)
-        arguments = {} if name is None else _given(call, name, constants)
+        arguments = {} if name is None else _call_arguments(call, name, constants)
         if name == "train_on_responses_only":
             calls_options["responses only"] = True
         elif name == "load_dataset":
@@ -137,7 +137,7 @@ def _name(call: ast.Call) -> str | None:
     return name if name in _CLASSES or name in ("load_dataset", "train_on_responses_only") else None
 
 
-def _given(call: ast.Call, name: str, constants: dict[str, Any]) -> dict[str, Any]:
+def _call_arguments(call: ast.Call, name: str, constants: dict[str, Any]) -> dict[str, Any]:
     arguments = {
         key: _value(argument, constants)
         for key, argument in zip(_POSITIONAL.get(name, ()), call.args, strict=False)

@@ -138,7 +138,7 @@ class Trainer:
         parts, config, model = self.parts, self.parts.config, self.parts.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
-            chosen = stack.enter_context(kept_choices.kept(config))
+            chosen = stack.enter_context(kept_choices.keeping(config))
             kept_choices.agree(chosen, parts.world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
             compare = parts.weights is None

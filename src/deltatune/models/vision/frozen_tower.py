@@ -43,6 +43,8 @@ class FrozenTower:
         self._tower, self._spec = model.vision_tower, vision_spec(model)
         self._cache: dict[bytes, np.ndarray] = {}
         self._bytes = 0
+        # That of the features, which are kept as unsigned integers.
+        self._dtype = mx.float32
 
     def __call__(self, batch: VisionBatch) -> dict[str, Any]:
         frames, size = batch.patches.shape[:2]

@@ -49,7 +49,7 @@ class StoredWeights:
     def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):
         self.path, self._trust, self._sees = path, trust_remote_code, has_vision(model)
         # The arrays are held, since an id is an array's only while the array lives.
-        self._given = {id(array): (name, array) for name, array in leaves(model.parameters())}
+        self._read_from = {id(array): (name, array) for name, array in leaves(model.parameters())}
         self.names: dict[str, str] = {}
         self._files = sorted(path.glob(WEIGHTS))
         self._versions = list(map(_version, self._files))
@@ -64,9 +64,9 @@ class StoredWeights:
 
         They are found by identity, which they lose when MLX traces a function of the model.
         """
-        read_from = [(path, self._given.get(id(place.array))) for path, place in array_places(model)]
+        read_from = [(path, self._read_from.get(id(place.array))) for path, place in array_places(model)]
         self.names = {path: place_read[0] for path, place_read in read_from if place_read is not None}
-        self._given = {}
+        self._read_from = {}
 
     def close(self) -> None:
         """Let the system cache the files again."""

@@ -16,7 +16,7 @@ from . import state
 
 
 @contextmanager
-def kept(config: TrainConfig) -> Iterator[Rankings]:
+def keeping(config: TrainConfig) -> Iterator[Rankings]:
     """Within the context, what serves a class of calls is chosen once: as in the run that is continued, if one is."""
     with rankings.of_run() as chosen:
         saved = state.peek(state.state_path(config.adapter_path)) if config.resume else None
