@@ -197,7 +197,7 @@ class BatchDecoder:
         for start in range(0, longest, piece):
             logits_of(self._model, tokens[:, start : start + piece], cache=caches)
             mx.eval([cache.state for cache in caches])
-        return [_kept(cache) for cache in caches]
+        return [_states_of(cache) for cache in caches]
 
     def _place(self, group: list[_Row], places: list[int], states: list[list[mx.array]]) -> None:
         """Put prompts, and what each layer keeps of them, into free rows."""
@@ -240,7 +240,7 @@ def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
     return mx.compile(step)
 
 
-def _kept(cache: Any) -> list[mx.array]:
+def _states_of(cache: Any) -> list[mx.array]:
     """What a layer's cache keeps of the prompts that were read."""
     return list(cache.keys_and_values() if isinstance(cache, KVCache) else cache.cache)
 
