@@ -22,7 +22,7 @@ from ..options.config import LoraConfig, TrainConfig
 from ..train import Result, Trainer
 from ..train.reports.announce import trainable_count
 from ..train.reports.columns import sparkline
-from ..train.reports.report import Description, ReportTable, write_report
+from ..train.reports.report import ReportTable, RunDescription, write_report
 from ..train.setup import ready
 from ..train.tree import leaves
 from .screen import DemoScreen
@@ -258,7 +258,7 @@ def _write_report(
         for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True)
     ]
     columns = (demo.what.removesuffix("s"), "before", "after", "right")
-    description = Description(
+    description = RunDescription(
         trainer.about,
         tables=[
             ReportTable(f"Some held-out {demo.what}", columns, rows[:12], demo.note),

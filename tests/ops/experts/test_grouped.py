@@ -32,7 +32,8 @@ def calls(monkeypatch):
     def scaled(values: mx.array, scale) -> mx.array:
         return values * (scale if isinstance(scale, float) else scale.astype(mx.float32))
 
-    def product(rows, weight, ends, transpose, scale, onto, tile, adapter):
+    def product(operands, tile):
+        rows, weight, ends, transpose, scale, onto, adapter = operands
         assert rows.ndim == 2
         assert ends.dtype == mx.int32
         assert ends.shape == weight.shape[:1]

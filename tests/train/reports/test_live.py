@@ -20,7 +20,7 @@ from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.reports import live
 from deltatune.train.reports.live import LivePage, trains
-from deltatune.train.reports.report import Description, described, write_report
+from deltatune.train.reports.report import RunDescription, described, write_report
 
 RESULT = {"iterations": 20, "train_loss": 1.0, "val_loss": None, "seconds": 1.0, "tokens_per_second": 1.0}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
@@ -50,7 +50,7 @@ def folder(tmp_path):
     config = TrainConfig(model="some/model", iters=50)
     about = {"model": "some/model; 2 layers", "data": '"quoted" & <data>'}
     result = RESULT | {"peak_memory": 1}
-    write_report(tmp_path / "report.html", tmp_path / "metrics.jsonl", config, result, Description(about))
+    write_report(tmp_path / "report.html", tmp_path / "metrics.jsonl", config, result, RunDescription(about))
     return tmp_path
 
 

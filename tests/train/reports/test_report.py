@@ -13,8 +13,8 @@ from deltatune.machine import backend
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.reports import curves
 from deltatune.train.reports.report import (
-    Description,
     ReportTable,
+    RunDescription,
     RunReport,
     changed_options,
     read_metrics,
@@ -71,7 +71,7 @@ def page(tmp_path):
     about = {"data": "some/data; 44 training examples", "trained": "lora, 5 of 100 numbers"}
     report = tmp_path / "report.html"
     headline = {"accuracy": "3 % → 97 %"}
-    assert write_report(report, metrics, config, RESULT, Description(about, [samples], headline)) == []
+    assert write_report(report, metrics, config, RESULT, RunDescription(about, [samples], headline)) == []
     return (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -173,14 +173,14 @@ def test_a_damaged_line_of_metrics_costs_that_line_and_it_is_said(tmp_path, kind
     found, damaged = read_metrics(metrics)
     assert found == list(records())
     assert damaged >= lines
-    said = write_report(report, metrics, TrainConfig(), RESULT, Description({}))
+    said = write_report(report, metrics, TrainConfig(), RESULT, RunDescription({}))
     assert said == [f"damaged lines in metrics.jsonl: {damaged}; the curves show the records that are left: 21."]
     assert said[0][1:] in report.read_text(encoding="utf-8")
     assert report.read_text(encoding="utf-8").count("<svg class=broad") == 3
 
 
 def test_missing_metrics_cost_the_curves_alone(tmp_path):
-    said = write_report(tmp_path / "r.html", tmp_path / "metrics.jsonl", TrainConfig(), RESULT, Description({}))
+    said = write_report(tmp_path / "r.html", tmp_path / "metrics.jsonl", TrainConfig(), RESULT, RunDescription({}))
     assert said == ["metrics.jsonl is missing; the curves show the records that are left: 0."]
     assert "1.2500" in (tmp_path / "r.html").read_text(encoding="utf-8")
 

@@ -156,7 +156,7 @@ def environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Description:
+class RunDescription:
     """What a report says of a run besides its figures and options.
 
     Attributes:
@@ -179,7 +179,7 @@ def write_report(
     metrics: Path,
     config: TrainConfig,
     result: dict[str, Any],
-    description: Description,
+    description: RunDescription,
 ) -> list[str]:
     """Write the report of a run.
 

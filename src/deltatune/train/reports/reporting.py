@@ -15,7 +15,7 @@ from ..preferences.figures import means
 from ..saved.outputs import Outputs
 from ..saved.state import Progress
 from . import log
-from .report import Description, ReportTable, write_report
+from .report import ReportTable, RunDescription, write_report
 from .result import Result
 from .screen import Screen
 
@@ -145,6 +145,6 @@ class Reporting:
             return
         figures = dataclasses.asdict(result or Result.of(progress, self.peak_memory, stopped_early=False))
         outputs = self._outputs
-        description = Description(self.about, self.tables, state=state)
+        description = RunDescription(self.about, self.tables, state=state)
         for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
             self._screen.say(f"Report: {problem}")
