@@ -48,7 +48,7 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
         batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
         with drawing_from(mx.random.key(0)):
             outputs = loss_of(trained.loss, batch)
-        forwards = [simulate_forward(ArrayLayout.measured(), model.state, each) for each in (outputs, features)]
+        forwards = [simulate_forward(ArrayLayout.measured(), model.state, results) for results in (outputs, features)]
         peak = max(forward.bytes.amount for forward in forwards)
     smaller = "a smaller --batch-size or --max-seq-length"
     return Placed(chosen(model, stored, config.memory, peak, (rows, length), smaller), [], stored)

@@ -181,9 +181,9 @@ class AroundLayers:
         """Return the gradients of what trains outside the layers, and of what a tower that trains made of pictures."""
         outer = self._passes.outer.arrays
 
-        def hidden(*given: mx.array) -> list[mx.array]:
-            with self._passes.outer.holding(given[: len(outer)]):
-                return [self._passes.recorded(with_pictures(batch, given[len(outer) :]), key)[0].hidden]
+        def hidden(*differentiated: mx.array) -> list[mx.array]:
+            with self._passes.outer.holding(differentiated[: len(outer)]):
+                return [self._passes.recorded(with_pictures(batch, differentiated[len(outer) :]), key)[0].hidden]
 
         gradients = mx.vjp(hidden, [*outer, *self._differentiated(batch)], [dx])[1]
         return gradients[: len(outer)], gradients[len(outer) :]
@@ -194,15 +194,15 @@ class AroundLayers:
         These are of the hidden states x behind the layers, of the layers' side outputs, and of what trains outside.
         """
 
-        def mean(given: dict[str, Any]) -> tuple[mx.array, ...]:
-            with self._passes.outer.holding(given["outer"]):
-                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, given["x"], key)
+        def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:
+            with self._passes.outer.holding(inputs["outer"]):
+                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
             quotient = total / mx.where(weight > 0, weight, 1.0)
             if self._routers is not None:
-                added, reported = self._routers.of(given["sides"], weight)
+                added, reported = self._routers.of(inputs["sides"], weight)
                 quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
             return quotient, total, weight, *figures
 
-        given = {"x": x, "sides": sides, "outer": self._passes.outer.arrays}
-        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(given)
+        inputs = {"x": x, "sides": sides, "outer": self._passes.outer.arrays}
+        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(inputs)
         return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])

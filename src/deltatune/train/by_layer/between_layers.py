@@ -38,17 +38,17 @@ def check_between(
     shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
     for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):
 
-        def one(*given: mx.array, at: int = at) -> list[mx.array]:
-            found = Recorder()
+        def one(*differentiated: mx.array, at: int = at) -> list[mx.array]:
+            here = Recorder()
 
             def serve(index: int, *call: Any) -> mx.array:
-                found(index, *call)
-                found.last = given[index]
-                return given[index]
+                here(index, *call)
+                here.last = differentiated[index]
+                return differentiated[index]
 
-            with holding(given[count:]), calls.served_by(serve):
+            with holding(differentiated[count:]), calls.served_by(serve):
                 forward()
-            return [[*found.floats, *(found.entered[index] for index in found.changed)][at]]
+            return [[*here.floats, *(here.entered[index] for index in here.changed)][at]]
 
         _, gradients = mx.vjp(one, [*returned, *outside], [mx.ones_like(like)])
         if any(bool(mx.any(gradient != 0)) for index, gradient in enumerate(gradients) if index != allowed):

@@ -30,7 +30,7 @@ from ..tree import leaves, places
 from ..updates.routers import RouterLosses
 from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
 from .between_layers import check_between
-from .layer_calls import Recorder, own, passed_on
+from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import LayerFunction, Told, lowest_layer, signature
 from .layer_weights import LayerWeights
 from .read_layers import reading_calls
@@ -189,11 +189,11 @@ class LayerPasses:
         seen, d_pictures, key = batch, [], first_key
         if seen_by_tower(batch):
             pictures, key = around.tower(seen, key)
-            batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(each) for each in pictures]
+            batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(picture) for picture in pictures]
             mx.eval(pictures)
         before_key = key
         x, key, others = around.before(batch, key)
-        kept: list[_Kept] = []
+        records: list[_Kept] = []
         sides: list[mx.array] = []
         for index in range(count):
             function = self._function(index, around, told)
@@ -202,7 +202,7 @@ class LayerPasses:
             mx.eval(y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
-            kept.append(_Kept(x, key, len(more)))
+            records.append(_Kept(x, key, len(more)))
             sides += more
             x, key = y, next_key
         del y, entering
@@ -211,20 +211,22 @@ class LayerPasses:
         del x
         gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
-            function, (y, key, number) = self._function(index, around, told), kept.pop()
+            function, (y, key, number) = self._function(index, around, told), records.pop()
             if watch is not None:
                 watch(index, dx, backward=True)
             cut = len(d_sides) - number
             d_sides, d_own = d_sides[:cut], d_sides[cut:]
             x = around.between(index, batch, y)
-            dx, found = function.backward(next(reading), x, others, told, key, dx, d_own)
+            dx, d_parameters = function.backward(next(reading), x, others, told, key, dx, d_own)
             # The lowest layer's input needs no gradient, unless something before it trains.
             needed = index > lowest or d_outer or d_pictures
             if needed:
                 dx, more = around.between_again(index, batch, y, dx)
                 d_pictures = _sums(d_pictures, more)
-            mx.eval(found, [dx, d_pictures] if needed else [])
-            gradients |= {f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, found, strict=True)}
+            mx.eval(d_parameters, [dx, d_pictures] if needed else [])
+            gradients |= {
+                f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, d_parameters, strict=True)
+            }
         if d_outer or d_pictures:
             more, of_pictures = around.before_again(batch, before_key, dx)
             d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
@@ -252,16 +254,16 @@ class LayerPasses:
 
     def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
         """Return what the layer at a position is given where the one before has returned y."""
-        found: list[mx.array] = []
+        entering: list[mx.array] = []
 
         def serve(index: int, _call: Any, arguments: tuple[Any, ...], _options: Any) -> Any:
             if index == entered:
-                found.append(arguments[0])
+                entering.append(arguments[0])
             return y if index == entered - 1 else arguments[0]
 
         with undisturbed(self.model), drawing_with([mx.random.key(0)]), self._calls.served_by(serve):
             loss_of(self.loss, batch)
-        return found[0]
+        return entering[0]
 
     def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
         """Return a loss where the last layer returns x, and what follows draws from `key`."""
@@ -284,7 +286,7 @@ class LayerPasses:
         inputs, packed = batch[0], batch[3]
         with ExitStack() as stack:
             stack.enter_context(segments(packed))
-            stack.enter_context(self._calls.served_by(own))
+            stack.enter_context(self._calls.served_by(by_itself))
             if trains:
                 stack.enter_context(whole_rows())
                 stack.enter_context(differentiated_once())
