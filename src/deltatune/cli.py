@@ -46,7 +46,7 @@ def parser(name: str = "") -> argparse.ArgumentParser:
     # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in [each for each in COMMANDS if name_of(each) == name] or COMMANDS:
+    for command in [known for known in COMMANDS if name_of(known) == name] or COMMANDS:
         command.add(commands)
     return top
 
