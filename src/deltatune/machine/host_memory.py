@@ -19,18 +19,18 @@ _CGROUP = Path("/sys/fs/cgroup")
 def free(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
     """Return the bytes that programs may still take, of the machine and of the container; None where nobody says."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
     except OSError:
         return None
-    if found is None:
+    if available is None:
         return None
     try:
         most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
         files = re.search(r"^file (\d+)", (cgroup / "memory.stat").read_text(), re.M)
     except OSError:
-        return int(found[1]) * 1024
-    left = int(most) - int(used) + int(files[1] if files else 0) if most.isdigit() else int(found[1]) * 1024
-    return min(left, int(found[1]) * 1024)
+        return int(available[1]) * 1024
+    left = int(most) - int(used) + int(files[1] if files else 0) if most.isdigit() else int(available[1]) * 1024
+    return min(left, int(available[1]) * 1024)
 
 
 def stay(arrays: list[mx.array]) -> bool:

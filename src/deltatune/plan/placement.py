@@ -95,8 +95,8 @@ class Placement:
         rows, length = self.tokens
         return f"{rows} x {length:,} tokens"
 
-    def said(self, each: str = "iteration") -> list[Fact | str]:
-        """Return what to tell the user; this reads from the disk for a second. Every `each` is a pass."""
+    def said(self, unit: str = "iteration") -> list[Fact | str]:
+        """Return what to tell the user; this reads from the disk for a second. Every `unit` is a pass."""
         if not self.streamed:
             text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}"
             return [Fact("memory", f"{text}; all weights stay in memory")]
@@ -105,31 +105,31 @@ class Placement:
             f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
         )
         if self.on_host:
-            text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {each}"
+            text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}"
             return [Fact("memory", text)]
         file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
         rate = disk_rate.measured(file)
         speed = f"at the {size(int(rate))} a second measured now"
         if cached(self.folder):
             disk = (
-                f"{size(self.read)} read for each {each}; the checkpoint fits in half of the free memory and stays in "
+                f"{size(self.read)} read for each {unit}; the checkpoint fits in half of the free memory and stays in "
                 f"the system's page cache, so that the disk gives it once, in {self.on_disk / rate:.1f} s {speed}"
             )
         else:
             seconds = self.read / rate
-            disk = f"{size(self.read)} read for each {each}, {seconds:.1f} s {speed}; {self._hidden(seconds, each)}"
+            disk = f"{size(self.read)} read for each {unit}, {seconds:.1f} s {speed}; {self._hidden(seconds, unit)}"
         return [Fact("memory", f"{memory}on the disk"), Fact("disk", disk)]
 
-    def _hidden(self, seconds: float, each: str) -> str:
+    def _hidden(self, seconds: float, unit: str) -> str:
         """Say when a pass does not wait for the disk, from which it reads for so many seconds."""
-        words = f"{each}s that compute for longer do not wait"
+        words = f"{unit}s that compute for longer do not wait"
         if self.products is None or self.products.largest is None:
             return words
         computing = self.products.operations / arithmetic.speed(self.products.largest, self.dtype)
         tokens = self.tokens[0] * self.tokens[1] * seconds / computing
         return (
             f"its matrix products take about {computing:.1f} s, so that the disk is hidden from about "
-            f"{_rounded(tokens):,} tokens an {each} on"
+            f"{_rounded(tokens):,} tokens an {unit} on"
         )
 
 
