@@ -14,7 +14,6 @@ MODULES = tree.modules()
 SHARED_NAMES = {
     "attention": "softmax attention: its checks, and the patches that put it in place",
     "choice": "which implementation of an operator serves a call",
-    "eight_bit": "Adam with moments of 8 bits: the optimizer, and the kernel of its step",
     "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
     "fused": "launches of an operator's kernels",
     "fused_op": "the differentiable function around an operator's kernels",
