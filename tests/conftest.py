@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,8 @@ import pytest
 from mlx.utils import tree_flatten
 from packaging.version import Version
 
-from deltatune.machine import blas
-
-sys.path.insert(0, str(Path(__file__).parent))
 import vision
+from deltatune.machine import blas
 from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
 from other_models import other_model  # noqa: F401  (a fixture)
 from slowest_first import slowest_first

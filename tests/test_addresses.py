@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deltatune.selftest import screen
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import addresses
+from deltatune.selftest import screen
 
 ROOT = Path(__file__).parents[1]
 PLACE = "https://code.example/owner/deltatune"

@@ -1,12 +1,10 @@
 """Imports go one way and in no circle, only patches/ and models/ name upstream, and each name has one meaning."""
 
 import ast
-import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tree
 
 MODULES = tree.modules()

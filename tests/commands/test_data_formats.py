@@ -1,15 +1,12 @@
 """Formats of data through the installed console script: a part of what scripts/data_formats.py tries from a wheel."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from console import deltatune
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 import data_formats
+from console import deltatune
 
 # One case for each way into the data: Arrow files in training, a stream, a mapping in YAML, an array.
 TRIED = [

@@ -5,18 +5,15 @@ They run under `pytest -m compat` alone. With Metal declared present (`-p metal_
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import metal
 import mlx.core as mx
 import pytest
 
 from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.patches import revert
-
-sys.path.insert(0, str(Path(__file__).parent))
-import metal
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

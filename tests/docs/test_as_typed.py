@@ -13,15 +13,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-
-from console import deltatune
-from deltatune import cli
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pages import ROOT, blocks
 
-sys.path.insert(0, str(ROOT / "scripts"))
 import docs_pages
+from console import deltatune
+from deltatune import cli
 
 WEIGHTS = Path("adapters/adapters.safetensors")
 

@@ -3,23 +3,17 @@
 import json
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from pages import DOCS, READ, ROOT, blocks
 
 import deltatune
+import docs_pages
 from deltatune.commands.flags import config_from, option_fields
 from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
 from deltatune.options import config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import DOCS, READ, ROOT, blocks
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import docs_pages
 
 # `deltatune ...` in a block, alone or behind a launcher; and in a sentence, where it stands in backticks.
 LINE = re.compile(r"^(?:mlx\.launch .*? )?(?:\.venv/bin/)?deltatune (.*)$", re.MULTILINE)

@@ -3,12 +3,9 @@
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from pages import DOCS, ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
 import checks_table
 
 

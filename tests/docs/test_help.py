@@ -12,21 +12,16 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-
-from console import deltatune
-from deltatune import cli
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pages import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
 import docs_pages
+from console import deltatune
+from deltatune import cli
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
 # Two reports and evaluations in four iterations, a test, samples, and more layers than the model has.

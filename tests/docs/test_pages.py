@@ -1,14 +1,9 @@
 """Links, paths and lines of the documentation, and the places in the code that name a page."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from pages import DOCS, KEPT, LOG, PAGES, READ, ROOT, anchors, prose
 
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")

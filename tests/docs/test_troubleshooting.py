@@ -2,12 +2,8 @@
 
 import ast
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pages import DOCS, ROOT
 
 PAGE = (DOCS / "guides/troubleshooting.md").read_text(encoding="utf-8")

@@ -1,12 +1,5 @@
 """The page that `make compat` writes, from results that are made up here."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts/compat"))
 import table
 from results import Result
 from results import Test as Outcome

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_commands import Commands
+from hypothesis import HealthCheck, Phase, settings
 
 _COMMON = {
     "deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate],

@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fuzz_inputs import JSON, KINDS, TEXT, damage, data_files, options, small, templates, yaml_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fuzz_inputs import JSON, KINDS, TEXT, damage, data_files, options, small, templates, yaml_files
 
 QUICK = ["--iters", "2", "--batch-size", "2", "--max-seq-length", "64", "--val-batches", "1"]
 

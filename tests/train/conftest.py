@@ -97,6 +97,31 @@ def make_trainer(
     return factory
 
 
+@pytest.fixture(scope="session")
+def _straight_runs() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def straight_run(
+    make_trainer: Callable[..., Trainer],
+    options: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    _straight_runs: dict[str, Path],
+) -> Callable[..., Path]:
+    """straight_run(**changes) -> the folder of a run in one go; one for each set of options and session, so read it."""
+
+    def folder(**changes: Any) -> Path:
+        key = repr(sorted((options | changes).items()))
+        if key not in _straight_runs:
+            made = tmp_path_factory.mktemp("straight") / "run"
+            make_trainer(adapter_path=str(made), **changes).run()
+            _straight_runs[key] = made
+        return _straight_runs[key]
+
+    return folder
+
+
 @pytest.fixture
 def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """run_with(trainer, act) runs the trainer, and calls act(iterations, batch) before each micro-batch."""

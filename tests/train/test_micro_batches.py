@@ -28,29 +28,29 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate):
+def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate, straight_run):
     """Dropout draws the same, and evaluations, saves and reports see the same parameters."""
     given = {"grad_accumulation_steps": accumulate}
-    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
-    make_trainer(adapter_path=str(tmp_path / "only"), **given, **ONLY).run()
+    straight = straight_run(**given)
+    only = straight_run(**given, **ONLY)
     during = request.getfixturevalue("early_starts")
     make_trainer(**given).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
     # The first iteration says how long one takes; a save follows the third and the sixth, an evaluation the fourth.
     assert during == [2, 5, 7]
     during.clear()
     make_trainer(adapter_path=str(tmp_path / "out only"), **given, **ONLY).run()
-    same(tmp_path / "out only", tmp_path / "only")
+    same(tmp_path / "out only", only)
     assert during == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("iteration", [3, 4])
 def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
-    make_trainer, tmp_path, early_starts, monkeypatch, iteration, accumulate
+    make_trainer, tmp_path, early_starts, monkeypatch, iteration, accumulate, straight_run
 ):
     given = {**ONLY, "grad_accumulation_steps": accumulate}
-    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    straight = straight_run(**given)
     trainer = make_trainer(**given)
     plain = MicroBatches._start_next
 
@@ -65,12 +65,14 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
             trainer.run()
     assert iteration in early_starts
     make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
 
 
-def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(make_trainer, tmp_path, early_starts, monkeypatch):
+def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
+    make_trainer, tmp_path, early_starts, monkeypatch, straight_run
+):
     given = {**ONLY, "grad_accumulation_steps": 1}
-    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    straight = straight_run(**given)
     trainer = make_trainer(**given)
     plain = MicroBatches._start_next
 
@@ -88,13 +90,15 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(make_trainer, 
             trainer.run()
     assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
     make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early):
+def test_an_error_while_a_step_is_compiled_loses_nothing(
+    make_trainer, tmp_path, request, monkeypatch, early, straight_run
+):
     """As where a batch of another shape comes, whose step is compiled anew."""
-    make_trainer(adapter_path=str(tmp_path / "straight"), **ONLY).run()
+    straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")
     trainer, plain = make_trainer(**ONLY), MicroBatches._launched
@@ -116,12 +120,12 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path,
     assert "is saved in" in error.value.__notes__[0]
     mx.eval(trainer.model.parameters())
     make_trainer(resume=True, **ONLY).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early):
-    make_trainer(adapter_path=str(tmp_path / "straight"), **ONLY).run()
+def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early, straight_run):
+    straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")
     trainer, plain, taken = make_trainer(**ONLY), BatchOrder.__next__, []
@@ -138,14 +142,16 @@ def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, mon
             trainer.run()
     assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
     make_trainer(resume=True, **ONLY).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_nan_in_an_iteration_keeps_the_state_before_it(make_trainer, tmp_path, early_starts, monkeypatch, accumulate):
+def test_nan_in_an_iteration_keeps_the_state_before_it(
+    make_trainer, tmp_path, early_starts, monkeypatch, accumulate, straight_run
+):
     """The loss of iteration 6 is NaN, which is read when iteration 7 has been started."""
     given = {**ONLY, "grad_accumulation_steps": accumulate}
-    make_trainer(adapter_path=str(tmp_path / "straight"), **given).run()
+    straight = straight_run(**given)
     trainer, kept = make_trainer(**given), []
     plain = MicroBatches._taken
 
@@ -163,7 +169,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(make_trainer, tmp_path, e
     now = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     assert all(np.array_equal(one, other) for one, other in zip(now, kept, strict=True))
     make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", tmp_path / "straight")
+    same(tmp_path / "out", straight)
 
 
 def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from host_machine import HostMachine
 
 from deltatune.machine import backend

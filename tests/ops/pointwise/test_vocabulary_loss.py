@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +21,6 @@ from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_a
 from deltatune.ops.trial import first_use
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from pretended import pretended
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]

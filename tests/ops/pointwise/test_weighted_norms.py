@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,10 +14,8 @@ from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.ops.pointwise.weighted_norms import FILES, WIDEST, branch_norm, sum_norm, weighted_norm
 from deltatune.ops.trial import first_use
-from two_dtypes import in_two_dtypes
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from pretended import pretended
+from two_dtypes import in_two_dtypes
 
 EPS = 1e-3
 # Half a last place of the dtype, twice: the sum is rounded, and the result is. fp32: sums of up to 2,560 terms.

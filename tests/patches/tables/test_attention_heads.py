@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from host_machine import HostMachine
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention
 from mlx_lm.models.rope_utils import initialize_rope
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
-
-from host_machine import HostMachine
 
 from deltatune import patches
 from deltatune.machine import backend

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from host_machine import HostMachine
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
-
-from host_machine import HostMachine
 
 from beside import load
 from deltatune import patches

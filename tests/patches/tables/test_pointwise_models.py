@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from host_machine import HostMachine
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ops" / "kernels"))
-
-from host_machine import HostMachine
 
 from deltatune import patches
 from deltatune.machine import backend

@@ -59,13 +59,32 @@ def config(model, data_folder, tmp_path):
 @pytest.fixture(scope="module")
 def least():
     """least(config) -> the smallest memory that a run is given, as its refusal says."""
+    known = {}
 
     def found(config):
-        with pytest.raises(TooLittleMemoryError) as refused:
-            train(dataclasses.replace(config, memory=1000))
-        return int(float(re.search(r"tokens take ([\d.]+) MB", str(refused.value))[1]) * 1e6) + 100_000
+        key = repr(dataclasses.replace(config, adapter_path="any"))
+        if key not in known:
+            with pytest.raises(TooLittleMemoryError) as refused:
+                train(dataclasses.replace(config, memory=1000))
+            known[key] = int(float(re.search(r"tokens take ([\d.]+) MB", str(refused.value))[1]) * 1e6) + 100_000
+        return known[key]
 
     return found
+
+
+@pytest.fixture(scope="module")
+def _whole():
+    return []
+
+
+@pytest.fixture
+def whole(config, tmp_path_factory, capsys, _whole):
+    """The folder of the run without a bound, and what it said; all tests share it."""
+    if not _whole:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        train(in_folder(config, folder, test=True))
+        _whole.append((folder, capsys.readouterr().out))
+    return _whole[0]
 
 
 def in_folder(config, folder, **changes):
@@ -76,24 +95,23 @@ def adapters(folder):
     return (folder / "adapters.safetensors").read_bytes()
 
 
-def test_a_bounded_run_and_its_continuations_have_the_bits_of_one_without(config, least, tmp_path, capsys):
+def test_a_bounded_run_and_its_continuations_have_the_bits_of_one_without(config, least, whole, tmp_path, capsys):
     """Every layer on the disk, some of them, none: begun in one way and continued in another."""
     all_of_them = least(config)
     more = all_of_them + 1_600_000
-    train(in_folder(config, tmp_path / "whole", test=True))
-    whole = capsys.readouterr().out
+    folder, said_without = whole
     train(in_folder(config, tmp_path / "bounded", memory=all_of_them, test=True))
     said = capsys.readouterr().out
     assert "6 of 6 layers" in said
     assert re.search(r"Waited \d+\.\d s for the disk \(\d+%\), which gave 0\.0[1-9] GB", said)
-    assert re.search(r"Test loss .*", said)[0] == re.search(r"Test loss .*", whole)[0]
+    assert re.search(r"Test loss .*", said)[0] == re.search(r"Test loss .*", said_without)[0]
     for name, (first, then) in {"whole, then more": (None, more), "bounded, then whole": (all_of_them, None)}.items():
         train(in_folder(config, tmp_path / name, memory=first, iters=3))
         train(in_folder(config, tmp_path / name, memory=then, resume=True))
     assert re.search("[1-5] of 6 layers", capsys.readouterr().out)
     for name in ("bounded", "whole, then more", "bounded, then whole"):
-        assert adapters(tmp_path / name) == adapters(tmp_path / "whole"), name
-    assert result(tmp_path / "bounded") == result(tmp_path / "whole")
+        assert adapters(tmp_path / name) == adapters(folder), name
+    assert result(tmp_path / "bounded") == result(folder)
 
 
 def test_a_bound_that_everything_fits_within_changes_nothing(config, tmp_path, capsys):
@@ -140,9 +158,9 @@ def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsy
 
 @pytest.mark.slow
 def test_two_ranks_read_one_base(config, least, launch, tmp_path):
+    memory = least(config)
     config = dataclasses.replace(config, iters=2, batch_size=2, val_batches=1)
     values = {name: vars(config)[name] for name in CONFIGURED} | {"lora_parameters": {"rank": 2, "dropout": 0.1}}
-    memory = least(dataclasses.replace(config, batch_size=1))
     for name, bound in {"whole": None, "bounded": memory}.items():
         done = launch(values | {"adapter_path": str(tmp_path / name), "memory": bound})
         assert done.returncode == 0, done.stderr
@@ -150,12 +168,11 @@ def test_two_ranks_read_one_base(config, least, launch, tmp_path):
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
 
 
-def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, model, tmp_path, monkeypatch):
+def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, whole, model, tmp_path, monkeypatch):
     """The run is continued when the file is as it was."""
     copy = shutil.copytree(model, tmp_path / "model")
     memory, weights = least(config), copy / "model.safetensors"
     kept = weights.stat().st_mtime_ns
-    train(in_folder(config, tmp_path / "whole"))
     options = {"model": str(copy), "memory": memory, "save_every": 100}
     plain, reads = StoredWeights.started, []
 
@@ -171,13 +188,12 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, mode
     monkeypatch.undo()
     os.utime(weights, ns=(kept, kept))
     train(in_folder(config, tmp_path / "out", resume=True, **options))
-    assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
+    assert adapters(tmp_path / "out") == adapters(whole[0])
 
 
 @pytest.mark.parametrize("at", [40, 6], ids=["step", "evaluation"])
-def test_a_second_signal_ends_within_a_pass(config, least, tmp_path, monkeypatch, at):
+def test_a_second_signal_ends_within_a_pass(config, least, whole, tmp_path, monkeypatch, at):
     """Every layer is read anew, so the reads say where in the pass the run ended."""
-    train(in_folder(config, tmp_path / "whole"))
     memory = least(config)
     plain, reads, digest = StoredWeights.wait, [], []
 
@@ -199,7 +215,7 @@ def test_a_second_signal_ends_within_a_pass(config, least, tmp_path, monkeypatch
     assert len(reads) == at
     monkeypatch.undo()
     train(in_folder(config, tmp_path / "out", memory=memory, resume=True))
-    assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
+    assert adapters(tmp_path / "out") == adapters(whole[0])
 
 
 def test_a_continued_run_leaves_its_weights_on_the_disk(config, least, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 
 import mlx.core as mx
 import pytest
@@ -16,10 +17,9 @@ FLIPS = 200
 
 
 @pytest.fixture
-def finished(make_trainer, tmp_path):
+def finished(straight_run, tmp_path):
     """The folder of a run of 5 iterations, which saved after the iterations 3 and 5."""
-    make_trainer(iters=5).run()
-    return tmp_path / "out"
+    return shutil.copytree(straight_run(iters=5), tmp_path / "out")
 
 
 def flip(path, place):
@@ -78,9 +78,9 @@ def test_damage_of_the_checksum_itself_does_not_read_as_a_file_without_one(tmp_p
 @pytest.mark.bad_input("--resume with a state that is {kind}: the one before it is used")
 @pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "gone"])
 def test_the_state_before_a_damaged_one_is_used_and_it_is_said(
-    make_trainer, tmp_path, screen_text, read_metrics, finished, kind
+    make_trainer, tmp_path, screen_text, read_metrics, finished, kind, straight_run
 ):
-    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    straight = straight_run()
     path = state.state_path(finished)
     size = path.stat().st_size
     if kind == "flipped":
@@ -95,8 +95,8 @@ def test_the_state_before_a_damaged_one_is_used_and_it_is_said(
     assert re.search(rf"{path} {problem}: resuming from the state before it, {state.previous_path(path)}\.", printed)
     assert "Resuming after iteration 3 of 8." in printed
     for name in ("adapters.safetensors", "0000006_adapters.safetensors"):
-        assert (finished / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
-    assert read_metrics(finished) == read_metrics(tmp_path / "straight")
+        assert (finished / name).read_bytes() == (straight / name).read_bytes()
+    assert read_metrics(finished) == read_metrics(straight)
 
 
 def test_a_damaged_state_never_replaces_the_good_one_before_it(make_trainer, finished):

@@ -81,14 +81,14 @@ def until(stream, text):
     raise AssertionError(f"{text!r} did not come: {lines}")
 
 
-def resumed_is_straight(make_trainer, tmp_path):
-    make_trainer(val_batches=0, adapter_path=str(tmp_path / "straight")).run()
+def resumed_is_straight(make_trainer, tmp_path, straight_run):
+    straight = straight_run(val_batches=0)
     make_trainer(val_batches=0, resume=True).run()
-    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert adapters(tmp_path / "out") == adapters(straight)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
-def test_a_signal_is_answered_while_mlx_waits(slow_run, make_trainer, tmp_path, name):
+def test_a_signal_is_answered_while_mlx_waits(slow_run, make_trainer, tmp_path, name, straight_run):
     process = slow_run(3, 25)
     until(process.stdout, "waiting")
     process.send_signal(getattr(signal, name))
@@ -98,11 +98,13 @@ def test_a_signal_is_answered_while_mlx_waits(slow_run, make_trainer, tmp_path, 
     _, complaint = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "stopped after iteration 3 of 8; the state is saved in" in complaint
-    resumed_is_straight(make_trainer, tmp_path)
+    resumed_is_straight(make_trainer, tmp_path, straight_run)
 
 
 @pytest.mark.parametrize("iteration", [5, 6])
-def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(slow_run, make_trainer, tmp_path, iteration):
+def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(
+    slow_run, make_trainer, tmp_path, iteration, straight_run
+):
     """Iterations 5 and 6 make one update together, so that the state after iteration 4 must be saved."""
     process = slow_run(iteration, 2000)
     until(process.stdout, "waiting")
@@ -113,10 +115,10 @@ def test_a_second_signal_saves_the_last_update_and_ends_during_the_step(slow_run
     assert "waited" not in rest
     assert process.returncode == 2
     assert "stopped after iteration 4 of 8; the state is saved in" in complaint
-    resumed_is_straight(make_trainer, tmp_path)
+    resumed_is_straight(make_trainer, tmp_path, straight_run)
 
 
-def test_a_closed_terminal_ends_the_run_with_its_state(slow_run, make_trainer, tmp_path):
+def test_a_closed_terminal_ends_the_run_with_its_state(slow_run, make_trainer, tmp_path, straight_run):
     """Printing fails once the terminal is closed, and the state must be saved all the same."""
     ours, theirs = pty.openpty()
     process = slow_run(3, 25, stdin=theirs, stdout=theirs, stderr=theirs, text=False, start_new_session=True,
@@ -128,7 +130,7 @@ def test_a_closed_terminal_ends_the_run_with_its_state(slow_run, make_trainer, t
     os.close(ours)
     assert process.wait(timeout=60) == 2
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 3
-    resumed_is_straight(make_trainer, tmp_path)
+    resumed_is_straight(make_trainer, tmp_path, straight_run)
 
 
 def send(*numbers):

@@ -19,11 +19,11 @@ def moved(checkpoint, tmp_path):
     return shutil.copytree(checkpoint, tmp_path / "moved")
 
 
-def test_model_and_data_may_move(make_trainer, moved, tmp_path):
-    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+def test_model_and_data_may_move(make_trainer, moved, tmp_path, straight_run):
+    straight = straight_run()
     make_trainer(iters=3).run()
     make_trainer(resume=True, model=str(moved), data="elsewhere").run()
-    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert adapters(tmp_path / "out") == adapters(straight)
 
 
 @pytest.mark.bad_input("--resume after one number of the base weights changed ({kind})")
@@ -72,8 +72,8 @@ def test_adapters_to_start_from_may_move_but_not_change(make_trainer, tmp_path):
         make_trainer(iters=3, resume_adapter_file=str(names[1]), resume=True).run()
 
 
-def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path, read_metrics, run_with):
-    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path, read_metrics, run_with, straight_run):
+    straight = straight_run()
     trainer = make_trainer(save_every=100)
 
     def out_of_memory(iterations, _):
@@ -83,13 +83,13 @@ def test_checkpointing_may_be_added_after_memory_ran_out(make_trainer, tmp_path,
     with pytest.raises(RuntimeError, match="Resource limit"):
         run_with(trainer, out_of_memory)
     make_trainer(resume=True, grad_checkpoint=True).run()
-    for ours, straight in zip(read_metrics(tmp_path / "out"), read_metrics(tmp_path / "straight"), strict=True):
-        assert ours == pytest.approx(straight, rel=1e-5)
+    for ours, theirs in zip(read_metrics(tmp_path / "out"), read_metrics(straight), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_state_of_the_first_format_is_read(make_trainer, tmp_path):
+def test_a_state_of_the_first_format_is_read(make_trainer, tmp_path, straight_run):
     """Format 1 named paths and ranks, and held a random key for each rank."""
-    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    straight = straight_run()
     make_trainer(iters=3).run()
     path = state.state_path(tmp_path / "out")
     arrays, metadata = mx.load(str(path), return_metadata=True)
@@ -102,7 +102,7 @@ def test_a_state_of_the_first_format_is_read(make_trainer, tmp_path):
     mx.eval(arrays)
     mx.save_safetensors(str(path), arrays, {"deltatune": json.dumps(old)})
     make_trainer(resume=True).run()
-    assert adapters(tmp_path / "out") == adapters(tmp_path / "straight")
+    assert adapters(tmp_path / "out") == adapters(straight)
     old["identity"]["grad_clip"] = 7.0
     mx.save_safetensors(str(path), arrays, {"deltatune": json.dumps(old)})
     with pytest.raises(UserError, match="grad_clip: was"):

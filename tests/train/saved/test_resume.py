@@ -31,9 +31,11 @@ def killed_run(options, tmp_path):
     return run
 
 
-def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, killed_run, tmp_path, read_metrics):
+def test_killed_again_and_again_the_run_ends_with_the_same_bits(
+    make_trainer, killed_run, tmp_path, read_metrics, straight_run
+):
     """The kills come while the first state is written, after its rename, inside an accumulation and in later saves."""
-    make_trainer(adapter_path=str(tmp_path / "straight")).run()
+    straight = straight_run()
     killed_run("write", 1)
     assert not (tmp_path / "out" / "state" / "state.safetensors").exists()
     # The first state comes after iteration 3, which is inside an accumulation of 2.
@@ -45,8 +47,8 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(make_trainer, ki
     assert "state.safetensors is missing: resuming from the state before it" in killed_run("write", 1, "--resume")
     make_trainer(resume=True).run()
     for name in ("adapters.safetensors", "0000006_adapters.safetensors", "best/adapters.safetensors"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
-    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "straight")
+        assert (tmp_path / "out" / name).read_bytes() == (straight / name).read_bytes()
+    assert read_metrics(tmp_path / "out") == read_metrics(straight)
     assert not list((tmp_path / "out").glob("**/.*"))
 
 
