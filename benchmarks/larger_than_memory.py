@@ -36,8 +36,7 @@ import processes
 from long_rows import write_rows
 from machine import heading
 from recipe import write_tokenizer
-from trainers import SHAPES, Shape
-from what_fits import lazy_model
+from trainers import SHAPES, Shape, lazy_model
 
 # What of the disk stays free.
 SPARE = 3e9

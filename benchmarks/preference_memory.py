@@ -24,8 +24,7 @@ from deltatune.train.preferences.objectives import OBJECTIVES
 from deltatune.train.setup import prepare
 from machine import versions
 from pretended import pretended
-from trainers import SHAPES
-from what_fits import lazy_model
+from trainers import SHAPES, lazy_model
 
 
 def peaks(shape: str, rows: int, tokens: int, checkpoint: bool, device: str) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Shows where the time of a training step goes on an NVIDIA GPU: by kernel, and by the CUDA calls of the CPU.
 
-usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 2] [--tokens 2048] [--steps 3] [--waits]
+usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 2] [--tokens 2048] [--waits]
+       [--optimizer adamw8bit]
 
 PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be installed beside MLX. The table of kernels
 gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
@@ -69,6 +70,7 @@ def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--optimizer", default="adamw", help="such as adamw8bit")
     parser.add_argument("--again", type=int, help="how many layers are computed again, beside cheap operators")
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--bits", type=int, default=0, help="of packed weights; 0 for those of the shape")
@@ -84,7 +86,8 @@ def main() -> None:
     torch.cuda.init()
     print(f"{heading()}\n{shape}", flush=True)
     given = {name: getattr(options, name) for name in ("checkpoint", "waits", "bits", "again")}
-    with trainers.deltatune(shape, **given, fine_tune_type=options.kind) as trainer:
+    trained = {"fine_tune_type": options.kind, "optimizer": options.optimizer}
+    with trainers.deltatune(shape, **given, **trained) as trainer:
         for _ in range(3):
             trainer.step()
         trainer.reset_peak()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -107,21 +108,40 @@ class Trainer:
     peak: Callable[[], float | None]
 
 
-def mlx_model(shape: Shape, dtype: str | None = None) -> Any:
-    """mlx-lm's model with random weights from a fixed seed, in the dtypes to which its loader casts a checkpoint."""
+def lazy_model(described: dict[str, Any], bits: int, dtype: str = "bfloat16") -> Any:
+    """mlx-lm's model of a config.json with random weights from a fixed seed, none of them computed yet.
+
+    They are packed to `bits` if these are given, and have the dtypes to which mlx-lm's loader casts a checkpoint.
+    """
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
     import mlx.core as mx
+    import mlx.nn as nn
     from mlx.utils import tree_map_with_path
 
     from deltatune.models.load import new_model
 
-    model = new_model({"text_config": shape.config(), **shape.config()})
+    # new_model evaluates all weights at once, in fp32.
+    with patch.object(mx, "eval", lambda *_: None):
+        model: Any = new_model({"text_config": described, **described})
     keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
-    kind = getattr(mx, dtype or shape.dtype)
+    kind = getattr(mx, dtype)
     model.update(tree_map_with_path(lambda path, x: x.astype(kind) if keeps(path) else x, model.parameters()))
-    mx.eval(model.parameters())
+    if bits:
+        nn.quantize(model, 64, bits, class_predicate=_has_whole_groups)
+    return model
+
+
+def mlx_model(shape: Shape, dtype: str | None = None, bits: int = 0) -> Any:
+    """lazy_model of a shape, its weights computed one after another, so that no more memory is used than they take."""
+    model = lazy_model(shape.config(), bits, dtype or shape.dtype)
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    for _, weight in tree_flatten(model.parameters()):
+        mx.eval(weight)
+    mx.clear_cache()
     return model
 
 
@@ -139,15 +159,6 @@ def _has_whole_groups(_path: str, module: Any) -> bool:
     return hasattr(module, "to_quantized") and module["weight"].shape[-1] % 64 == 0
 
 
-def _pack(model: Any, bits: int) -> None:
-    """Pack the weights of `model` to so many bits."""
-    import mlx.core as mx
-    import mlx.nn as nn
-
-    nn.quantize(model, 64, bits, class_predicate=_has_whole_groups)
-    mx.eval(model.parameters())
-
-
 @contextmanager
 def deltatune(
     shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, again: int | None = None, **options: str
@@ -158,11 +169,9 @@ def deltatune(
     packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are computed again in
     the backward pass. `options` are further ones of TrainConfig.
     """
-    model = mlx_model(shape)
+    model = mlx_model(shape, bits=bits)
     import mlx.core as mx
 
-    if bits:
-        _pack(model, bits)
     ready = time.perf_counter()
     from deltatune.lora import convert_to_lora
     from deltatune.options.config import LoraConfig, TrainConfig

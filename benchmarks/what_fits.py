@@ -20,19 +20,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
 
 import processes
 from deltatune.machine import backend
-from deltatune.models.load import new_model
 from deltatune.ops.recomputation import Checkpoints, operators_pay
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -45,6 +41,7 @@ from deltatune.train.setup import prepare
 from machine import heading
 from pretended import pretended
 from public_configs import CONFIGS
+from trainers import lazy_model
 
 GIB = 2**30
 MEMORIES = {"metal": (8, 16, 24, 36, 64, 128), "cuda": (24, 80, 141)}
@@ -57,18 +54,6 @@ def usable(device: str, memory: int) -> float:
     if device == "cuda":
         return (memory - 1) * 1e9
     return memory * GIB * (2 / 3 if memory <= 36 else 3 / 4)
-
-
-def lazy_model(described: dict[str, Any], bits: int) -> nn.Module:
-    """The model of a config.json in bf16 or in some bits, whose weights are never computed."""
-    # new_model evaluates the weights, for which this machine may be too small.
-    with patch.object(mx, "eval", lambda *_: None):
-        model: Any = new_model({"text_config": described, **described})
-    keeps = getattr(model, "cast_predicate", lambda _: True)
-    model.update(tree_map_with_path(lambda path, x: x.astype(mx.bfloat16) if keeps(path) else x, model.parameters()))
-    if bits:
-        nn.quantize(model, 64, bits)
-    return model
 
 
 def prepared(name: str, bits: int, checkpoint: bool | str) -> tuple[nn.Module, TrainConfig, ArrayLayout]:
