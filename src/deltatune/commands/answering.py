@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..options.chat_template import parsed_options
 from ..options.generation import AnswerOptions
 from ..options.values import short
+from .flags import size
 
 if TYPE_CHECKING:
     from ..models.generate import Sampling
     from ..models.load import Loaded
+    from ..train.by_layer.layer_weights import LayerWeights
 
 
 def add_sampling(add: Any, max_tokens: int) -> None:
@@ -32,6 +36,13 @@ def add_sampling(add: Any, max_tokens: int) -> None:
         "--chat-template-config",
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
+        "for every token, which is slow",
     )
     add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
@@ -85,3 +96,41 @@ def check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
     for token in options.extra_eos_token:
         if token not in known and token not in numbers:
             raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
+
+
+def placed(options: AnswerOptions, loaded: Loaded, tokens: int, stack: ExitStack) -> LayerWeights | None:
+    """Put the adapter on a model that was loaded lazily, whose layers read their weights until `stack` ends.
+
+    Args:
+        options: The options of the command, with a bound of memory.
+        loaded: The model, without its adapter.
+        tokens: How many tokens are read at once, before the answer.
+        stack: Closes the files when it ends.
+
+    Returns:
+        What they are read from; None where all stay in memory.
+    """
+    import mlx.core as mx
+
+    from ..layers import describe
+    from ..plan.forward_placement import placed_answer
+    from ..train.by_layer.read_layers import reading_calls
+
+    assert options.memory is not None
+    found = placed_answer(
+        loaded,
+        options.adapter_path,
+        options.memory,
+        tokens,
+        options.max_tokens,
+        trust_remote_code=options.trust_remote_code,
+    )
+    for fact in found.placement.said("token"):
+        print(fact, file=sys.stderr)
+    weights = found.of(loaded.model, stack)
+    beside = 0 if weights is None else weights.on_host
+    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory + beside))
+    if weights is not None:
+        layers = [layer.module for layer in describe(loaded.model)]
+        stack.enter_context(reading_calls(layers, weights).watched())
+    return weights

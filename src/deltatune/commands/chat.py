@@ -16,6 +16,7 @@ from .answering import (
     add_sampling,
     check_served,
     check_tokens,
+    placed,
     sampling_of,
     trained_template_options,
 )
@@ -23,10 +24,13 @@ from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..models.load import Loaded
+    from ..train.by_layer.layer_weights import LayerWeights
     from ..train.dialogue import Dialogue
 
 _HELP = "q ends the conversation, r forgets it, h prints this"
 _COMPARED = ", c asks the base too, or no more"
+# A bound of memory is kept while a question comes behind so many tokens; a longer conversation's caches come on top.
+_TOKENS = 2048
 
 
 def add(commands: Any) -> None:
@@ -70,23 +74,27 @@ class Chat:
         self._options, self._compares = options, options.compare
         self._template = trained_template_options(options)
         check_served(options)
+        bounded, trusted = options.memory is not None, options.trust_remote_code
         self._loaded = load_with_adapter(
-            options.model, options.adapter_path, trust_remote_code=options.trust_remote_code
+            options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted
         )
         check_tokens(options, self._loaded)
-        self._answering = self._conversation(self._loaded)
+        self._stack = contextlib.ExitStack()
+        weights = placed(options, self._loaded, _TOKENS, self._stack) if bounded else None
+        self._can_compare = options.adapter_path is not None and not bounded
+        self._answering = self._conversation(self._loaded, weights)
         self._base: Dialogue | None = None
 
     def talk(self) -> None:
         """Read questions and print answers, until `q`, the end of the input, or Ctrl-C between answers."""
         adapter = f", {self._options.adapter_path}" if self._options.adapter_path else ""
         say(f"{self._options.model}{adapter}. {self._help()}.")
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
+        with self._stack, contextlib.suppress(EOFError, KeyboardInterrupt):
             while (question := self._read()) != "q":
                 self._obey(question)
 
     def _help(self) -> str:
-        return _HELP + (_COMPARED if self._options.adapter_path else "")
+        return _HELP + (_COMPARED if self._can_compare else "")
 
     def _read(self) -> str:
         """Return a question; a pipe, whose reader wants answers alone, gets no prompt."""
@@ -110,7 +118,7 @@ class Chat:
                 if conversation is not None:
                     conversation.reset()
             print("What was said is forgotten.", flush=True)
-        elif question == "c" and self._options.adapter_path:
+        elif question == "c" and self._can_compare:
             self._compares = not self._compares
             print("The base answers, too." if self._compares else "The adapter answers alone.", flush=True)
         elif question:
@@ -159,7 +167,7 @@ class Chat:
         with without_adapters(self._loaded.model) if shared else contextlib.nullcontext():
             yield self._base
 
-    def _conversation(self, loaded: Loaded) -> Dialogue:
+    def _conversation(self, loaded: Loaded, weights: LayerWeights | None = None) -> Dialogue:
         from ..train.dialogue import Dialogue
 
         options = self._options
@@ -171,4 +179,5 @@ class Chat:
             max_tokens=options.max_tokens,
             sampling=sampling_of(options),
             template_options=self._template,
+            weights=weights,
         )

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
         if config.memory is not None:
-            raise UserError("--memory: weights do not stay on the disk for --tasks yet; leave one of them out.")
+            raise UserError("--memory: tasks of lm-eval read all weights into memory; leave --memory or --tasks out.")
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:

@@ -16,17 +16,17 @@ from .answering import (
     add_sampling,
     check_served,
     check_tokens,
+    placed,
     sampling_of,
     trained_template_options,
 )
-from .flags import add_adapter, add_model, given_flags, size
+from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..data.vision.prompt import PromptPictures
     from ..models.load import Loaded
-    from ..train.by_layer.layer_weights import LayerWeights
 
 
 def add(commands: Any) -> None:
@@ -48,13 +48,6 @@ def add(commands: Any) -> None:
     add_sampling(add, GenerateOptions.max_tokens)
     add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
     _add_media(add)
-    add(
-        "--memory",
-        type=size,
-        metavar="SIZE",
-        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
-        "for every token, which is slow",
-    )
     add(
         "--verbose",
         type=_true_or_false,
@@ -149,7 +142,7 @@ def generate(options: GenerateOptions) -> str:
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
     with contextlib.ExitStack() as stack:
-        weights = _placed(options, loaded, len(tokens), stack) if bounded else None
+        weights = placed(options, loaded, len(tokens), stack) if bounded else None
         for last in stopped_at_nan(answer, loaded, weights):
             print(last.text, end="", flush=True)
             parts.append(last.text)
@@ -173,38 +166,6 @@ def _answer(
     if pictures:
         return stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, most, sampling)
     return stream(loaded, tokens, most, sampling)
-
-
-def _placed(options: GenerateOptions, loaded: Loaded, tokens: int, stack: contextlib.ExitStack) -> LayerWeights | None:
-    """Put the adapter on a model that was loaded lazily, whose layers read their weights until `stack` ends.
-
-    Returns:
-        What they are read from; None where all stay in memory.
-    """
-    import mlx.core as mx
-
-    from ..layers import describe
-    from ..plan.forward_placement import placed_answer
-    from ..train.by_layer.read_layers import reading_calls
-
-    assert options.memory is not None
-    placed = placed_answer(
-        loaded,
-        options.adapter_path,
-        options.memory,
-        tokens,
-        options.max_tokens,
-        trust_remote_code=options.trust_remote_code,
-    )
-    for fact in placed.placement.said("token"):
-        print(fact, file=sys.stderr)
-    weights = placed.of(loaded.model, stack)
-    beside = 0 if weights is None else weights.on_host
-    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory + beside))
-    if weights is not None:
-        layers = [layer.module for layer in describe(loaded.model)]
-        stack.enter_context(reading_calls(layers, weights).watched())
-    return weights
 
 
 def _prompt(text: str) -> str:

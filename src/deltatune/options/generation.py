@@ -39,6 +39,7 @@ class AnswerOptions:
     seed: int | None = _number(None, least=0, most=2**64 - 1)
     chat_template_config: str | None = None
     extra_eos_token: tuple[str, ...] = ()
+    memory: int | None = _number(None, least=1, most=2**63 - 1)
     trust_remote_code: bool = False
     force: bool = False
 
@@ -63,14 +64,13 @@ class GenerateOptions(AnswerOptions):
     max_pixels: int | None = _number(None, least=1)
     fps: float | None = _number(None, above=0)
     video_max_frames: int | None = _number(None, least=1)
-    memory: int | None = _number(None, least=1, most=2**63 - 1)
     verbose: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.memory is not None and (self.image or self.video):
             raise UserError(
-                "--memory: weights do not stay on the disk for --image and --video yet; leave one of them out."
+                "--memory: answers to --image and --video read all weights into memory; leave it or these out."
             )
         if self.ignore_chat_template and self.chat_template_config is not None:
             raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
@@ -91,3 +91,5 @@ class ChatOptions(AnswerOptions):
         super().__post_init__()
         if self.compare and self.adapter_path is None:
             raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")
+        if self.compare and self.memory is not None:
+            raise UserError("--memory: one model alone reads its weights from the disk; leave --compare or it out.")

@@ -94,6 +94,7 @@ class Dialogue:
         max_tokens: The largest number of tokens in an answer.
         sampling: How each token is chosen.
         template_options: Variables of the chat template.
+        weights: What the model's layers read their weights from, where these stay on the disk.
 
     Attributes:
         messages: What was said, without the system message.
@@ -110,6 +111,7 @@ class Dialogue:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
         template_options: Mapping[str, Any] | None = None,
+        weights: LayerWeights | None = None,
     ):
         if not loaded.tokenizer.has_chat_template:
             raise UserError(
@@ -119,6 +121,7 @@ class Dialogue:
         self._loaded = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         self._max_tokens, self._sampling, self._options = max_tokens, sampling, template_options
+        self._weights = weights
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> Generator[Any, None, None]:
@@ -138,7 +141,8 @@ class Dialogue:
         parts: list[str] = []
         try:
             with inferring(loaded.model):
-                for piece in stopped_at_nan(stream(loaded, tokens, self._max_tokens, self._sampling), loaded):
+                answer = stream(loaded, tokens, self._max_tokens, self._sampling)
+                for piece in stopped_at_nan(answer, loaded, self._weights):
                     parts.append(piece.text)
                     yield piece
         finally:

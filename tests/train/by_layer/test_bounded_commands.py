@@ -1,13 +1,15 @@
 """Tests that eval, generate and merge work within a bound of memory, with the results that they have without one."""
 
 import gc
+import io
 import re
+import sys
 
 import mlx.core as mx
 import pytest
 
 from console import deltatune
-from deltatune.cli import main
+from deltatune import cli
 from deltatune.commands.train import train
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
@@ -51,12 +53,18 @@ def commands(trained):
         "eval": ["eval", "--model", model, "--adapter-path", adapter, *batches],
         "generate": ["generate", "--model", model, "--adapter-path", adapter, "--prompt", "question 3", "-m", "3",
                      "--verbose", "false"],
+        "chat": ["chat", "--model", model, "--adapter-path", adapter, "-m", "3"],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["eval", "generate"])
-def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, read, capsys, command):
+@pytest.mark.parametrize("command", ["eval", "generate", "chat"])
+def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
+
+    def main(flags):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("question 3\n"))
+        return cli.main(flags)
+
     assert main(flags) == 0
     expected = capsys.readouterr().out
     assert read == []
@@ -101,7 +109,7 @@ def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
     assert mx.get_peak_memory() - before < 8_000_000
 
 
-@pytest.mark.bad_input("`--memory` together with `eval --tasks`, or with `generate --image`")
+@pytest.mark.bad_input("`--memory` together with `eval --tasks`, `generate --image` or `chat --compare`")
 def test_what_does_not_stay_on_the_disk_is_refused(trained, tmp_path):
     flags = commands(trained)
     model = str(trained[0])
@@ -114,3 +122,7 @@ def test_what_does_not_stay_on_the_disk_is_refused(trained, tmp_path):
     assert picture.returncode == 2
     assert "--memory" in picture.stderr
     assert "--image" in picture.stderr
+    both = deltatune(*flags["chat"], "--compare", "--memory", "1GB")
+    assert both.returncode == 2
+    assert "--memory" in both.stderr
+    assert "--compare" in both.stderr

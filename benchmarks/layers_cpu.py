@@ -1,0 +1,114 @@
+"""Measures what a step by layers costs beside a step as a whole, in CPU seconds, on a machine that others may share.
+
+usage: python benchmarks/layers_cpu.py [--tokens 512 2048 8192] [--times 3] [--width 512] [--layers 6]
+
+A model of Qwen3.5's form with random fp32 weights trains one row with LoRA r=8 on every linear. Its steps are taken by
+turns: as a whole with every layer checkpointed, by layers with all weights in memory, and by layers with all of them in
+the file, which is as likely as not in the system's page cache. Printed are the CPU seconds of a step, the least of so
+many, and how long the last kind waited for the file.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+import processes
+from deltatune.models.load import load
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_passes import LayerPasses
+from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.compiled import compiled
+from deltatune.train.setup import prepare, training
+from deltatune.train.step import arrays, mean_loss_and_gradients
+from machine import heading
+from recipe import write_tokenizer
+from trainers import Shape, batch_of, mlx_model
+
+
+def write_model(folder: Path, shape: Shape) -> None:
+    """Write a checkpoint of random weights."""
+    folder.mkdir()
+    model = mlx_model(shape)
+    weights = {name.removeprefix("language_model."): value for name, value in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    write_tokenizer(folder)
+
+
+def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape], float], LayerWeights | None]:
+    """A step of one kind, which returns its loss; and what its layers' weights are read from."""
+    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=8))
+    model = load(folder, lazy=True).model
+    stored = StoredWeights(folder, model)
+    prepare(model, config)
+    stored.find(model)
+    trained = stack.enter_context(training(model, config, compare=False))
+    model.train()
+    layers = [layer.module for layer in trained.layers]
+    key = mx.random.key(0)
+    if kind == "as a whole":
+        mx.eval(model.parameters())
+        whole = compiled(lambda batch, used: mean_loss_and_gradients(model, trained.loss, batch, used), [model.state])
+
+        def step(shape: Shape) -> float:
+            found = whole(arrays(batch_of(shape.rows())), model.trainable_parameters())
+            mx.eval(found)
+            return float(found[0])
+
+        return step, None
+    weights = LayerWeights(stored, model, layers, range(len(layers)) if "file" in kind else ())
+    passes = LayerPasses(model, layers, trained.loss, weights)
+    stack.enter_context(passes.served())
+    return lambda shape: float(
+        passes.gradients(arrays(batch_of(shape.rows())), model.trainable_parameters(), key)[0]
+    ), weights
+
+
+def main() -> None:
+    parser = processes.parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    options = parser.parse_args()
+    width = options.width
+    heads = width // 64
+    print(f"{heading()}\n", flush=True)
+    kinds = ("as a whole", "by layers", "by layers, from the file")
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        shape = Shape("small", width, 3 * width, options.layers, (heads, heads // 2, 64), (heads, heads, 64), 2048, 1,
+                      512, "float32", interval=3)  # fmt: skip
+        write_model(Path(temporary, "model"), shape)
+        steps = {kind: step_of(Path(temporary, "model"), kind, stack) for kind in kinds}
+        for tokens in options.tokens:
+            row = Shape(**{**vars(shape), "tokens": tokens})
+            losses = {kind: step(row) for kind, (step, _) in steps.items()}
+            assert len(set(losses.values())) == 1, losses
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+            waited = []
+            for _ in range(options.times):
+                for kind, (step, weights) in steps.items():
+                    started, before = time.process_time(), 0.0 if weights is None else weights.disk.waited
+                    step(row)
+                    seconds[kind].append(time.process_time() - started)
+                    if "file" in kind and weights is not None:
+                        waited.append(weights.disk.waited - before)
+            least = {kind: min(each) for kind, each in seconds.items()}
+            said = ", ".join(f"{kind} {each:.2f} ({each / least['as a whole']:.2f})" for kind, each in least.items())
+            print(f"{tokens:,} tokens: CPU seconds {said}; waited {min(waited):.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
