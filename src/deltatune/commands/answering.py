@@ -117,7 +117,7 @@ def placed(options: AnswerOptions, loaded: Loaded, tokens: int, stack: ExitStack
     from ..train.by_layer.read_layers import reading_calls
 
     assert options.memory is not None
-    found = placed_answer(
+    where = placed_answer(
         loaded,
         options.adapter_path,
         options.memory,
@@ -125,9 +125,9 @@ def placed(options: AnswerOptions, loaded: Loaded, tokens: int, stack: ExitStack
         options.max_tokens,
         trust_remote_code=options.trust_remote_code,
     )
-    for fact in found.placement.said("token"):
+    for fact in where.placement.said("token"):
         print(fact, file=sys.stderr)
-    weights = found.of(loaded.model, stack)
+    weights = where.of(loaded.model, stack)
     beside = 0 if weights is None else weights.on_host
     stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory + beside))
     if weights is not None:
