@@ -125,6 +125,8 @@ def test_sizes(text, size):
         ),
         (["eval", "--tasks", "x"], r"^deltatune: --model is missing"),
         (["train", "--dtype", "bf16"], r"unknown option --dtype\n"),
+        (["train", "--bogus"], r"unknown option --bogus\n"),
+        (["generate", "--model", "m", "--promt", "x"], r"unknown option --promt \(did you mean '--prompt'\?\)\n"),
         (
             ["generate", "--model", "m", "-p", "x", "--verbose", "maybe"],
             "--verbose: expected true or false, got 'maybe'",

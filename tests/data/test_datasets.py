@@ -83,7 +83,7 @@ def test_too_little_for_a_batch(tokenizer, folder):
         load_datasets(folder(train=TEXT, batch_size=5), tokenizer)
     # A data set that packing makes smaller than a batch is completed with blank rows.
     packed = load_datasets(folder(train=TEXT, batch_size=2, pack=True), tokenizer)
-    assert any("1 packed row(s) of 2,048 positions, fewer than batch_size 2" in note for note in packed.notes)
+    assert any("1 packed row of 2,048 positions, fewer than batch_size 2" in note for note in packed.notes)
     assert len(load_datasets(folder(train=TEXT, valid=TEXT[:1], batch_size=4), tokenizer).valid) == 1
 
 

@@ -81,6 +81,11 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
         assert mx.allclose(ours, logits(theirs, example), atol=1e-4)
         assert mx.abs(ours - logits(plain.model, example)).max() > 1e-2
 
+    # A prompt without images is answered without the tower, and without what the adapter changes there.
+    text = setup.load_with_adapter(path, str(tmp_path / "a"))
+    example = next(example for example in examples if not example.pictures.values)
+    assert mx.allclose(text.model(mx.array(example.tokens[None])), logits(loaded.model, example), atol=1e-4)
+
     assert cli.main(["merge", "--model", str(path), "--adapter-path", str(tmp_path / "a"), "--save-path",
                      str(tmp_path / "merged")]) == 0  # fmt: skip
     merged = load(tmp_path / "merged", image="a test")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +47,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False} | options)
         # argparse looks up None for an argument without a type.
         self.register("type", None, _text)
+        self._words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            # The flag that is missing may be there, misspelt.
+            words = itertools.takewhile(lambda word: word != "--", self._words)
+            flags = [word for word in words if word.startswith("--")]
+            wrong = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
+            message = f"unrecognized arguments: {' '.join(wrong)}" if wrong else message
         unknown = re.match(r"unrecognized arguments: (-.*)", message, re.DOTALL)
         if unknown:
             known = [string for action in self._actions for string in action.option_strings]

@@ -274,8 +274,9 @@ def _check(
     if config.pack:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
         if rows < config.batch_size:
+            packed = "1 packed row" if rows == 1 else f"{rows} packed rows"
             notes.append(
-                f"training data: {rows} packed row(s) of {row_capacity(config):,} positions, fewer than batch_size "
+                f"training data: {packed} of {row_capacity(config):,} positions, fewer than batch_size "
                 f"{config.batch_size}, so blank rows complete every batch; a batch_size of {rows} takes less memory."
             )
     elif rows < config.batch_size:

@@ -28,6 +28,7 @@ from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
+from .parts import part_of
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -160,12 +161,13 @@ def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
     return mx.pad(factor, widths)
 
 
-def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
+def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool = False) -> ConversionReport:
     """Add the adapter in `directory`, written by deltatune or mlx_lm.lora, to `model` in place.
 
     Args:
         model: a model without adapters.
         directory: the folder with adapters.safetensors and adapter_config.json.
+        text_alone: whether tensors of a vision tower and a projector, which `model` has not, are left out.
 
     Returns:
         A report that names the adapted modules, or the loaded tensors of a fully fine-tuned model.
@@ -184,6 +186,8 @@ def load_adapters(model: nn.Module, directory: str | Path) -> ConversionReport:
     if adapters(model):
         raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
     tensors = read_weights(directory / WEIGHTS)
+    if text_alone:
+        tensors = {name: tensor for name, tensor in tensors.items() if part_of(name) is None}
     new_rows = _grow(model, directory, tensors, config.get(_FIRST))
     if kind == "full":
         _check_shapes(directory, tensors, _flat(model.parameters()))

@@ -21,6 +21,8 @@ from .new_rows import GrownTable, grown_tables
 from .parts import part_of
 from .weights import is_switch
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 NO_EXPERT_DORA = "DoRA is not defined on experts; train them with fine_tune_type lora"
 
 
@@ -173,6 +175,8 @@ def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: 
                 wanted = part in parts and adapter_class(names.modules[path], False) is LoRALinear
             else:
                 wanted = "language" in parts and names.layer[path] in layers
+                # No one asks for an adapter on a convolution without a word on keys.
+                wanted = wanted and not isinstance(names.modules[path], _CONVOLUTIONS)
             patterns = ["*"] if wanted else []
         else:
             in_choice = not names.layer[path] or names.layer[path] in layers

@@ -59,6 +59,18 @@ def load_with_adapter(
         return load(Path(adapter_path), **options)
     loaded = load(model, **options)
     if adapter_path and not bare:
-        load_adapters(loaded.model, adapter_path)
+        put_adapter(loaded, adapter_path)
         loaded.model.eval()
     return loaded
+
+
+def put_adapter(loaded: Loaded, adapter_path: str | Path) -> None:
+    """Add the adapter to a model that was loaded for images or for text.
+
+    Without images a model has no vision tower, and what an adapter changes there has no effect: it is left out.
+
+    Raises:
+        UserError: As load_adapters() does.
+    """
+    text_alone = bool(loaded.config.get("vision_config")) and not has_vision(loaded.model)
+    load_adapters(loaded.model, adapter_path, text_alone=text_alone)

@@ -132,7 +132,7 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike.
     """
     by_name = {name.lstrip("-"): name for name in known}
-    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.5)
+    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..data.vision.media import largest_batch
-from ..lora import load_adapters
 from ..machine.compiling import without_kernels
+from ..models.adapted_base import put_adapter
 from ..models.generate import first_piece
 from ..models.load import Loaded
 from ..models.trained_checkpoint import is_trained_checkpoint
@@ -84,7 +84,7 @@ def _prepared(loaded: Loaded, adapter_path: str | None, *, trust_remote_code: bo
     """Put the adapter on the model, of which nothing trains; return which of its arrays lie in files."""
     stored = StoredWeights(loaded.path, loaded.model, trust_remote_code=trust_remote_code)
     if adapter_path and not is_trained_checkpoint(Path(adapter_path)):
-        load_adapters(loaded.model, adapter_path)
+        put_adapter(loaded, adapter_path)
     loaded.model.freeze()
     loaded.model.eval()
     stored.find(loaded.model)

@@ -39,6 +39,7 @@ from .saved.saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
 from .step import Step
 from .updates.optimizer import build_optimizer
+from .updates.routers import router_figures
 
 
 class Trainer:
@@ -205,6 +206,7 @@ class Trainer:
         for fact in [*told, *announce.implementations(chosen)]:
             screen.say(fact)
         screen.panel("deltatune train")
+        screen.expect([*trained.figures, *router_figures(parts.model)])
         if parts.outputs.note is not None:
             screen.say(parts.outputs.note)
         parts.reporting.about = announce.about(parts.model, parts.config, splits, trained)

@@ -113,7 +113,7 @@ def test_what_the_length_limit_makes_equal_is_left_out(read, tokenizer):
 REFUSED = {
     "one side": ({"prompt": "a", "chosen": "b"}, "'rejected' is missing or null, so this is no pair"),
     "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "'chosen' is missing or null"),
-    "no side": ({"prompt": "a", "completion": "b"}, "no known format: .*'prompt', 'completion'"),
+    "no side": ({"prompt": "a", "completion": "b"}, "'completion'. To imitate answers, leave --loss out"),
     "equal": ({"prompt": "a", "chosen": " b", "rejected": " b"}, "chosen and rejected are equal"),
     "equal messages": ({"chosen": [QUESTION, YES], "rejected": [QUESTION, YES]}, "chosen and rejected are equal"),
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),

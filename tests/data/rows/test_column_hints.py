@@ -39,6 +39,10 @@ def test_unknown_columns_name_the_nearest_and_no_flag():
     assert refused("a", "b").endswith("got 'a', 'b'.")
 
 
+def test_pairs_of_answers_are_answered_with_the_loss_that_learns_from_them():
+    assert refused("prompt", "chosen", "rejected").endswith("of two answers is better, give --loss dpo.")
+
+
 def test_the_flags_read_the_columns(tokenizer, folder, tmp_path):
     usual = load_datasets(folder(train=[{"prompt": "long", "completion": "short"}]), tokenizer).train
     row = {"question": "long", "answer": "short", "text": "else"}

@@ -37,6 +37,7 @@ def record(iteration):
         "grad_norm": 2.0,
         "iterations_per_second": 2.0,
         "peak_memory": 1.25,
+        "z_loss": 100 / iteration**2,
     }
 
 
@@ -302,13 +303,15 @@ setTimeout(() => {
   chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + 75, clientY: box.top + 60}));
   const under = document.querySelector(".read").textContent;
   chart.dispatchEvent(new PointerEvent("pointerleave", {}));
+  const pressed = [...document.querySelectorAll("figure button")].map(x => x.getAttribute("aria-pressed"));
   const plain = chart.querySelector("polyline").getAttribute("points");
   document.querySelector("figure button").click();
   const log = chart.querySelector("polyline").getAttribute("points");
   const wide = [...document.querySelectorAll("body *")].filter(x => x.scrollWidth > x.clientWidth + 1 && x.clientWidth);
   parent.postMessage(JSON.stringify({
     width: document.documentElement.scrollWidth, inner: innerWidth, wide: wide.map(x => x.outerHTML.slice(0, 80)),
-    titles: [...document.querySelectorAll("figcaption span")].map(x => x.textContent), under, moved: plain !== log,
+    titles: [...document.querySelectorAll("figcaption span")].map(x => x.textContent), under, pressed,
+    moved: plain !== log,
     labels: [...chart.querySelectorAll("text")].map(x => x.textContent), dots: chart.querySelectorAll("circle").length,
     cards: [...document.querySelectorAll(".card")].map(x => x.innerText.replace("\\n", " ")),
     sample: document.querySelector(".sample").innerText, images: document.images.length,
@@ -343,10 +346,14 @@ def test_a_browser_draws_it_at_any_width(page, tmp_path, width, monkeypatch):
     assert found, done.stdout[-3000:] + done.stderr[-2000:]
     seen = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert (seen["inner"], seen["width"], seen["wide"]) == (width, width, [])
-    assert seen["titles"] == ["Loss per token", "Gradient norm, before clipping", "Peak memory, GB"]
+    assert seen["titles"] == [
+        *("Loss per token", "Gradient norm, before clipping", "Peak memory, GB", "z-loss of the routers"),
+    ]
+    # The last falls four hundredfold, which a linear axis would not show.
+    assert seen["pressed"] == ["false", "false", "false", "true"]
     assert re.fullmatch(r"training [\d.]+ at iteration \d+ · validation 0\.75 at iteration 20", seen["under"])
     assert seen["moved"]
-    assert {"0", "20", "training", "validation"} <= set(seen["labels"])
+    assert {"0", "20", "iteration", "training", "validation"} <= set(seen["labels"])
     assert seen["dots"] == 1
     assert {"20 of 50 iteration", "0.2500 training loss", "0.7500 validation loss", "0:15 time left"} <= set(
         seen["cards"]

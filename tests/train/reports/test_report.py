@@ -98,7 +98,7 @@ def test_every_text_is_escaped(page):
 
 
 def test_figures_curves_options_and_versions_are_there(page):
-    for shown in ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.50 GB", "2.5 min", "iters", "mlx-lm"):
+    for shown in ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.5 GB", "2.5 min", "iters", "mlx-lm"):
         assert shown in page
     assert ("OpenBLAS" in page) == (backend.device() == "cpu")
     # One drawing of each plot is for phones.

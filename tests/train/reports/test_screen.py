@@ -132,6 +132,14 @@ def test_headings_come_again_after_thirty_rows_and_where_there_are_more_columns(
     assert len(columns.rows(RECORD | {"rewards/margins": 0.5}, 120)) == 2
 
 
+def test_what_is_expected_has_its_column_before_the_first_report_of_training():
+    columns = Columns()
+    columns.expect(["aux_loss"])
+    heading, _ = columns.rows({"iteration": 0, "val_loss": 2.5}, 120)
+    assert "routers" in heading.plain
+    assert len(columns.rows(RECORD | {"aux_loss": 2.0}, 120)) == 1
+
+
 def test_an_arrow_says_how_the_loss_goes():
     columns = Columns()
     arrows = [columns.rows(RECORD | {"train_loss": loss}, 80)[-1].plain for loss in (4.0, 3.0, 3.5, 9.0, float("nan"))]

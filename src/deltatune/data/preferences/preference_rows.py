@@ -21,6 +21,8 @@ _LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
 # What a row may hold besides the answers: tools for the chat template, and images or videos.
 _BESIDE = ("tools", "chat_template_kwargs", "images", "image", "videos", "video")
+# Keys of rows whose answers are imitated.
+_IMITATED = {"messages", "conversations", "output", "text", COMPLETION}
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...} (the prompt may be left out)'
 _LABELLED = '{"prompt": ..., "completion": ..., "label": true or false}'
 
@@ -84,7 +86,9 @@ class PreferenceEncoder:
         """Return the message for a row without one of its answers, or without both."""
         if len(missing) == 1:
             return f"{source}: {missing[0]!r} is missing or null, so this is no pair; expected {self._expected()}."
-        return f"{source}: no known format: expected {self._expected()}, got {', '.join(map(repr, row)) or 'no key'}."
+        got = ", ".join(map(repr, row)) or "no key"
+        hint = " To imitate answers, leave --loss out." if _IMITATED & set(row) else ""
+        return f"{source}: no known format: expected {self._expected()}, got {got}.{hint}"
 
     def _labelled(self, row: Mapping[str, Any], source: str) -> _Read:
         """Return the one answer of a row with a label."""

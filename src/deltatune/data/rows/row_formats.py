@@ -307,6 +307,8 @@ _MEANT = {
 def column_hint(row: Mapping[str, Any]) -> str:
     """Return a sentence on how to read a row with these columns, or an empty string if nothing is known about them."""
     names = [str(key) for key in row]
+    if {"chosen", "rejected"} <= set(names):
+        return "To learn which of two answers is better, give --loss dpo."
     flags: dict[str, str] = {}
     for kind, words in _MEANT.items():
         matching = [name for name in names if name.lower() in (kind, *words)]

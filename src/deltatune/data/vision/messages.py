@@ -90,10 +90,11 @@ def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source:
         raise UserError(f"{source}: {kind}s in the messages and in '{kind}s'; give all of them in one place.")
     if in_messages:
         return iter(in_messages)
+    expected = f"expected as many {kind}s as places in the text, got {len(column)} and {len(slots)}"
     if len(slots) > len(column):
-        raise UserError(f"{source}: {len(slots)} {kind} placeholders, and {len(column)} {kind}s; give one for each.")
+        raise UserError(f"{source}: {expected}; give one for each place.")
     if len(slots) < len(column):
-        raise UserError(f"{source}: {len(column)} {kind}s, and {len(slots)} placeholders; mark a place for each.")
+        raise UserError(f"{source}: {expected}; mark a place for each.")
     return iter(column)
 
 

@@ -150,7 +150,7 @@ def facts(
     if isinstance(order, StreamOrder):
         rows = f"{order.window_rows:,} rows are read and shuffled at a time"
     else:
-        rows = f"{order.rows} rows an epoch"
+        rows = f"{order.rows} {'row' if order.rows == 1 else 'rows'} an epoch"
     opening.append(Fact("data", f"{examples(splits)}; {rows}, {config.batch_size} a batch{share}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
         per_epoch = order.batches_per_epoch

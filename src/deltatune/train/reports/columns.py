@@ -65,6 +65,11 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def gigabytes(amount: float) -> str:
+    """Format gigabytes as `12.3 GB` or `45.6 MB`."""
+    return f"{amount:.3g} GB" if amount >= 1 else f"{amount * 1000:.3g} MB"
+
+
 # In the order in which they stand.
 _COLUMNS = (
     Column("iter", 7, "iteration", "{:,}".format),
@@ -78,7 +83,7 @@ _COLUMNS = (
     Column("lr", 10, "learning_rate", _short),
     Column("it/s", 8, "iterations_per_second", _short),
     Column("tok/s", 9, "tokens_per_second", "{:,.0f}".format),
-    Column("memory", 10, "peak_memory", "{:.3g} GB".format),
+    Column("memory", 10, "peak_memory", gigabytes),
     Column("left", 9, "left", duration),
 )
 # Where the terminal is narrow, the first of these are kept.
@@ -101,6 +106,10 @@ class Columns:
         self._seen: set[str] = set()
         self._headed: tuple[Column, ...] = ()
         self._rows = 0
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Have columns for these keys of later records from the first heading on."""
+        self._seen |= set(names)
 
     def rows(self, record: Record, width: int, *, best: bool = False) -> list[Text]:
         """Return the lines to print for a record.

@@ -144,6 +144,7 @@ def _axes(left: float, right: float, low: float, high: float, place: Any) -> str
         across, _ = place(x, low)
         if abs(x - round(x)) < 1e-9:
             parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{round(x):,}</text>')
+    parts.append(f'<text x="{LEFT - 7}" y="{HEIGHT - 9}" text-anchor="end">iteration</text>')
     return "".join(parts)
 
 

@@ -21,6 +21,7 @@ from ...machine import backend, blas
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from . import curves
+from .columns import gigabytes
 from .log import SAMPLES
 
 Row = Sequence[Any]
@@ -211,9 +212,9 @@ def write_report(
         notes=problems,
         metrics=records,
         tables=[
-            ReportTable("The run", ("what", "value"), list(run.items())),
-            *description.tables,
             *sample_tables(records),
+            ReportTable("The run", ("what", "value"), list(run.items()), folded=True, shown=True),
+            *description.tables,
             *_facts(config),
         ],
         run=description.about | {"iterations": config.iters},
@@ -251,7 +252,8 @@ def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
     tables, columns = [], ("iteration", "answer")
     for (number, prompt), rows in answers.items():
         title = f"Sample {number}"
-        tables.append(ReportTable(title, columns, rows if len(rows) < 3 else [rows[0], rows[-1]], note=prompt))
+        ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
+        tables.append(ReportTable(title, columns, ends, note=prompt, folded=True, shown=True))
         if len(rows) > 2:
             tables.append(ReportTable(f"{title}: all {len(rows)} answers", columns, rows, folded=True))
     return tables
@@ -281,7 +283,7 @@ def _headline(result: dict[str, Any]) -> dict[str, str]:
         "training loss": number("train_loss", ".4f"),
         "validation loss": number("val_loss", ".4f"),
         "tokens per second": number("tokens_per_second", ",.0f"),
-        "peak memory": f"{number('peak_memory', '.2f')} GB",
+        "peak memory": "–" if result["peak_memory"] is None else gigabytes(result["peak_memory"]),
         "training time": _minutes(result["seconds"]),
     }
 
@@ -318,12 +320,15 @@ def render(report: RunReport) -> str:
 
 
 def _table(table: ReportTable) -> str:
-    note = f"<p class=note>{html.escape(table.note)}</p>" if table.note else ""
-    return f"<section><h2>{html.escape(table.title)}</h2>{note}{_grid(table)}</section>"
+    return f"<section><h2>{html.escape(table.title)}</h2>{_noted(table)}</section>"
 
 
 def _folded(table: ReportTable) -> str:
-    return f"<details{' open' * table.shown}><summary>{html.escape(table.title)}</summary>{_grid(table)}</details>"
+    return f"<details{' open' * table.shown}><summary>{html.escape(table.title)}</summary>{_noted(table)}</details>"
+
+
+def _noted(table: ReportTable) -> str:
+    return (f"<p class=note>{html.escape(table.note)}</p>" if table.note else "") + _grid(table)
 
 
 def _grid(table: ReportTable) -> str:
@@ -369,7 +374,7 @@ svg .a{stroke:var(--a)}svg .b{stroke:var(--b)}svg .dot.a{fill:var(--a)}svg .dot.
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
-td{overflow-wrap:anywhere;white-space:pre-wrap}td:first-child{overflow-wrap:break-word}
+td{overflow-wrap:anywhere;white-space:pre-wrap}td:first-child{overflow-wrap:break-word;width:22%;min-width:6em}
 td img{display:block;width:96px;border-radius:4px;image-rendering:pixelated}
 .number{font-variant-numeric:tabular-nums}
 details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}

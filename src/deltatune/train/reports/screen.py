@@ -88,6 +88,10 @@ class Screen:
             self._print(panel(title, facts, self._width(), self._console.options.ascii_only))
             self._facts = []
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Keep columns for figures that training reports and a first evaluation does not."""
+        self._columns.expect(names)
+
     def training(self, record: Record, total: int, left: float) -> None:
         """Print a training record; `total` iterations are to be done, and `left` seconds are estimated to remain."""
         if self._console.is_terminal:

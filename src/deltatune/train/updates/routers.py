@@ -42,6 +42,11 @@ class RouterLosses(NamedTuple):
         return mx.where(weight > 0, added, 0.0), mx.stop_gradient(reported)
 
 
+def router_figures(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a model's routers add to the report of a step; none for a model without routers."""
+    return FIGURES if has_routers(model) else ()
+
+
 def router_losses(model: nn.Module, config: TrainConfig) -> RouterLosses | None:
     """Return the weights of the routers' losses for a patched model; None for a model without a router.
 
