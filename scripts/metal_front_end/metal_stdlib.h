@@ -40,6 +40,13 @@ template <typename T, int N> struct vec_of { typedef T type __attribute__((ext_v
 template <typename T, int N> using vec = typename vec_of<T, N>::type;
 typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));
+typedef ushort ushort2 __attribute__((ext_vector_type(2)));
+typedef ushort ushort4 __attribute__((ext_vector_type(4)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
+typedef ushort2 packed_ushort2 __attribute__((aligned(2)));
+typedef ushort4 packed_ushort4 __attribute__((aligned(2)));
+typedef uint2 packed_uint2 __attribute__((aligned(4)));
+typedef uint4 packed_uint4 __attribute__((aligned(4)));
 namespace metal {
 template <bool B, typename T = void> struct enable_if {};
 template <typename T> struct enable_if<true, T> { using type = T; };

@@ -15,6 +15,15 @@
 #define half _Float16
 typedef unsigned int uint;
 typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef uint uint2 __attribute__((ext_vector_type(2)));
+typedef ushort ushort2 __attribute__((ext_vector_type(2)));
+typedef ushort ushort4 __attribute__((ext_vector_type(4)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
+typedef ushort2 packed_ushort2 __attribute__((aligned(2)));
+typedef ushort4 packed_ushort4 __attribute__((aligned(2)));
+typedef uint2 packed_uint2 __attribute__((aligned(4)));
+typedef uint4 packed_uint4 __attribute__((aligned(4)));
 struct uint3 {
   uint x, y, z;
 };
@@ -113,6 +122,17 @@ using namespace metal;
 #define simd_shuffle_xor(x, mask) host::exchanged(x, mask, __LINE__)
 #define simd_sum(x) host::sum(x, __LINE__)
 #define DELTATUNE_SHARED(name, bytes) threadgroup char* name = host::threadgroup_memory(bytes, __LINE__)
+namespace host {
+template <typename T>
+inline threadgroup T* aligned(threadgroup T* pointer, int site) {
+  if ((uint64_t)pointer % sizeof(T)) {
+    fail("a vector in threadgroup memory that does not start at a multiple of its size", site);
+    leave();
+  }
+  return pointer;
+}
+}  // namespace host
+#define DELTATUNE_ALIGNED(pointer) host::aligned(pointer, __LINE__)
 
 // An Apple GPU has no double.
 #pragma GCC poison double

@@ -57,7 +57,7 @@ def differentiate(machine, launches: list, queries=LENGTH, segments=False, with_
 def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
     whole, divided = [], []
     expected = differentiate(machine, whole, **CASES[name])
-    monkeypatch.setattr(long_launches, "MOST", 2 * HEADS * 3 * SIZE * LENGTH * LENGTH / 8)
+    monkeypatch.setattr(long_launches, "MOST_MULTIPLICATIONS", 2 * HEADS * 3 * SIZE * LENGTH * LENGTH / 8)
     found = differentiate(machine, divided, **CASES[name])
     for one, other in zip(found, expected, strict=True):
         assert np.isfinite(one).all()
@@ -94,6 +94,6 @@ def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, w
 
 def test_a_row_of_32k_tokens_is_no_launch_of_four_seconds():
     """Heads of Qwen3.5-0.8B: 8 of 256. A usual row is one launch."""
-    pairs = long_launches.MOST / (8 * 4 * 256)
+    pairs = long_launches.MOST_MULTIPLICATIONS / (8 * 4 * 256)
     assert len(long_launches.divided(32768, 32768, True, 0, pairs, of_keys=True)) == 7
     assert len(long_launches.divided(8192, 8192, True, 0, pairs)) == 1

@@ -23,14 +23,23 @@ KERNELS = {
 DEFECTS = {
     "a global index off by one": (
         "scan",
-        "from[(long)row * row_stride + column]",
-        "from[row * row_stride + column + 1]",
+        "from + (long)row * row_stride + column;",
+        "from + row * row_stride + column + 1;",
     ),
-    "a shared index off by one": ("gradients", "s.put(row * stride + column", "s.put(row * stride + column + 1"),
+    "a shared index off by one": (
+        "gradients",
+        "s.put(row * stride + column + k",
+        "s.put(row * stride + column + k + 1",
+    ),
+    "a vector that starts in between": (
+        "gradients",
+        "copy_four(s.elements + row * stride + column, first)",
+        "copy_four(s.elements + row * stride + column + 2, first)",
+    ),
     "a write one row too far": (
         "reverse",
-        "to[(long)row * row_stride + column]",
-        "to[(row + 1) * row_stride + column]",
+        "to + (long)row * row_stride + column;",
+        "to + (row + 1) * row_stride + column;",
     ),
     "an unwritten gradient": ("gradients", "d_beta[to] =", "if (t) d_beta[to] ="),
     "an unwritten state": ("scan", "if (row < DV && column < DK) to[", "if (row < DV && column < DK && row) to["),

@@ -133,3 +133,27 @@ def test_each_kind_is_tried_once(monkeypatch):
 def test_results_may_be_arrays_of_numpy():
     exact = [np.array([[2.0, 4.0], [6.0, 8.0]]), np.array(10.0)]
     assert judged(case_of(truth=lambda: exact), right, "numpy").passed
+
+
+def test_a_kernel_that_metals_compiler_refuses_is_not_given_to_it_by_the_next_process(monkeypatch, tmp_path, caplog):
+    said, tried = "program_source:40:7: error: no 'simdgroup_bfloat8x8'\n  more\n", []
+
+    def refused(x: mx.array) -> list[mx.array]:
+        tried.append(x)
+        raise RuntimeError(f"[metal::Device] Unable to build metal library from source\n{said}")
+
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(first_use.backend, "device", lambda: "metal")
+    for process in range(2):
+        first_use.forget()
+        assert not first_use.is_right(case_of, 1e-3, run=refused)
+        assert len(caplog.messages) == process + 1
+        (log,) = tmp_path.rglob("*.log")
+        assert f"error: no 'simdgroup_bfloat8x8' (all that it says is in {log})" in caplog.messages[process]
+        assert "\n" not in caplog.messages[process]
+        assert said in log.read_text()
+    assert len(tried) == 1
+    # Another kind of kernel is tried, and what is right is not stored.
+    assert first_use.is_right(case_of, 1e-4, run=right)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    first_use.forget()

@@ -1,4 +1,4 @@
-"""The launches of the fused kernels of attention: one kernel forward and three backward, for every dtype.
+"""The launches of the fused kernels of attention: one kernel forward and three or four backward, for every dtype.
 
 The kernels are in ops/kernels/attention/attention.h, which explains their outputs; fused_op.py calls the functions.
 """
@@ -6,6 +6,7 @@ The kernels are in ops/kernels/attention/attention.h, which explains their outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import e, log2
 
 import mlx.core as mx
@@ -17,10 +18,15 @@ from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Values, nu
 TILE, GROUPS, PIECE = 32, 4, 64
 # The widest heads for which the results fit in a block's registers.
 WIDEST = 256
+# The tiles of dk and dv that a lane of an Apple GPU has registers for beside the rest (docs/reference/metal.md).
+_TILES_ON_METAL = 10
+# The threadgroup memory with which three blocks share an Apple GPU's core, by what is known of an M1's 60 KB. Operands
+# that a block reads in each step are held in it where they fit.
+_HELD_BYTES = 20 * 1024
 LOG2E = log2(e)
 # The files of the bodies, and the compile-time values that every kernel but DELTA takes first.
 FILES = ("attention/attention.h",)
-_VALUES = ("In", "D", "DV", "PIECE", "CAUSAL", "WINDOW", "SEGMENTED")
+_VALUES = ("In", "D", "DV", "PIECE", "SIDES", "SQUARES", "HELD", "CAUSAL", "WINDOW", "SEGMENTED")
 
 FORWARD = Kernel(
     name="attention_forward",
@@ -29,7 +35,7 @@ FORWARD = Kernel(
     sizes=("q_shape[1]", "k_shape[1]", "q_shape[2]", "k_shape[2]"),
     arrays=("q", "k", "v", "numbers", "sinks", "starts", "ends", "y", "sums"),
     memory="AttentionMemory",
-    memory_values=("In", "PIECE"),
+    memory_values=("In", "PIECE", "SIDES", "SQUARES", "held_columns(HELD, D, DV)"),
 )
 QUERIES = replace(
     FORWARD,
@@ -37,7 +43,15 @@ QUERIES = replace(
     values=_VALUES,
     arrays=("q", "k", "v", "dy", "sums", "delta", "numbers", "starts", "ends", "dq"),
 )
-KEYS = replace(QUERIES, name="attention_keys", arrays=(*QUERIES.arrays[:-1], "dk", "dv"))
+KEYS = replace(
+    QUERIES,
+    name="attention_keys",
+    values=(*_VALUES, "TO_KEYS", "TO_VALUES"),
+    arrays=(*QUERIES.arrays[:-1], "dk", "dv"),
+)
+# The same for one of the two gradients alone.
+KEYS_ALONE = replace(QUERIES, name="attention_keys_alone", arrays=(*QUERIES.arrays[:-1], "dk"))
+VALUES_ALONE = replace(QUERIES, name="attention_values_alone", arrays=(*QUERIES.arrays[:-1], "dv"))
 DELTA = Kernel(
     name="attention_delta",
     files=FILES,
@@ -117,8 +131,35 @@ def queries(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, de
 def keys(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
     """Return the launch that writes dk and dv; `sums` is the second output of `forward`."""
     outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
+    return _of_keys(KEYS, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
+
+
+def keys_alone(
+    options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str
+) -> Launch:
+    """Return the launch that writes dk alone."""
+    outputs: Outputs = {"dk": (x.k.shape, x.k.dtype)}
+    return _of_keys(KEYS_ALONE, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
+
+
+def values_alone(
+    options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str
+) -> Launch:
+    """Return the launch that writes dv alone."""
+    outputs: Outputs = {"dv": (x.v.shape, x.v.dtype)}
+    return _of_keys(VALUES_ALONE, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
+
+
+def alone(x: Operands) -> bool:
+    """Whether dk and dv of these heads are launches of their own on Metal, since their sums fill a lane's registers."""
+    return 2 * sum(-(-size // PIECE) for size in x.sizes) > _TILES_ON_METAL
+
+
+def _of_keys(
+    kernel: Kernel, options: FusedOptions, x: Operands, inputs: Arrays, outputs: Outputs, machine: str
+) -> Launch:
     blocks = _tiles(x.k.shape[2]), x.k.shape[1], x.k.shape[0]
-    return _launch(KEYS, options, x, machine, _gradient_inputs(options, x, dy, sums, delta), outputs, blocks)
+    return _launch(kernel, options, x, machine, inputs, outputs, blocks)
 
 
 def _gradient_inputs(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array) -> Arrays:
@@ -132,22 +173,54 @@ def _launch(
     size, value_size = x.sizes
     values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": options.causal}
     values |= {"WINDOW": options.window_of(x.k.shape[2]), "SEGMENTED": options.segmented}
-    values |= {"WITH_SINKS": options.with_sinks}
+    values |= {"WITH_SINKS": options.with_sinks, "TO_KEYS": True, "TO_VALUES": True}
+    memory = memory_of(kernel, x.q.dtype, x.sizes, machine)
+    values |= {"SIDES": memory.sides, "SQUARES": memory.squares, "HELD": memory.held}
     return Launch(
         kernel=kernel,
         inputs=inputs,
         outputs=outputs,
         values={name: values[name] for name in kernel.values},
         blocks=blocks,
-        bytes=shared_bytes(x.q.dtype, machine),
+        bytes=memory.bytes,
         groups=GROUPS,
     )
 
 
-def shared_bytes(dtype: mx.Dtype, machine: str) -> int:
-    """Return the bytes of shared memory that AttentionMemory of kernels/attention/attention.h takes."""
-    exact = 4 if machine == "cuda" and dtype == mx.float16 else dtype.size
-    return 2 * TILE * (PIECE + 8) * exact + 2 * TILE * (TILE + 8) * 4 + 6 * TILE * 4 + 16
+@dataclass(frozen=True)
+class Memory:
+    """The shared memory of a block, as AttentionMemory of kernels/attention/attention.h lays it out.
+
+    Attributes:
+        sides: The operands that are loaded piece by piece at a time.
+        squares: The matrices of weights and of gradients of scores.
+        held: How many of the block's own operands stay there.
+        bytes: All of it.
+    """
+
+    sides: int
+    squares: int
+    held: int
+    bytes: int
+
+
+@cache
+def memory_of(kernel: Kernel, dtype: mx.Dtype, sizes: tuple[int, int], machine: str) -> Memory:
+    """Return the shared memory of a block of `kernel`: on Metal, with as many own operands as fit beside others."""
+    exact, squares = (4 if machine == "cuda" and dtype == mx.float16 else dtype.size), 2
+    # The forward pass and dv need the block's queries or keys alone, the others also its dy or values.
+    operands = 1 if kernel in (FORWARD, VALUES_ALONE) else 2
+    if machine == "metal":
+        squares = 2 if kernel is KEYS else 1
+
+    def made(held: int) -> Memory:
+        sides = 1 if held == operands else 2
+        columns = sum(-(-size // 16) * 16 + 8 for size in sizes[:held])
+        rows = TILE * (sides * (PIECE + 8) + columns) * exact
+        return Memory(sides, squares, held, rows + squares * TILE * (TILE + 8) * 4 + 6 * TILE * 4 + 16)
+
+    counts = range(operands, 0, -1) if machine == "metal" else ()
+    return next((memory for memory in map(made, counts) if memory.bytes <= _HELD_BYTES), made(0))
 
 
 def _tiles(length: int) -> int:

@@ -1,8 +1,8 @@
 """Divides the launches of long rows on Apple GPUs, where macOS ends work that keeps the GPU for about five seconds.
 
 A part computes some rows of queries with the keys that they may see, or some keys with the queries that may see them.
-It adds in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products, so
-that other launches, whose work grows with T, are far from the limit.
+It adds in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products; the
+scans of the gated delta rule, whose work grows with T, are divided in gated_delta/long_scans.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Execute, Launch
+from ..kernels.launch import MOST_MULTIPLICATIONS, Execute, Launch
 from . import fused
 from .fused import TILE, FusedOptions, Operands
 
-#: The multiplications of a launch: about a second of an M1's GPU, if it does half of its 1.3e12 a second.
-MOST = 6.5e11
 # The products of a pair of a query and a key, as multiples of the sizes of a key head and of a value head.
-_FORWARD, _QUERIES, _KEYS = (1, 1), (2, 1), (2, 2)
+_FORWARD, _QUERIES, _KEYS, _KEYS_ALONE, _VALUES_ALONE = (1, 1), (2, 1), (2, 2), (2, 1), (1, 1)
 
 Part = tuple[int, int]
 
@@ -48,9 +46,25 @@ def keys(
     options: FusedOptions, x: Operands, read: tuple[mx.array, mx.array, mx.array], machine: str, execute: Execute
 ) -> list[mx.array]:
     """Return dk and dv, as fused.keys writes them; `read` are dy, the sums and delta."""
-    parts = _parts(options, x, _KEYS, of_keys=True)
+    if not fused.alone(x):
+        return _by_keys(options, x, read, _KEYS, fused.keys, machine, execute)
+    dk = _by_keys(options, x, read, _KEYS_ALONE, fused.keys_alone, machine, execute)
+    return dk + _by_keys(options, x, read, _VALUES_ALONE, fused.values_alone, machine, execute)
+
+
+def _by_keys(
+    options: FusedOptions,
+    x: Operands,
+    read: tuple[mx.array, mx.array, mx.array],
+    products: tuple[int, int],
+    describe: Callable[..., Launch],
+    machine: str,
+    execute: Execute,
+) -> list[mx.array]:
+    """Return what the launch that `describe` returns writes, for some keys after the other, joined."""
+    parts = _parts(options, x, products, of_keys=True)
     if len(parts) == 1:
-        return execute(fused.keys(options, x, *read, machine))
+        return execute(describe(options, x, *read, machine))
     ahead, of_parts = x.k.shape[2] - x.q.shape[2], []
     for first, last in parts:
         # Queries before the first key of the part do not see it; those after the part see its keys.
@@ -62,7 +76,7 @@ def keys(
         )
         part = Operands(x.q[:, :, unseen:], k, v, None, starts, ends)
         dy, sums, delta = (array[:, :, unseen:] for array in read)
-        launch = fused.keys(options, part, dy, sums, delta, machine)
+        launch = describe(options, part, dy, sums, delta, machine)
         tiles = -(-(last - first) // TILE)
         of_parts.append([output[:, :, : last - first] for output in execute(_with_tiles(launch, tiles))])
     return [mx.concatenate(list(parts), axis=2) for parts in zip(*of_parts, strict=True)]
@@ -100,8 +114,8 @@ def _parts(options: FusedOptions, x: Operands, products: tuple[int, int], of_key
     if options.segmented and not options.causal:
         # A query's segment is the one at its place from the end, which a part would change.
         return [(0, x.k.shape[2] if of_keys else count)]
-    a_pair = batch * heads * (products[0] * size + products[1] * x.v.shape[3])
-    return divided(count, x.k.shape[2], options.causal, options.window_of(x.k.shape[2]), MOST / a_pair, of_keys)
+    pairs = MOST_MULTIPLICATIONS / (batch * heads * (products[0] * size + products[1] * x.v.shape[3]))
+    return divided(count, x.k.shape[2], options.causal, options.window_of(x.k.shape[2]), pairs, of_keys)
 
 
 @lru_cache(maxsize=256)

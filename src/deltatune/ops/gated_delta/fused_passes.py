@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import Arrays, Execute, Launch
 from ..recomputation import Input
-from . import fused, fused_channel, fused_hopper
+from . import fused, fused_channel, fused_hopper, long_scans
 from .fused import KernelInputs
 from .fused_hopper import HopperTiling
 from .tiling import ChannelTiling, Shape, Tiling
@@ -68,7 +68,7 @@ class FusedPasses:
         kernels = _kernels_of(tiling)
         prepared = self._launch(kernels.prepare, tiling, x)
         named = dict(zip(kernels.PREPARED, prepared, strict=True))
-        y, states, u, last = self._launch(kernels.scan, tiling, x, named)
+        y, states, u, last = long_scans.scan(partial(self._launch, kernels.scan), tiling, x, named)
         return y, last, states, u, *prepared
 
     def backward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
@@ -78,7 +78,8 @@ class FusedPasses:
         dy, d_last, states, u, *saved = arrays[self.inputs :]
         cotangents = {"dy": dy.astype(tiling.dtype), "d_last": d_last.astype(mx.float32)}
         prepared = dict(zip(kernels.PREPARED, saved, strict=True))
-        d_states, d_right, dv, d_initial = self._launch(kernels.reverse, tiling, x, prepared, cotangents)
+        run = partial(self._launch, kernels.reverse)
+        d_states, d_right, dv, d_initial = long_scans.reverse(run, tiling, x, prepared, cotangents)
         scanned = {"factors": prepared["factors"], "states": states, "d_states": d_states, "u": u}
         scanned |= {"d_right": d_right, "dy": cotangents["dy"]}
         dq, dk, d_log_g, d_beta = self._launch(kernels.gradients, tiling, x, scanned)

@@ -191,7 +191,8 @@ class Tiling(Sizes, Division):
         """Bytes of shared memory per block of the gradient kernel."""
         pairs = 2 * self.key_chunk_bytes + self.square_elements * 8
         slices = (0 if self.overlay else 2 * self.key_chunk_bytes) + self.stages * self.gradient_stage_bytes
-        sums = self.chunk * (68 + 16 + 8 * (self.chunk // 16) + 48) + 144
+        room = max(4, self.gradient_groups // (self.chunk // 16))
+        sums = self.chunk * (68 + 16 + 8 * (self.chunk // 16) + 12 * room) + 144
         return max(pairs, slices) + self.decay_bytes + sums
 
     @property
@@ -295,8 +296,20 @@ def _gradient_slices(value_size: int) -> list[int]:
 def _divisions_on_metal(key_size: int) -> list[Division]:
     """Return the divisions to try on an Apple GPU, whose blocks have little memory, in order of preference."""
     short = partial(Division, gradient_slice=16, stages=1, overlay=True)
-    divisions = [short(chunk=chunk, slice=16 * groups) for chunk in (32, 16) for groups in (2, 1)]
+    # In chunks of 32, keys wider than 64 would need more registers than a lane has (docs/reference/metal.md).
+    chunks = (32, 16) if key_size <= 64 else (16,)
+    divisions = [short(chunk=chunk, slice=16 * groups) for chunk in chunks for groups in (2, 1)]
     return divisions + [short(chunk=16, slice=32, unstaged=True)] * (key_size <= WIDEST_KEY)
+
+
+def _gradient_groups_on_metal(key_size: int) -> int:
+    """Return the groups that share the columns of a chunk of one tile: up to eight, with one tile of keys each.
+
+    A group holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
+    """
+    tiles = padded(key_size) // 16
+    each = -(-tiles // 8)
+    return max(4, -(-tiles // each))
 
 
 @lru_cache(maxsize=256)
@@ -335,7 +348,8 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
         chunk = division.chunk
         if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
             continue
-        tiling = Tiling.made(sizes, division, machine, chunk // 16 * (2 if chunk == 64 else 4))
+        groups = _gradient_groups_on_metal(key_size) if machine == "metal" and chunk == 16 else 4 if chunk == 16 else 8
+        tiling = Tiling.made(sizes, division, machine, groups)
         if tiling.fits:
             return tiling
     return None

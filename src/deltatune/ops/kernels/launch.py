@@ -28,6 +28,9 @@ PLACE = (
     "(int)thread_index_in_simdgroup};\n"
 )
 
+#: The multiplications of a launch on an Apple GPU: about a second of an M1's, if it does half of its 1.3e12 a second.
+#: macOS ends work that keeps a GPU for about five seconds, so that longer launches are divided.
+MOST_MULTIPLICATIONS = 6.5e11
 # What a kernel is passed in place of an array that the call does not have.
 ABSENT = "Nothing{}"
 

@@ -8,6 +8,10 @@
 #ifndef DELTATUNE_SHARED
 #define DELTATUNE_SHARED(name, bytes) alignas(16) threadgroup char name[bytes]
 #endif
+// The tests' host machine checks that a vector in threadgroup memory starts at a multiple of its size.
+#ifndef DELTATUNE_ALIGNED
+#define DELTATUNE_ALIGNED(pointer) (pointer)
+#endif
 // Device memory; the word `device` itself has another meaning on CUDA.
 #define GLOBAL device
 #define DELTATUNE_EXP(x) metal::exp(x)
@@ -38,6 +42,76 @@ struct Stored {
   void put(long i, float x) const { elements[i] = static_cast<Element>(x); }
   float get(long i) const { return static_cast<float>(elements[i]); }
 };
+// Vectors of elements, as the bits that they are in memory, by the bytes of an element. A packed vector may start at
+// any element; those in threadgroup memory start at a multiple of their size.
+template <int Bytes> struct Bits;
+template <> struct Bits<2> {
+  using one = ushort;
+  using two = ushort2;
+  using four = ushort4;
+  using packed_two = packed_ushort2;
+  using packed_four = packed_ushort4;
+};
+template <> struct Bits<4> {
+  using one = uint;
+  using two = uint2;
+  using four = uint4;
+  using packed_two = packed_uint2;
+  using packed_four = packed_uint4;
+};
+// Copies four elements between device memory and threadgroup memory. Arrays in other spaces, and of other types, are
+// copied one by one.
+template <typename Element>
+inline void copy_four(threadgroup Element* to, const device Element* from) {
+  using bits = Bits<sizeof(Element)>;
+  const typename bits::four x = *reinterpret_cast<const device typename bits::packed_four*>(from);
+  *DELTATUNE_ALIGNED(reinterpret_cast<threadgroup typename bits::four*>(to)) = x;
+}
+template <typename Element>
+inline void copy_four(device Element* to, const threadgroup Element* from) {
+  using bits = Bits<sizeof(Element)>;
+  const typename bits::four x = *DELTATUNE_ALIGNED(reinterpret_cast<const threadgroup typename bits::four*>(from));
+  *reinterpret_cast<device typename bits::packed_four*>(to) = x;
+}
+template <typename To, typename From>
+inline void copy_four(threadgroup To* to, From from) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
+}
+
+// Loads a lane's two elements of a row of a tile, which are `next` elements apart, or side by side from an even place
+// on, where those of two bytes are one load.
+template <bool Apart, typename Store>
+inline void two_of(Store s, long i, int next, thread float& x, thread float& y) {
+  x = s.get(i);
+  y = s.get(i + next);
+}
+template <bool Apart, typename Element>
+inline void two_of(Matrix<Element> s, long i, int next, thread float& x, thread float& y) {
+  using bits = Bits<sizeof(Element)>;
+  if (Apart || sizeof(Element) == 4) {
+    x = s.get(i);
+    y = s.get(i + next);
+    return;
+  }
+  const threadgroup typename bits::two* pair = reinterpret_cast<const threadgroup typename bits::two*>(s.elements + i);
+  const typename bits::two both = *DELTATUNE_ALIGNED(pair);
+  x = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[0])));
+  y = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[1])));
+}
+template <bool Apart, typename Element>
+inline void two_of(Stored<Element> s, long i, int next, thread float& x, thread float& y) {
+  using bits = Bits<sizeof(Element)>;
+  if (Apart || sizeof(Element) == 4) {
+    x = s.get(i);
+    y = s.get(i + next);
+    return;
+  }
+  const typename bits::two both = *reinterpret_cast<const device typename bits::packed_two*>(s.elements + i);
+  x = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[0])));
+  y = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[1])));
+}
+
 template <typename In> struct SavedElement { using type = float; };
 template <> struct SavedElement<bfloat16_t> { using type = bfloat16_t; };
 template <typename In> using Exact = Matrix<In>;
@@ -177,9 +251,14 @@ inline void hold(thread Tile& a, const thread Tile& t) {
 // The tile at the start of a view.
 template <typename View>
 Tile tile_of(View view, int lane) {
+  constexpr bool apart = View::is_transposed;
   Tile t;
   DELTATUNE_UNROLL
-  for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
+  for (int e = 0; e < 8; e += 2) {
+    const int row = tile_row(e, lane), column = tile_column(e, lane);
+    const int first = view.offset + (apart ? column * view.stride + row : row * view.stride + column);
+    two_of<apart>(view.store, first, apart ? view.stride : 1, t.x[e], t.x[e + 1]);
+  }
   return t;
 }
 // The left and the right operand of a product, from a view.
@@ -189,7 +268,11 @@ Tile left(View view, int lane) {
 }
 template <typename View>
 Tile right(View view, int lane) {
-  return tile_of(view, lane);
+  // One by one: pairs of right operands raise the registers of a gate per channel's gradients above what a lane has.
+  Tile t;
+  DELTATUNE_UNROLL
+  for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));
+  return t;
 }
 
 // Adds the product a b to a tile.
@@ -305,16 +388,25 @@ void copy_floats(threadgroup float* to, const device float* from, thread Arrival
 // Copies `Count` elements of a matrix in device memory, from `offset` on, to shared memory.
 template <int Count, int Threads, typename Store, typename From>
 void copy_block(Store s, From from, long offset, thread Arrival&, int index) {
-  for (int i = index; i < Count; i += Threads) s.elements[i] = from.elements[offset + i];
+  static_assert(Count % 4 == 0, "whole vectors");
+  for (int i = index * 4; i < Count; i += Threads * 4) copy_four(s.elements + i, from.elements + offset + i);
 }
 
 // Copies rows of an input to shared memory. Rows that are not live and columns from `width` on become zeros.
 template <int Rows, int Columns, int Threads, typename Store, typename Source, typename Live>
 void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live live, thread Arrival&, int index) {
-  for (int i = index; i < Rows * Columns; i += Threads) {
-    const int row = i / Columns, column = i % Columns;
-    const bool on = column < width && live(row);
-    s.put(row * stride + column, on ? static_cast<float>(from[(long)row * row_stride + column]) : 0.0f);
+  static_assert(Columns % 4 == 0, "whole vectors");
+  for (int i = index; i < Rows * Columns / 4; i += Threads) {
+    const int row = (unsigned)i / (Columns / 4), column = (unsigned)i % (Columns / 4) * 4;
+    const bool on = live(row);
+    const auto first = from + (long)row * row_stride + column;
+    if (on && column + 4 <= width) {
+      copy_four(s.elements + row * stride + column, first);
+    } else {
+      DELTATUNE_UNROLL
+      for (int k = 0; k < 4; ++k)
+        s.put(row * stride + column + k, on && column + k < width ? static_cast<float>(first[k]) : 0.0f);
+    }
   }
 }
 
@@ -349,17 +441,26 @@ void write_strip(To to, long offset, Store s, int lane) {
 // Writes rows of a shared matrix to an array of the inputs' type. `Threads` threads call it.
 template <int Rows, int Columns, int Threads, typename Store, typename Target>
 void write_rows(Store s, int offset, int stride, device Target* to, int row_stride, int rows, int columns, int index) {
-  for (int i = index; i < Rows * Columns; i += Threads) {
-    const int row = i / Columns, column = i % Columns;
-    if (row < rows && column < columns)
-      to[(long)row * row_stride + column] = static_cast<Target>(s.get(offset + row * stride + column));
+  static_assert(Columns % 4 == 0, "whole vectors");
+  for (int i = index; i < Rows * Columns / 4; i += Threads) {
+    const int row = (unsigned)i / (Columns / 4), column = (unsigned)i % (Columns / 4) * 4;
+    device Target* first = to + (long)row * row_stride + column;
+    if (row >= rows) continue;
+    if (column + 4 <= columns) {
+      copy_four(first, s.elements + offset + row * stride + column);
+    } else {
+      DELTATUNE_UNROLL
+      for (int k = 0; k < 4; ++k)
+        if (column + k < columns) first[k] = static_cast<Target>(s.get(offset + row * stride + column + k));
+    }
   }
 }
 
 // Copies a shared matrix to a matrix in device memory of the same form.
 template <int Count, int Threads, typename To, typename Store>
 void write_block(To to, Store s, int index) {
-  for (int i = index; i < Count; i += Threads) to.elements[i] = s.elements[i];
+  static_assert(Count % 4 == 0, "whole vectors");
+  for (int i = index * 4; i < Count; i += Threads * 4) copy_four(to.elements + i, s.elements + i);
 }
 
 // Bytes of shared memory per row of tiles on its way out: none, since tiles are written directly to device memory.

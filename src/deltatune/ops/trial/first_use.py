@@ -1,16 +1,31 @@
-"""The trial of a kernel before its first use in a process: a warning says which one is wrong here and is not used."""
+"""The trial of a kernel before its first use in a process: a warning says which one is wrong here and is not used.
+
+A kernel that Metal's compiler refuses is not given to it by later processes either, until a version changes.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from ...machine import backend
+from . import verdicts
 from .case import Case, Tried, judged
+from .verdicts import Verdict
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a kernel's text depends on, as text."""
+
+    kind: str
+
 
 # By the function that makes the case, what it is made for, and what runs the kernel: whether it was right.
 _right: dict[Hashable, bool] = {}
@@ -34,22 +49,42 @@ def is_right(
     """
     key: tuple[Any, ...] = (case_of, kind, len(arrays), run)
     if key not in _right:
-        _right[key] = agrees(case_of(*kind, *arrays), run, instead)
+        _right[key] = _is_right_now(case_of, kind, run, instead, arrays)
     return _right[key]
+
+
+def _is_right_now(
+    case_of: Callable[..., Case[Any]],
+    kind: tuple[Hashable, ...],
+    run: Callable[..., list[mx.array]],
+    instead: str,
+    arrays: Sequence[mx.array],
+) -> bool:
+    if backend.device() != "metal":
+        return agrees(case_of(*kind, *arrays), run, instead)
+    name, shape = case_of.__module__.rpartition(".")[2], _Kind(repr((case_of.__qualname__, kind, len(arrays))))
+    verdict = verdicts.stored(name, shape)
+    if verdict is None:
+        verdict = verdicts.of_refused(judged(case_of(*kind, *arrays), run, "kernel"), name, shape)
+    return _said(verdict, instead)
 
 
 def agrees(case: Case[Tried], run: Tried, instead: str = "MLX's operations") -> bool:
     """Whether a kernel is right on this case, tried now; if not, a warning says why. See is_right."""
-    verdict = judged(case, run, "kernel")
+    return _said(judged(case, run, "kernel"), instead)
+
+
+def _said(verdict: Verdict, instead: str) -> bool:
+    """Whether a verdict says that a kernel is right; if not, a warning says why."""
     if verdict.passed:
         return True
     if verdict.problem is not None:
-        reason = verdict.problem.splitlines()[0][:300]
-        logger.warning("%s does not run on this machine, so %s serve instead: %s", case.name, instead, reason)
+        reason = verdict.problem.splitlines()[0][:400]
+        logger.warning("%s does not run on this machine, so %s serve instead: %s", verdict.shape, instead, reason)
         return False
     worst = verdict.worst
     message = "%s is off by %.1e of the largest element on this machine (%.1e allowed), so %s serve instead."
-    logger.warning(message, case.name, verdict.errors[worst], verdict.bound_of(worst), instead)
+    logger.warning(message, verdict.shape, verdict.errors[worst], verdict.bound_of(worst), instead)
     return False
 
 

@@ -104,15 +104,26 @@ def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
 
 def again(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
     """Measure now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
-    verdict, path = measure(), path_of(name, shape)
-    refused = verdict.problem is not None and _REFUSED in verdict.problem
-    if refused:
-        verdict = _with_log(verdict, path.with_suffix(".log"))
-    _known[name, shape] = verdict
+    verdict = _known[name, shape] = of_refused(measure(), name, shape)
     # Another check that was stopped is not stored: the cause may be gone the next time.
-    if verdict.problem is None or refused:
-        _write(path, verdict)
+    if verdict.problem is None:
+        _write(path_of(name, shape), verdict)
     return verdict
+
+
+def of_refused(verdict: Verdict, name: str, shape: Any) -> Verdict:
+    """Return the verdict; that on a kernel which Metal's compiler refuses in one line, stored, its log beside it."""
+    if verdict.problem is None or _REFUSED not in verdict.problem:
+        return verdict
+    path = path_of(name, shape)
+    verdict = _with_log(verdict, path.with_suffix(".log"))
+    _write(path, verdict)
+    return verdict
+
+
+def stored(name: str, shape: Any) -> Verdict | None:
+    """Return the verdict that an earlier process stored, or None."""
+    return _read(path_of(name, shape))
 
 
 def _with_log(verdict: Verdict, path: Path) -> Verdict:

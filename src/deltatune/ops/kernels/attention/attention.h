@@ -47,24 +47,33 @@ inline constexpr int pieces_of(int size, int piece) {
   return (size + piece - 1) / piece;
 }
 
-template <typename In, int PIECE>
+// The columns in shared memory of a block's own operands that are HELD there: none, the first, or both.
+inline constexpr int held_columns(int held, int size, int value_size) {
+  return held == 0 ? 0 : stride_of(size) + (held == 1 ? 0 : stride_of(value_size));
+}
+
+// The shared memory of a block: pieces of SIDES operands as they are in device memory, then the weights and the
+// gradients of the scores, 32 x 32 each, which take the same place if SQUARES is 1, and rows that are held.
+template <typename Input, int PIECE, int SIDES, int SQUARES, int HELD_COLUMNS>
 struct AttentionMemory {
+  using In = Input;
+  static constexpr constant int piece = PIECE, sides = SIDES;
   static constexpr constant int stride = stride_of(PIECE), weight_stride = 40;
   static constexpr constant int side = 32 * stride * Exact<In>::bytes;
-  // First the two operands as they are in device memory, then the weights and the gradients of the scores, 32 x 32
-  // each.
-  static constexpr constant int weights = 2 * side;
-  static constexpr constant int gradients = weights + 32 * weight_stride * Wide<In>::bytes;
+  static constexpr constant int weights = SIDES * side;
+  static constexpr constant int gradients = weights + (SQUARES - 1) * 32 * weight_stride * Wide<In>::bytes;
   // The rows' largest scores, in two buffers; those of either half of a step's keys; and the sums of either half.
   static constexpr constant int numbers = gradients + 32 * weight_stride * Wide<In>::bytes;
   static constexpr constant int arrivals = numbers + 6 * 32 * 4;
-  static constexpr constant int bytes = arrivals + 16;
+  static constexpr constant int held = arrivals + 16;
+  static constexpr constant int bytes = held + 32 * HELD_COLUMNS * Exact<In>::bytes;
 };
 
 // The shared memory through which a block reads its operands, and how many times it has been filled.
-template <typename In, int PIECE>
+template <typename Layout>
 struct Staging {
-  using Memory = AttentionMemory<In, PIECE>;
+  using Memory = Layout;
+  using In = typename Memory::In;
   threadgroup char* memory;
   int round;
 
@@ -75,41 +84,77 @@ struct Staging {
   inline Wide<In> gradients() const {
     return shared_at<Wide<In>>(memory, Memory::gradients, 32 * Memory::weight_stride);
   }
+  // The held operand that has SIZE columns and follows `columns` others.
+  template <int SIZE>
+  inline Exact<In> held(int columns) const {
+    return shared_at<Exact<In>>(memory, Memory::held + 32 * columns * Exact<In>::bytes, 32 * stride_of(SIZE));
+  }
 };
 
 // Loads 32 rows from `row` on and PIECE columns, those of piece number `piece`, of a matrix [rows, SIZE].
-template <int SIZE, typename In, int PIECE, typename P>
-inline void stage(const thread Staging<In, PIECE>& staging, int which, P from, int row, int rows, int piece,
+template <int SIZE, typename Memory, typename P>
+inline void stage(const thread Staging<Memory>& staging, int which, P from, int row, int rows, int piece,
                   thread Arrival& arrival, int index) {
-  copy_rows<32, PIECE, 128>(staging.side(which), AttentionMemory<In, PIECE>::stride,
+  constexpr int PIECE = Memory::piece;
+  copy_rows<32, PIECE, 128>(staging.side(which), Memory::stride,
                             from + (long)row * SIZE + piece * PIECE, SIZE, SIZE - piece * PIECE,
                             alive<false>(Nothing{}, 0, row, rows), arrival, index);
 }
-template <typename In, int PIECE>
-inline void staged_rows(thread Staging<In, PIECE>& staging, const thread Arrival& arrival, int index) {
+template <typename Memory>
+inline void staged_rows(thread Staging<Memory>& staging, const thread Arrival& arrival, int index) {
   copies_sent(arrival, index);
   copies_wait(arrival, staging.round++);
   barrier();
 }
 
+// Copies 32 rows from `row` on of a matrix [rows, SIZE] to where they are held, behind `columns` others.
+template <int SIZE, typename Memory, typename P>
+inline void hold_rows(thread Staging<Memory>& staging, int columns, P from, int row, int rows, int index) {
+  Arrival arrival = arrival_at(staging.memory + Memory::arrivals, 0);
+  copy_rows<32, padded(SIZE), 128>(staging.template held<SIZE>(columns), stride_of(SIZE), from + (long)row * SIZE, SIZE,
+                                   SIZE, alive<false>(Nothing{}, 0, row, rows), arrival, index);
+  staged_rows(staging, arrival, index);
+}
+
+// Rows of a block's own operand, from column `column` + k on: where they are held, or in the piece that starts at
+// `column`.
+template <bool HELD>
+struct OperandRows {
+  template <int SIZE, typename Memory>
+  static inline View<Exact<typename Memory::In>, false> from(const thread Staging<Memory>& staging, int columns,
+                                                             int row, int column, int k) {
+    return straight(staging.template held<SIZE>(columns), stride_of(SIZE), row, column + k);
+  }
+};
+template <>
+struct OperandRows<false> {
+  template <int SIZE, typename Memory>
+  static inline View<Exact<typename Memory::In>, false> from(const thread Staging<Memory>& staging, int, int row, int,
+                                                             int k) {
+    return straight(staging.side(0), Memory::stride, row, k);
+  }
+};
+
 // Returns the tile of a b^T of the group, where a and b have SIZE columns. It needs a barrier before it and ends with
-// one.
-template <int SIZE, typename In, int PIECE, typename A, typename B>
-inline Tile tile_of_products(thread Staging<In, PIECE>& staging, A a, int row, int rows, B b, int other, int others,
-                             Place at) {
-  constexpr int stride = AttentionMemory<In, PIECE>::stride;
+// one. With HELD, the rows of a are held behind `columns` others.
+template <int SIZE, bool HELD, typename Memory, typename A, typename B>
+inline Tile tile_of_products(thread Staging<Memory>& staging, int columns, A a, int row, int rows, B b, int other,
+                             int others, Place at) {
+  constexpr int PIECE = Memory::piece, stride = Memory::stride, last = Memory::sides - 1;
   Tile sum;
   tile_clear(sum);
   for (int piece = 0; piece < pieces_of(SIZE, PIECE); ++piece) {
-    Arrival arrival = arrival_at(staging.memory + AttentionMemory<In, PIECE>::arrivals, 0);
-    stage<SIZE>(staging, 0, a, row, rows, piece, arrival, at.index);
-    stage<SIZE>(staging, 1, b, other, others, piece, arrival, at.index);
+    Arrival arrival = arrival_at(staging.memory + Memory::arrivals, 0);
+    if (!HELD) stage<SIZE>(staging, 0, a, row, rows, piece, arrival, at.index);
+    stage<SIZE>(staging, last, b, other, others, piece, arrival, at.index);
     staged_rows(staging, arrival, at.index);
     DELTATUNE_UNROLL
     for (int k = 0; k < PIECE; k += 16) {
       if (piece * PIECE + k >= SIZE) continue;
-      multiply(sum, left(straight(staging.side(0), stride, at.group / 2 * 16, k), at.lane),
-               right(turned(staging.side(1), stride, k, at.group % 2 * 16), at.lane), at.lane);
+      multiply(sum,
+               left(OperandRows<HELD>::template from<SIZE>(staging, columns, at.group / 2 * 16, piece * PIECE, k),
+                    at.lane),
+               right(turned(staging.side(last), stride, k, at.group % 2 * 16), at.lane), at.lane);
     }
     barrier();
   }
@@ -117,10 +162,10 @@ inline Tile tile_of_products(thread Staging<In, PIECE>& staging, A a, int row, i
 }
 
 // Adds weights b, where b has SIZE columns, to the group's tiles: its 16 columns of each piece, in both rows of tiles.
-template <int SIZE, typename In, int PIECE, typename W, typename B>
-inline void add_products(thread Tile* sums, thread Staging<In, PIECE>& staging, W weights, B b, int row, int rows,
+template <int SIZE, typename Memory, typename W, typename B>
+inline void add_products(thread Tile* sums, thread Staging<Memory>& staging, W weights, B b, int row, int rows,
                          Place at) {
-  using Memory = AttentionMemory<In, PIECE>;
+  constexpr int PIECE = Memory::piece;
   DELTATUNE_UNROLL
   for (int piece = 0; piece < pieces_of(SIZE, PIECE); ++piece) {
     Arrival arrival = arrival_at(staging.memory + Memory::arrivals, 0);
@@ -155,6 +200,16 @@ inline void write_results(thread Tile* sums, GLOBAL Out* to, int row, int rows, 
     }
   }
 }
+// Results that a kernel does not write have no place.
+template <int SIZE, int PIECE, typename Factor>
+inline void write_results(thread Tile*, Nothing, int, int, Factor, Place) {}
+template <typename Out>
+inline GLOBAL Out* place_in(GLOBAL Out* results, long first) {
+  return results + first;
+}
+inline Nothing place_in(Nothing results, long) {
+  return results;
+}
 struct OneFactor {
   float factor;
   inline float operator()(int) const { return factor; }
@@ -173,13 +228,13 @@ inline void clear_tiles(thread Tile* tiles) {
 // Computes y [B, HQ, TQ, DV] and sums [B, HQ, TQ] from q [B, HQ, TQ, D], k [B, HK, TK, D] and v [B, HK, TK, DV]. `sums`
 // is log2 of the sum of 2^score of each row, or infinite for a row that sees no key. The grid is (tiles of queries,
 // query heads, rows of the batch).
-template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
-          typename PK, typename PV, typename PN, typename PS, typename PI>
+template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
+          bool SEGMENTED, bool WITH_SINKS, typename PQ, typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
                               PK k, PV v, PN numbers, PS sinks, PI starts, PI ends, GLOBAL In* y, GLOBAL float* sums) {
-  using Memory = AttentionMemory<In, PIECE>;
+  using Memory = AttentionMemory<In, PIECE, SIDES, SQUARES, held_columns(HELD, D, DV)>;
   constexpr int columns = pieces_of(DV, PIECE);
-  Staging<In, PIECE> staging{memory, 0};
+  Staging<Memory> staging{memory, 0};
   threadgroup float* largest = reinterpret_cast<threadgroup float*>(memory + Memory::numbers);
   threadgroup float* halves = largest + 64;
   threadgroup float* half_sums = largest + 128;
@@ -206,8 +261,9 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     high[side] = seen.high(i);
   }
   const int last_key = seen.high(row + 31);
+  if (HELD > 0) hold_rows<D>(staging, 0, own_q, row, queries, at.index);
   for (int key = seen.low(row) / 32 * 32; key < last_key; key += 32) {
-    Tile scores = tile_of_products<D>(staging, own_q, row, queries, own_k, key, keys, at);
+    Tile scores = tile_of_products<D, (HELD > 0)>(staging, 0, own_q, row, queries, own_k, key, keys, at);
     float most[2] = {-INFINITY, -INFINITY};
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
@@ -301,14 +357,14 @@ inline void attention_delta(Place at, threadgroup char* memory, int rows, PY y, 
   if (at.lane == 0) delta[row] = sum;
 }
 
-// Computes weights from a tile of scores, and the scores' gradients from the products of dy and v, and writes both to
-// shared memory (the weights only where TURNED). The tile's rows are queries or, where TURNED, keys. `from` and `to`
-// bound what each of a lane's two rows sees.
-template <bool TURNED, typename In, int PIECE, typename PL>
-inline void put_gradients(const thread Staging<In, PIECE>& staging, thread Tile& scores, thread Tile& products,
+// Computes weights from a tile of scores, and the scores' gradients from the products of dy and v, and writes those of
+// them to shared memory that are wanted. The tile's rows are queries or, where TURNED, keys. `from` and `to` bound what
+// each of a lane's two rows sees.
+template <bool TURNED, bool WEIGHTS, bool GRADIENTS, typename Memory, typename PL>
+inline void put_gradients(const thread Staging<Memory>& staging, thread Tile& scores, thread Tile& products,
                           const thread int* from, const thread int* to, int column, int query, int queries, float scale,
                           PL sums, PL delta, Place at) {
-  constexpr int stride = AttentionMemory<In, PIECE>::weight_stride;
+  constexpr int stride = Memory::weight_stride;
   const int top = at.group / 2 * 16, side_column = at.group % 2 * 16;
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) {
@@ -317,20 +373,22 @@ inline void put_gradients(const thread Staging<In, PIECE>& staging, thread Tile&
     const bool on = i < queries && j >= from[side] && j < to[side];
     const float weight = on ? DELTATUNE_EXP2(scores.get(e) * scale - sums[i]) : 0.0f;
     scores.set(e, weight);
-    products.set(e, on ? weight * (products.get(e) - delta[i]) : 0.0f);
+    if (GRADIENTS) products.set(e, on ? weight * (products.get(e) - delta[i]) : 0.0f);
   }
-  if (TURNED) put_tile<true, true>(staging.weights(), top * stride + side_column, stride, scores, 16, 16, at.lane);
-  put_tile<true, true>(staging.gradients(), top * stride + side_column, stride, products, 16, 16, at.lane);
+  if (WEIGHTS) put_tile<true, true>(staging.weights(), top * stride + side_column, stride, scores, 16, 16, at.lane);
+  if (GRADIENTS)
+    put_tile<true, true>(staging.gradients(), top * stride + side_column, stride, products, 16, 16, at.lane);
   barrier();
 }
 
 // Computes dq, one tile of queries per block. The grid is that of the forward pass.
-template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
-          typename PV, typename PD, typename PL, typename PN, typename PI>
+template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
+          bool SEGMENTED, typename PQ, typename PK, typename PV, typename PD, typename PL, typename PN, typename PI>
 inline void attention_queries(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
                               PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, GLOBAL In* dq) {
+  using Memory = AttentionMemory<In, PIECE, SIDES, SQUARES, held_columns(HELD, D, DV)>;
   constexpr int columns = pieces_of(D, PIECE);
-  Staging<In, PIECE> staging{memory, 0};
+  Staging<Memory> staging{memory, 0};
   const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
   const int row = ((queries + 31) / 32 - 1 - at.x) * 32;
   const long head = (long)at.z * heads + at.y, key_head = (long)at.z * key_heads + at.y / (heads / key_heads);
@@ -340,7 +398,7 @@ inline void attention_queries(Place at, threadgroup char* memory, int heads, int
   const auto own_v = v + key_head * keys * DV;
   Tile results[2 * columns];
   clear_tiles<2 * columns>(results);
-  arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
+  arrivals_start(memory + Memory::arrivals, at.index);
   int low[2], high[2];
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
@@ -349,34 +407,38 @@ inline void attention_queries(Place at, threadgroup char* memory, int heads, int
     high[side] = seen.high(i);
   }
   const int last_key = seen.high(row + 31);
+  if (HELD > 0) hold_rows<D>(staging, 0, own_q, row, queries, at.index);
+  if (HELD > 1) hold_rows<DV>(staging, stride_of(D), own_dy, row, queries, at.index);
   for (int key = seen.low(row) / 32 * 32; key < last_key; key += 32) {
-    Tile scores = tile_of_products<D>(staging, own_q, row, queries, own_k, key, keys, at);
-    Tile products = tile_of_products<DV>(staging, own_dy, row, queries, own_v, key, keys, at);
-    put_gradients<false>(staging, scores, products, low, high, key, row, queries, numbers[0], sums + head * queries,
-                         delta + head * queries, at);
+    Tile scores = tile_of_products<D, (HELD > 0)>(staging, 0, own_q, row, queries, own_k, key, keys, at);
+    Tile products =
+        tile_of_products<DV, (HELD > 1)>(staging, stride_of(D), own_dy, row, queries, own_v, key, keys, at);
+    put_gradients<false, false, true>(staging, scores, products, low, high, key, row, queries, numbers[0],
+                                      sums + head * queries, delta + head * queries, at);
     add_products<D>(results, staging, staging.gradients(), own_k, key, keys, at);
   }
   write_results<D, PIECE>(results, dq + head * queries * D, row, queries, OneFactor{numbers[1]}, at);
 }
 
-// Computes dk and dv, one tile of keys per block, by summing over the query heads that read the keys and over their
-// queries, in order. The grid is (tiles of keys, key heads, rows of the batch).
-template <typename In, int D, int DV, int PIECE, bool CAUSAL, int WINDOW, bool SEGMENTED, typename PQ, typename PK,
-          typename PV, typename PD, typename PL, typename PN, typename PI>
+// Computes dk and dv, or one of them, one tile of keys per block, by summing over the query heads that read the keys
+// and over their queries, in order. The grid is (tiles of keys, key heads, rows of the batch).
+template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
+          bool SEGMENTED, bool TO_KEYS, bool TO_VALUES, typename PQ, typename PK, typename PV, typename PD, typename PL,
+          typename PN, typename PI, typename OK, typename OV>
 inline void attention_keys(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys, PQ q,
-                           PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, GLOBAL In* dk,
-                           GLOBAL In* dv) {
-  constexpr int columns = pieces_of(D, PIECE), value_columns = pieces_of(DV, PIECE);
-  Staging<In, PIECE> staging{memory, 0};
+                           PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends, OK dk, OV dv) {
+  using Memory = AttentionMemory<In, PIECE, SIDES, SQUARES, held_columns(HELD, D, DV)>;
+  constexpr int columns = TO_KEYS ? pieces_of(D, PIECE) : 0, value_columns = TO_VALUES ? pieces_of(DV, PIECE) : 0;
+  Staging<Memory> staging{memory, 0};
   const Seen<CAUSAL, WINDOW, SEGMENTED, PI> seen{queries, keys, starts, ends, (long)at.z * keys};
   const int key = at.x * 32, each = heads / key_heads;
   const long key_head = (long)at.z * key_heads + at.y;
   const auto own_k = k + key_head * keys * D;
   const auto own_v = v + key_head * keys * DV;
-  Tile results[2 * columns], values[2 * value_columns];
+  Tile results[TO_KEYS ? 2 * columns : 1], values[TO_VALUES ? 2 * value_columns : 1];
   clear_tiles<2 * columns>(results);
   clear_tiles<2 * value_columns>(values);
-  arrivals_start(memory + AttentionMemory<In, PIECE>::arrivals, at.index);
+  arrivals_start(memory + Memory::arrivals, at.index);
   int first[2], last[2];
   DELTATUNE_UNROLL
   for (int side = 0; side < 2; ++side) {
@@ -385,19 +447,42 @@ inline void attention_keys(Place at, threadgroup char* memory, int heads, int ke
     last[side] = seen.last(j);
   }
   const int last_query = seen.last(key + 31);
+  if (HELD > 0) hold_rows<D>(staging, 0, own_k, key, keys, at.index);
+  if (HELD > 1) hold_rows<DV>(staging, stride_of(D), own_v, key, keys, at.index);
   for (int number = 0; number < each; ++number) {
     const long head = (long)at.z * heads + at.y * each + number;
     const auto own_q = q + head * queries * D;
     const auto own_dy = dy + head * queries * DV;
     for (int query = seen.first(key) / 32 * 32; query < last_query; query += 32) {
-      Tile scores = tile_of_products<D>(staging, own_k, key, keys, own_q, query, queries, at);
-      Tile products = tile_of_products<DV>(staging, own_v, key, keys, own_dy, query, queries, at);
-      put_gradients<true>(staging, scores, products, first, last, query, query, queries, numbers[0],
-                          sums + head * queries, delta + head * queries, at);
-      add_products<DV>(values, staging, staging.weights(), own_dy, query, queries, at);
-      add_products<D>(results, staging, staging.gradients(), own_q, query, queries, at);
+      Tile scores = tile_of_products<D, (HELD > 0)>(staging, 0, own_k, key, keys, own_q, query, queries, at), products;
+      if (TO_KEYS)
+        products =
+            tile_of_products<DV, (HELD > 1)>(staging, stride_of(D), own_v, key, keys, own_dy, query, queries, at);
+      put_gradients<true, TO_VALUES, TO_KEYS>(staging, scores, products, first, last, query, query, queries, numbers[0],
+                                              sums + head * queries, delta + head * queries, at);
+      if (TO_VALUES) add_products<DV>(values, staging, staging.weights(), own_dy, query, queries, at);
+      if (TO_KEYS) add_products<D>(results, staging, staging.gradients(), own_q, query, queries, at);
     }
   }
-  write_results<D, PIECE>(results, dk + key_head * keys * D, key, keys, OneFactor{numbers[1]}, at);
-  write_results<DV, PIECE>(values, dv + key_head * keys * DV, key, keys, OneFactor{1.0f}, at);
+  if (TO_KEYS)
+    write_results<D, PIECE>(results, place_in(dk, key_head * keys * D), key, keys, OneFactor{numbers[1]}, at);
+  if (TO_VALUES)
+    write_results<DV, PIECE>(values, place_in(dv, key_head * keys * DV), key, keys, OneFactor{1.0f}, at);
+}
+
+// Wide heads have more sums than a lane of an Apple GPU has registers: there dk and dv are launches of their own.
+template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
+          bool SEGMENTED, typename... Arrays>
+inline void attention_keys_alone(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
+                                 Arrays... arrays) {
+  attention_keys<In, D, DV, PIECE, SIDES, SQUARES, HELD, CAUSAL, WINDOW, SEGMENTED, true, false>(
+      at, memory, heads, key_heads, queries, keys, arrays..., Nothing{});
+}
+template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
+          bool SEGMENTED, typename PQ, typename PK, typename PV, typename PD, typename PL, typename PN, typename PI>
+inline void attention_values_alone(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
+                                   PQ q, PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends,
+                                   GLOBAL In* dv) {
+  attention_keys<In, D, DV, PIECE, SIDES, SQUARES, HELD, CAUSAL, WINDOW, SEGMENTED, false, true>(
+      at, memory, heads, key_heads, queries, keys, q, k, v, dy, sums, delta, numbers, starts, ends, Nothing{}, dv);
 }

@@ -1,8 +1,14 @@
 // The gradients kernel: the gradients of q, k, log_g and beta, from what the two scans saved.
 
+// How many parts the columns of DK have room for: each part is a group's, in each row of tiles.
+inline constexpr int room_of_parts(int groups, int blocks) {
+  return groups > 4 * blocks ? groups / blocks : 4;
+}
+
 // The shared memory of a block.
-template <typename In, int C, int DK, int SLICE, int STAGES, bool OVERLAY, bool UNSTAGED>
+template <typename In, int C, int DK, int SLICE, int GROUPS, int STAGES, bool OVERLAY, bool UNSTAGED>
 struct GradientMemory {
+  static constexpr constant int room = room_of_parts(GROUPS, C / 16);
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
@@ -23,7 +29,7 @@ struct GradientMemory {
   static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
   static constexpr constant int sums = scalars + 4 * C * 4;
   static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
-  static constexpr constant int arrivals = parts + 3 * C * 4 * 4 + 32 * 4;
+  static constexpr constant int arrivals = parts + 3 * C * room * 4 + 32 * 4;
   static constexpr constant int bytes = arrivals + 16;
 };
 
@@ -56,7 +62,7 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
 // Part `share` of `Shares` of the gradient of log_g at position t: the terms of rows at or after t (before_sums), of
 // rows before t (after_sums), and of pairs i >= t > j, whose span contains t. Only such terms are added. A difference
 // of running sums would lose the gradient of a small gate.
-template <int C, int Shares>
+template <int C, int Shares, int Room>
 inline float spanning(threadgroup const float* diagonal, threadgroup const float* row_sums,
                       threadgroup const float* column_sums, threadgroup const float* before_sums,
                       threadgroup const float* after_sums, int parts, int t, int share) {
@@ -69,8 +75,8 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
       float part = 0.0f;
       DELTATUNE_UNROLL
       for (int i =
-          0; i < 16; ++i) part += b * 16 + i >= t ? before_sums[(b * 16 + i) * 4 + p] :
-              after_sums[(b * 16 + i) * 4 + p];
+          0; i < 16; ++i) part += b * 16 + i >= t ? before_sums[(b * 16 + i) * Room + p] :
+              after_sums[(b * 16 + i) * Room + p];
       sum += part;
     }
     if (b < own) {
@@ -111,20 +117,20 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
 // saved in bf16, whose rounding that sum would show. Since R + N^T beta R = w = P^T dY + E K dS^T, the sum also equals
 // beta_i <R_i, u_i> less the terms of the pairs whose second position is i, (i, i) among them, all of them in fp32.
 // It is a difference, so it is not used where E_i is small.
-template <int C>
+template <int C, int Room>
 inline void ends_by_pairs(threadgroup const float* diagonal, threadgroup const float* column_sums,
                           threadgroup const float* rate_sums, threadgroup const float* rate,
                           threadgroup const float* after, threadgroup float* after_sums, int parts, int i) {
   constexpr int blocks = C / 16;
   if (after[i] < 0.03125f) return;
   float sum = 0.0f, pairs = 0.0f;
-  for (int p = 0; p < parts; ++p) sum += rate_sums[i * 4 + p];
+  for (int p = 0; p < parts; ++p) sum += rate_sums[i * Room + p];
   DELTATUNE_UNROLL
   for (int r = 0; r < 16; ++r)
     if (r >= i % 16) pairs += diagonal[(i / 16 * 16 + r) * 17 + i % 16];
   for (int b = i / 16 + 1; b < blocks; ++b) pairs += column_sums[i * blocks + b];
-  after_sums[i * 4] = rate[i] * sum - pairs;
-  for (int p = 1; p < parts; ++p) after_sums[i * 4 + p] = 0.0f;
+  after_sums[i * Room] = rate[i] * sum - pairs;
+  for (int p = 1; p < parts; ++p) after_sums[i * Room + p] = 0.0f;
 }
 
 // Computes the gradients of q, k, log_g and beta from what the two scans wrote. Each block does one chunk of one key
@@ -140,15 +146,15 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
 inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
                                   PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in,
                                       OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = GradientMemory<In, C, DK, SLICE, STAGES, OVERLAY, UNSTAGED>;
+  using Memory = GradientMemory<In, C, DK, SLICE, GROUPS, STAGES, OVERLAY, UNSTAGED>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, slice_stride = SLICE + 8,
       saved = row_of_chunk<In, C, DK, false>(),
       blocks = C / 16;
   constexpr int columns = padded(DK), key_tiles = columns / 16, parts = GROUPS / blocks;
   constexpr int column_tiles = (key_tiles + parts - 1) / parts, own_pairs = (blocks + parts - 1) / parts,
       repeats = HV / HK;
-  constexpr int sharers = threads / C, tails = tails_of<In, DK, false>();
-  static_assert(GROUPS % blocks == 0 && parts <= 4, "groups share the columns of a row of tiles");
+  constexpr int sharers = threads / C, tails = tails_of<In, DK, false>(), room = Memory::room;
+  static_assert(GROUPS % blocks == 0 && parts <= room, "groups share the columns of a row of tiles");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
@@ -165,9 +171,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   threadgroup float* row_sums = reinterpret_cast<threadgroup float*>(memory + Memory::sums);
   threadgroup float* column_sums = row_sums + C * blocks;
   threadgroup float* before_sums = reinterpret_cast<threadgroup float*>(memory + Memory::parts);
-  threadgroup float* after_sums = before_sums + C * 4;
-  threadgroup float* rate_sums = after_sums + C * 4;
-  threadgroup float* state_dots = rate_sums + C * 4;
+  threadgroup float* after_sums = before_sums + C * room;
+  threadgroup float* rate_sums = after_sums + C * room;
+  threadgroup float* state_dots = rate_sums + C * room;
   const auto live = alive<MASKED>(mask, at.z, t0, length);
   const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, key_offset, HK * DK, live), staged_q);
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
@@ -320,9 +326,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       const float first_sum = row_sum(sums[side]), last_sum = row_sum(sums[2 + side]), rate_sum = row_sum(rates[side]);
       // One lane per row writes: the one that holds the tile's first column in that row.
       if (tile_column(e, lane) == 0) {
-        before_sums[(row * 16 + tile_row(e, lane)) * 4 + part] = first_sum;
-        after_sums[(row * 16 + tile_row(e, lane)) * 4 + part] = last_sum;
-        rate_sums[(row * 16 + tile_row(e, lane)) * 4 + part] = rate_sum;
+        before_sums[(row * 16 + tile_row(e, lane)) * room + part] = first_sum;
+        after_sums[(row * 16 + tile_row(e, lane)) * room + part] = last_sum;
+        rate_sums[(row * 16 + tile_row(e, lane)) * room + part] = rate_sum;
       }
     }
     // Computes the weights of the pairs in the gradients of q and k, and the terms of the pairs in those of the gates.
@@ -402,7 +408,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       }
     }
     if (tails > 0) {
-      if (at.index < C) ends_by_pairs<C>(diagonal, column_sums, rate_sums, rate, after, after_sums, parts, at.index);
+      if (at.index < C)
+        ends_by_pairs<C, room>(diagonal, column_sums, rate_sums, rate, after, after_sums, parts, at.index);
       barrier();
     }
     // The shares of each position take the memory of the decay's tables, which are no longer read.
@@ -410,7 +417,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     static_assert(sharers <= 17, "a position's shares fit in a row");
     const int t = (unsigned)at.index % C, share = (unsigned)at.index / C;
     shares[t * 17 + share] =
-        spanning<C, sharers>(diagonal, row_sums, column_sums, before_sums, after_sums, parts, t, share);
+        spanning<C, sharers, room>(diagonal, row_sums, column_sums, before_sums, after_sums, parts, t, share);
     barrier();
     if (at.index < C && t0 + t < length) {
       const long to = ((long)at.z * length + t0 + t) * HV + hv;
@@ -419,7 +426,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       for (int g = 0; g < GROUPS; ++g) on_gate += state_dots[g];
       on_gate *= before[C - 1];
       DELTATUNE_UNROLL
-      for (int p = 0; p < parts; ++p) on_beta += rate_sums[t * 4 + p];
+      for (int p = 0; p < parts; ++p) on_beta += rate_sums[t * room + p];
       DELTATUNE_UNROLL
       for (int p = 0; p < sharers; ++p) on_gate += shares[t * 17 + p];
       d_log_g[to] = live(t) ? on_gate : 0.0f;

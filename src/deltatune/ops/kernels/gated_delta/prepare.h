@@ -178,6 +178,8 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
     put_tile<true, true>(stored_at<Wide<In>>(scores, chunk, triangle), packed_offset(row) + column * 16,
                          packed_stride(row), qk, 16, 16, at.lane);
     if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
+    // A compiler that sees a loop here reads all of the row before it, into registers that a lane does not have.
+    if (pairs == 1) break;
   }
   barrier();
   solve_triangle<C, GROUPS>(at, z, scratch, n, diagonal, rate);
