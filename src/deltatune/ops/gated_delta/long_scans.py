@@ -31,7 +31,8 @@ def scan(run: Scan, tiling: Tiling, x: KernelInputs, prepared: Arrays) -> list[m
     parts = _parts(tiling)
     if len(parts) == 1:
         return run(tiling, x, prepared)
-    outputs, state = [], x.initial
+    outputs: list[list[mx.array]] = []
+    state = x.initial
     for first, last in parts:
         part, inputs, cut = _part(tiling, x, prepared, first, last)
         *written, state = run(part, replace(inputs, initial=state), cut)
@@ -44,7 +45,8 @@ def reverse(run: Scan, tiling: Tiling, x: KernelInputs, prepared: Arrays, cotang
     parts = _parts(tiling)
     if len(parts) == 1:
         return run(tiling, x, prepared, cotangents)
-    outputs, d_state = [], cotangents["d_last"]
+    outputs: list[list[mx.array]] = []
+    d_state = cotangents["d_last"]
     for first, last in reversed(parts):
         part, inputs, cut = _part(tiling, x, prepared | {"dy": cotangents["dy"]}, first, last)
         of_part = {"dy": cut.pop("dy"), "d_last": d_state}

@@ -308,8 +308,8 @@ def _gradient_groups_on_metal(key_size: int) -> int:
     A group holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
     """
     tiles = padded(key_size) // 16
-    each = -(-tiles // 8)
-    return max(4, -(-tiles // each))
+    tiles_of_group = -(-tiles // 8)
+    return max(4, -(-tiles // tiles_of_group))
 
 
 @lru_cache(maxsize=256)
