@@ -54,17 +54,17 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        flags_here = [string for action in self._actions for string in action.option_strings]
         if message.startswith("the following arguments are required"):
             # The flag that is missing may be there, misspelt.
             words = itertools.takewhile(lambda word: word != "--", self._words)
             flags = [word for word in words if word.startswith("--")]
-            wrong = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
+            wrong = [flag for flag in flags if flag.split("=")[0] not in flags_here]
             message = f"unrecognized arguments: {' '.join(wrong)}" if wrong else message
         unknown = re.match(r"unrecognized arguments: (-.*)", message, re.DOTALL)
         if unknown:
-            known = [string for action in self._actions for string in action.option_strings]
             flags = [word for word in unknown[1].split() if word.startswith("-")]
-            message = ", ".join(f"unknown option {flag}{nearest(flag.split('=')[0], known)}" for flag in flags)
+            message = ", ".join(f"unknown option {flag}{nearest(flag.split('=')[0], flags_here)}" for flag in flags)
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             known = [word.strip(" '") for word in command[2].split(",")]
