@@ -151,8 +151,18 @@ class Torch:
         return graph.replay, "replays of a CUDA graph"
 
 
-class TransformersChunk(Torch):
-    """transformers' own chunk form. It scales q itself, so q goes there unscaled, in fp32 so as not to round twice."""
+class ScalesItself(Torch):
+    """An implementation that scales q by 1 / sqrt(D) itself, so that q goes there unscaled."""
+
+    def prepared(self, name: str, tensor: Any, kind: Any) -> Any:
+        return (tensor * tensor.shape[-1] ** 0.5 if name == "q" else tensor).to(kind)
+
+    def scaled(self, gradients: list[Any]) -> list[Any]:
+        return [gradients[0] * gradients[0].shape[-1] ** 0.5, *gradients[1:]]
+
+
+class TransformersChunk(ScalesItself):
+    """transformers' own chunk form. Its q is in fp32, so as not to be rounded twice."""
 
     def make(self) -> Callable[..., Any]:
         import inspect
@@ -164,10 +174,7 @@ class TransformersChunk(Torch):
         return lambda *arrays: function(*arrays)[0]
 
     def prepared(self, name: str, tensor: Any, kind: Any) -> Any:
-        return tensor * tensor.shape[-1] ** 0.5 if name == "q" else tensor.to(kind)
-
-    def scaled(self, gradients: list[Any]) -> list[Any]:
-        return [gradients[0] * gradients[0].shape[-1] ** 0.5, *gradients[1:]]
+        return super().prepared(name, tensor, tensor.dtype if name == "q" else kind)
 
 
 class FlashLinearAttention(Torch):
@@ -211,10 +218,10 @@ class FlashQLA(Torch):
         return lambda q, k, v, g, beta: function(q, k, v, g, beta, scale=1.0)[0]
 
 
-class CuDNN(Torch):
+class CuDNN(ScalesItself):
     """The kernels for gates per channel of NVIDIA's cudnn-frontend, for heads of 128 in bf16.
 
-    Its backward pass on Hopper takes no other scale than 1 / sqrt(D), so q goes there unscaled.
+    Its backward pass on Hopper takes no other scale than 1 / sqrt(D).
     """
 
     graph = True
@@ -235,9 +242,3 @@ class CuDNN(Torch):
         import torch
 
         return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=self.device)
-
-    def prepared(self, name: str, tensor: Any, kind: Any) -> Any:
-        return (tensor * tensor.shape[-1] ** 0.5 if name == "q" else tensor).to(kind)
-
-    def scaled(self, gradients: list[Any]) -> list[Any]:
-        return [gradients[0] * gradients[0].shape[-1] ** 0.5, *gradients[1:]]

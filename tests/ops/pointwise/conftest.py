@@ -10,6 +10,7 @@ from host_machine import HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.pointwise import adam, stored_moments
 from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
 from deltatune.ops.trial import first_use
 from deltatune.ops.trial.case import Case
@@ -39,3 +40,20 @@ def check_trial(execute, caplog) -> Callable[[Case[Execute], float], None]:
                 assert (warning or "") in caplog.text
 
     return check
+
+
+@pytest.fixture
+def launches(monkeypatch, execute) -> list[str]:
+    """The names of the launches of Adam's steps, which the host machine runs while the device passes for a GPU."""
+    names: list[str] = []
+
+    def run(launch):
+        names.append(launch.name)
+        return execute(launch)
+
+    cases = (adam.trial_case, stored_moments.trial_case)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
+    original = adam.AdamStep.begun
+    monkeypatch.setattr(adam.AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
+    return names

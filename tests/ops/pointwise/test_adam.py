@@ -25,22 +25,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def launches(monkeypatch, execute):
-    """The names of the launches, which the host machine runs while the device passes for an NVIDIA GPU."""
-    names = []
-
-    def run(launch):
-        names.append(launch.name)
-        return execute(launch)
-
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of is adam.trial_case)
-    original = adam.AdamStep.begun
-    monkeypatch.setattr(adam.AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
-    return names
-
-
 def random_tree(seed, dtype=mx.float32):
     shapes = {"a": (40, 7), "b": (3,), "c": {"d": (129,)}}
     key = iter(mx.random.split(mx.random.key(seed), 3))

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.machine import backend
-from deltatune.ops.pointwise import adam, stored_moments
+from deltatune.ops.pointwise import stored_moments
 from deltatune.ops.pointwise.adam import AdamStep
 from deltatune.ops.pointwise.stored_moments import EightBitStep, dequantized, quantized
 from deltatune.ops.trial import first_use
@@ -65,23 +64,6 @@ def test_codes_and_scales_are_those_of_mlxs_operations(size, execute):
         assert difference.max() <= 1
         assert (difference > 0).mean() <= 0.01
         assert (np.array(dequantized(codes, scales, signed))[np.array(exact) == 0] == 0).all()
-
-
-@pytest.fixture
-def launches(monkeypatch, execute):
-    """The names of the launches, which the host machine runs while the device passes for an NVIDIA GPU."""
-    names = []
-
-    def run(launch):
-        names.append(launch.name)
-        return execute(launch)
-
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    cases = (stored_moments.trial_case, adam.trial_case)
-    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
-    original = AdamStep.begun
-    monkeypatch.setattr(AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
-    return names
 
 
 def random_tree(seed):

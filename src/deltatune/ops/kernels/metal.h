@@ -86,30 +86,31 @@ inline void two_of(Store s, long i, int next, thread float& x, thread float& y) 
   x = s.get(i);
   y = s.get(i + next);
 }
+template <typename Element>
+inline void widen_pair(typename Bits<sizeof(Element)>::two both, thread float& x, thread float& y) {
+  using one = typename Bits<sizeof(Element)>::one;
+  x = static_cast<float>(as_type<Element>(static_cast<one>(both[0])));
+  y = static_cast<float>(as_type<Element>(static_cast<one>(both[1])));
+}
 template <bool Apart, typename Element>
 inline void two_of(Matrix<Element> s, long i, int next, thread float& x, thread float& y) {
-  using bits = Bits<sizeof(Element)>;
+  using two = typename Bits<sizeof(Element)>::two;
   if (Apart || sizeof(Element) == 4) {
     x = s.get(i);
     y = s.get(i + next);
-    return;
+  } else {
+    widen_pair<Element>(*DELTATUNE_ALIGNED(reinterpret_cast<const threadgroup two*>(s.elements + i)), x, y);
   }
-  const threadgroup typename bits::two* pair = reinterpret_cast<const threadgroup typename bits::two*>(s.elements + i);
-  const typename bits::two both = *DELTATUNE_ALIGNED(pair);
-  x = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[0])));
-  y = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[1])));
 }
 template <bool Apart, typename Element>
 inline void two_of(Stored<Element> s, long i, int next, thread float& x, thread float& y) {
-  using bits = Bits<sizeof(Element)>;
+  using packed_two = typename Bits<sizeof(Element)>::packed_two;
   if (Apart || sizeof(Element) == 4) {
     x = s.get(i);
     y = s.get(i + next);
-    return;
+  } else {
+    widen_pair<Element>(*reinterpret_cast<const device packed_two*>(s.elements + i), x, y);
   }
-  const typename bits::two both = *reinterpret_cast<const device typename bits::packed_two*>(s.elements + i);
-  x = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[0])));
-  y = static_cast<float>(as_type<Element>(static_cast<typename bits::one>(both[1])));
 }
 
 template <typename In> struct SavedElement { using type = float; };

@@ -90,16 +90,20 @@ class AdamStep:
         return self.execute(Pass("adam_step", inputs, outputs, arguments, -(-parameter.size // _LANE)))
 
 
+def tried_steps() -> list[tuple[mlx.optimizers.AdamW, bool]]:
+    """Return optimizers that have begun the steps of a trial, and whether each step is made."""
+    optimizers = [mlx.optimizers.AdamW(0.1, bias_correction=corrected) for corrected in (True, False)]
+    for optimizer in optimizers:
+        optimizer.state["step"] = mx.array(3)
+    return [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
+
+
 def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     """Return the case of parameters and gradients of these dtypes: some steps, as MLX's optimizer makes them."""
     kinds = [((3, 131), dtype) for dtype in (dtype, gradient_dtype, dtype, dtype)]
     parameter, gradient, m, v = random_arrays(kinds)
     arrays = (parameter, gradient, m, v.square())
-    optimizers = [mlx.optimizers.AdamW(0.1, bias_correction=corrected) for corrected in (True, False)]
-    for optimizer in optimizers:
-        optimizer.state["step"] = mx.array(3)
-    scale = mx.array(0.5)
-    steps = [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
+    scale, steps = mx.array(0.5), tried_steps()
 
     def call(execute: Execute) -> list[mx.array]:
         results = []

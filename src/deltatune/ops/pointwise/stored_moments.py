@@ -14,14 +14,13 @@ from functools import cache
 from typing import ClassVar
 
 import mlx.core as mx
-import mlx.optimizers
 import numpy as np
 
 from ..kernels.launch import Arrays, Outputs
 from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
-from .adam import BOUNDS, AdamStep
+from .adam import BOUNDS, AdamStep, tried_steps
 from .pass_launch import Execute, Pass, size_of
 
 # The numbers that share a scale, as in bitsandbytes.
@@ -133,11 +132,7 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     parameter, gradient, m, v = random_arrays([(shape, dtype), (shape, gradient_dtype), *[(shape, mx.float32)] * 2])
     spread = mx.power(10.0, mx.linspace(-7, 0, parameter.size)).reshape(shape)
     moments = [*quantized(m * spread, signed=True), *quantized(v.square() * spread, signed=False)]
-    optimizers = [mlx.optimizers.AdamW(0.1, bias_correction=corrected) for corrected in (True, False)]
-    for optimizer in optimizers:
-        optimizer.state["step"] = mx.array(3)
-    steps = [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
-    scale = mx.array(0.5)
+    scale, steps = mx.array(0.5), tried_steps()
 
     def call(execute: Execute) -> list[mx.array]:
         results: list[mx.array] = []

@@ -21,7 +21,7 @@ from ...machine import backend
 from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves
-from .eight_bit import SMALLEST, Adam8bit, AdamW8bit
+from .eight_bit import SMALLEST, EightBit
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
@@ -175,7 +175,7 @@ def _end_to_end(arrays: Sequence[mx.array]) -> mx.array:
 
 def _joins(parameter: mx.array, optimizer: mlx.optimizers.Optimizer) -> bool:
     """Whether the optimizer makes the same step of a parameter and of its part of a bundle."""
-    if isinstance(optimizer, (Adam8bit, AdamW8bit)):
+    if isinstance(optimizer, EightBit):
         # Its moments are stored in 8 bits when it is alone, too, and no block has numbers of two parameters.
         return parameter.size >= SMALLEST and parameter.size % BLOCK == 0
     return type(optimizer).__name__ in ELEMENTWISE

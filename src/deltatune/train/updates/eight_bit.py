@@ -21,7 +21,7 @@ def is_stored_in_8_bits(state: dict[str, Any]) -> bool:
     return "m_scale" in state
 
 
-class _EightBit(mlx.optimizers.Adam):
+class EightBit(mlx.optimizers.Adam):
     """Adam, or a class after it in a subclass, with moments in 8 bits and arithmetic in fp32."""
 
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
@@ -59,9 +59,9 @@ class _EightBit(mlx.optimizers.Adam):
         return [updated, *quantized(moments["m"], signed=True), *quantized(moments["v"], signed=False)]
 
 
-class Adam8bit(_EightBit):
+class Adam8bit(EightBit):
     """Adam with moments in 8 bits."""
 
 
-class AdamW8bit(_EightBit, mlx.optimizers.AdamW):
+class AdamW8bit(EightBit, mlx.optimizers.AdamW):
     """AdamW with moments in 8 bits."""
