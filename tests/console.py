@@ -6,10 +6,13 @@ holds, which signals are inherited.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 #: `pip install` writes the script beside the interpreter.
 SCRIPT = Path(sys.executable).with_name("deltatune")
@@ -32,3 +35,21 @@ def deltatune(
     return subprocess.run(
         command, input=input, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment
     )
+
+
+@contextlib.contextmanager
+def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a program; kill it and close its pipes when the `with` block ends, also where a test fails.
+
+    An open pipe is noticed when Python collects it, which fails the test that happens to run then.
+
+    Args:
+        command: The program and its arguments; each is given to str.
+        options: What Popen gets besides; pipes for output and errors, and text, by default.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    with subprocess.Popen([str(word) for word in command], **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,11 +1,11 @@
 """What `deltatune generate` refuses before it loads a model, and what it can only refuse afterwards."""
 
 import io
-import subprocess
 import sys
 
 import pytest
 
+from console import started
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
 from deltatune.data.prompts import Question, prompt_tokens
@@ -128,8 +128,7 @@ def test_empty_texts_that_mean_something_are_taken():
 
 def test_a_reader_that_leaves_is_one_message():
     command = [sys.executable, "-m", "deltatune", "generate", "--model", str(MODEL), "--prompt", "hi", "-m", "400"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()
-    assert process.stderr.read() == "deltatune: nobody reads the output any more.\n"
-    assert process.wait() == 2
-    process.stderr.close()
+    with started(command) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "deltatune: nobody reads the output any more.\n"
+        assert process.wait() == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -14,6 +13,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx.utils import tree_map
 
+from console import started
 from deltatune.cli import main
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
@@ -47,8 +47,7 @@ def answer(words: list[str]) -> str:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "mlx_lm", "server", *words, "--port", port]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with started(command, stdout=None, stderr=None) as server:
         content = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions",
@@ -64,7 +63,3 @@ def answer(words: list[str]) -> str:
                 if server.poll() is not None or time.monotonic() > end:
                     raise
                 time.sleep(0.1)
-    finally:
-        server.kill()
-        said = server.communicate()[0]
-        print(said)

@@ -9,6 +9,8 @@ import fuzz_commands
 import pytest
 from fuzz_commands import Commands
 
+from console import started
+
 
 def test_the_worker_tries_the_deltatune_of_its_python(tmp_path, monkeypatch):
     """A path in front stands for an installed wheel; the source tree beside the tests would hide it."""
@@ -39,12 +41,8 @@ def test_what_works_slowly_has_not_hung(monkeypatch, code, times, answered):
     monkeypatch.setattr(fuzz_commands, "_SECONDS", 0.4)
     if times:
         monkeypatch.setattr(fuzz_commands, "processor_seconds", lambda _: times.pop(0))
-    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    try:
+    with started([sys.executable, "-S", "-c", code], stderr=None, text=False, start_new_session=True) as process:
         assert fuzz_commands.answers(process) is answered
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read from /proc")

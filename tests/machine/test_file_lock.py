@@ -3,11 +3,11 @@
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
+from console import started
 from deltatune.machine import file_lock
 from deltatune.machine.file_lock import FileLock, HeldError
 
@@ -35,12 +35,10 @@ def path(tmp_path):
 @pytest.fixture
 def holder(path):
     """Another process that holds the lock, and the process that it has forked."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
-    child = int(process.stdout.readline())
-    yield process, child
-    os.kill(child, signal.SIGKILL)
-    process.kill()
-    process.communicate()
+    with started([sys.executable, "-c", HOLDER, path], stderr=None) as process:
+        child = int(process.stdout.readline())
+        yield process, child
+        os.kill(child, signal.SIGKILL)
 
 
 def test_the_holder_is_named_and_its_death_ends_the_lock(path, holder):

@@ -1,16 +1,17 @@
 """Tests signals: the first is answered at once, the second saves during the step, and SIGHUP acts as SIGTERM does."""
 
+import contextlib
 import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
+from console import started
 from deltatune.train.ending.interrupt import StopRequest
 from deltatune.train.saved import state
 from killed_runs import adapters
@@ -57,18 +58,10 @@ def slow_run(options, tmp_path):
     """slow_run(iteration, products, **how) starts a run in `out` that waits in that iteration; `how` goes to Popen."""
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "out"), "val_batches": 0}))
-    started = []
-
-    def run(iteration, products, **how):
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
-        process = subprocess.Popen([sys.executable, "-c", SLOW, str(iteration), str(products), str(file)], **how)
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
+    with contextlib.ExitStack() as programs:
+        yield lambda iteration, products, **how: programs.enter_context(
+            started([sys.executable, "-c", SLOW, iteration, products, file], **how)
+        )
 
 
 def until(stream, text):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from console import SCRIPT, deltatune
+from console import SCRIPT, deltatune, started
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.reports import live
@@ -238,10 +238,9 @@ def address_of(process):
 
 def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
     (tmp_path / "train.jsonl").write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 4)
-    flags = ["--data", ".", "--adapter-path", "out", "--iters", "100000", "--steps-per-report", "1", "--serve"]
-    command = [SCRIPT, "train", "--model", checkpoint, *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    flags = ["--data", ".", "--adapter-path", "out", "--iters", "100000", "--save-every", "100000"]
+    flags += ["--steps-per-report", "1", "--serve"]
+    with started([SCRIPT, "train", "--model", checkpoint, *flags], cwd=tmp_path) as process:
         address = address_of(process)
         for line in process.stdout:
             if "Iter 2/" in line:
@@ -254,9 +253,6 @@ def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
         assert found["about"]["model"].startswith(str(checkpoint))
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 2
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=10)
@@ -267,21 +263,12 @@ def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
 
 def test_watch_serves_a_folder_until_ctrl_c(folder):
     # In the background of a script, the tests inherit that Ctrl-C is ignored.
-    process = subprocess.Popen(
-        [SCRIPT, "watch", folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
+    obeyed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with started([SCRIPT, "watch", folder], **obeyed) as process:
         found = json.loads(ask(address_of(process), "data")[2])
         assert (len(found["records"]), found["running"]) == (22, False)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     assert (process.returncode, said) == (0, "")
 
 

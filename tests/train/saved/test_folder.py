@@ -1,10 +1,10 @@
 """Tests the output folder of a run: refused before anything is loaded, locked, and cleared without losing a run."""
 
-import subprocess
 import sys
 
 import pytest
 
+from console import started
 from deltatune import cli
 from deltatune.errors import UserError
 from deltatune.train import setup
@@ -24,12 +24,10 @@ time.sleep(600)
 @pytest.fixture
 def holder(tmp_path):
     """Another process, which holds the lock of the folder `out`."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out" / "state" / "lock")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.communicate()
+    command = [sys.executable, "-c", HOLDER, tmp_path / "out" / "state" / "lock"]
+    with started(command, stderr=None) as process:
+        process.stdout.readline()
+        yield process
 
 
 @pytest.fixture

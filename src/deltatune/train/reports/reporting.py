@@ -114,21 +114,22 @@ class Reporting:
         progress.start_report()
         self._window.clear()
         progress.train_loss = loss
-        self._screen.training(record, self._config.iters, self._left(progress))
         self._record(progress, record)
+        self._screen.training(record, self._config.iters, self._left(progress))
 
     def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
         """Report an evaluation, and whether it is the best so far."""
-        self._screen.validation(record, best=best)
         self._record(progress, record)
+        self._screen.validation(record, best=best)
 
     def samples(self, progress: Progress, answers: list[dict[str, str]]) -> None:
         """Report answers, each with its prompt; rank 0 has them."""
         record = {"iteration": progress.iteration, log.SAMPLES: answers}
-        self._screen.samples(record)
         self._record(progress, record)
+        self._screen.samples(record)
 
     def _record(self, progress: Progress, record: dict[str, Any]) -> None:
+        """Keep a record before it is shown, so that whoever has seen it on the screen finds it in the files."""
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.write(record)
         log.send(record, self._services)
