@@ -32,13 +32,15 @@ def reader():
 
 def test_what_transformers_finds_is_the_same(reader, tmp_path):
     models = str(Path(reader.__file__).parents[1] / "models")
-    plain = reader.create_import_structure_from_path(models)
+    plain, prefixed = reader.define_import_structure(models), reader.define_import_structure(models, "models")
+    assert len(plain) > 1
     for _ in range(2):
         quick_start.keep(reader, str(tmp_path))
-        assert reader.create_import_structure_from_path(models) == plain
-        assert reader.create_import_structure_from_path(f"{models}/__init__.py") == plain
+        assert reader.define_import_structure(models) == plain
+        assert reader.define_import_structure(f"{models}/__init__.py") == plain
+        assert reader.define_import_structure(Path(models), prefix="models") == prefixed
         # The second time, it comes from the file that the first has left.
-        reader.create_import_structure_from_path = lambda _: pytest.fail("read again")
+        reader.define_import_structure = lambda *_: pytest.fail("read again")
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -46,13 +48,18 @@ def test_one_model_is_read_anew_and_so_are_all_in_another_version(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "reader.py").touch()
     asked = []
+
+    def plain(path, prefix=None):
+        asked.append((path, prefix))
+        return {frozenset(): {}}
+
     for version in (1, 2):
         os.utime(tmp_path / "models", ns=(version, version))
-        plain = SimpleNamespace(__file__=str(tmp_path / "reader.py"), create_import_structure_from_path=asked.append)
-        quick_start.keep(plain, str(tmp_path / "kept"))
-        plain.create_import_structure_from_path(str(tmp_path / "models"))
-        plain.create_import_structure_from_path(str(tmp_path / "models" / "bert"))
-    assert asked == [str(tmp_path / "models"), str(tmp_path / "models" / "bert")] * 2
+        found = SimpleNamespace(__file__=str(tmp_path / "reader.py"), define_import_structure=plain)
+        quick_start.keep(found, str(tmp_path / "kept"))
+        found.define_import_structure(str(tmp_path / "models"), "models")
+        found.define_import_structure(str(tmp_path / "models" / "bert"), "bert")
+    assert asked == [(str(tmp_path / "models"), None), (str(tmp_path / "models" / "bert"), "bert")] * 2
 
 
 def test_a_launcher_waits_for_what_is_printed_alone():
@@ -70,6 +77,6 @@ def test_a_launcher_waits_for_what_is_printed_alone():
 
 
 def test_programs_that_tests_start_have_it():
-    code = "import transformers.utils.import_utils as u; print(u.create_import_structure_from_path.__module__)"
+    code = "import transformers.utils.import_utils as u; print(u.define_import_structure.__module__)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "sitecustomize\n"

@@ -15,29 +15,31 @@ from select import select
 from types import ModuleType
 
 # pytest keeps its own cache there.
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".pytest_cache", "transformers")
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".pytest_cache", "names_in_transformers")
 
 
 def keep(reader: ModuleType, folder: str = FOLDER) -> None:
-    """Let transformers' module `reader` keep in `folder` what the files of all models export."""
-    plain = getattr(reader, "create_import_structure_from_path", None)
-    known: dict[str, object] = {}
+    """Let transformers' module `reader` keep in `folder` where the files of all models say that their names are."""
+    plain = getattr(reader, "define_import_structure", None)
+    known: dict[str, dict[frozenset[str], dict[str, object]]] = {}
 
-    def kept(module_path: str) -> object:
+    def kept(module_path: str, prefix: str | None = None) -> object:
         models = os.path.dirname(module_path) if os.path.isfile(module_path) else os.fspath(module_path)
         if os.path.basename(models) != "models":
             # The files of a single model.
-            return plain(module_path)
+            return plain(module_path, prefix)
         if models not in known:
             file = os.path.join(folder, _key(models, reader.__file__))
             known[models] = _read(file)
             if known[models] is None:
                 known[models] = plain(models)
                 _write(file, known[models])
-        return known[models]
+        if prefix is None:
+            return known[models]
+        return {needs: {f"{prefix}.{name}": has for name, has in each.items()} for needs, each in known[models].items()}
 
     if plain is not None:
-        reader.create_import_structure_from_path = kept
+        reader.define_import_structure = kept
 
 
 def wait(launcher: ModuleType) -> None:

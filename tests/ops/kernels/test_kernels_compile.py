@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,21 @@ def experts_on_hopper() -> None:
 
 
 def low_rank(dtype: mx.Dtype) -> None:
+    """Launch products by turns: each in bf16 and in fp16, and for each shape in one of them; text branches on one."""
+    turn = int(dtype == mx.float16)
     for rows, width, rank in ((40, 64, 3), (40, 5120, 8), (9000, 9000, 64)):
         x, a, d = mx.zeros((rows, width), dtype), mx.zeros((width, rank), dtype), mx.zeros((rows, rank), dtype)
-        mx.eval(rows_product(x, a, execute=Launch.run), rows_product(x, a.T, transpose=True, execute=Launch.run))
-        mx.eval(columns_product(x, d, execute=Launch.run), columns_product(d, x, execute=Launch.run))
-        mx.eval(both_products(x, d, a.T, execute=Launch.run), add_product(x, d, a.T, execute=Launch.run))
-        mx.eval(add_product(x, d, a, transpose=True, execute=Launch.run))
+        products = [
+            partial(rows_product, x, a),
+            partial(rows_product, x, a.T, transpose=True),
+            partial(columns_product, x, d),
+            partial(columns_product, d, x),
+            partial(both_products, x, d, a.T),
+            partial(add_product, x, d, a.T),
+            partial(add_product, x, d, a, transpose=True),
+        ]
+        mx.eval([product(execute=Launch.run) for product in products[turn::2]])
+        turn = 1 - turn
 
 
 def attention(machine: str) -> None:

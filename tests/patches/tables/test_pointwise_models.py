@@ -25,6 +25,9 @@ from deltatune.patches.tables import mlx_lm
 from last_place import parameters_one_unit_off
 from model_gradients import without_gradient
 
+# Kernels run on the host machine, beside upstream's own functions: neither is a BLAS's.
+pytestmark = pytest.mark.any_blas
+
 CONVS = ("conv and silu of documents", "conv, silu and norms of documents", "conv and silu", "conv, silu and norms")
 AROUND_ATTENTION = ("turned heads and gates", "turned heads", "times gate")
 NAMES = ("gated norm", "norm and gate", "norm", *CONVS, "gates", "swiglu", *AROUND_ATTENTION)
