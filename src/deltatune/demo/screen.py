@@ -98,7 +98,8 @@ class DemoScreen(Screen):
             transient=True,
         )
         self._task = self._bar.add_task("", total=total, completed=done, note="compiling the step")
-        self._bar.start()
+        with self._unread():
+            self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:
         """Move the bar to `done` iterations, with the loss and the estimated time that is left beside it."""

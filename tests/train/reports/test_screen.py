@@ -1,6 +1,8 @@
 """Tests what a run prints: plain lines in a pipe, and a panel, columns and a bar that fit a terminal."""
 
+import errno
 import io
+import os
 import sys
 
 import pytest
@@ -219,3 +221,29 @@ def test_a_run_goes_on_where_nobody_reads(monkeypatch):
     screen = Screen()
     screen.say("nobody reads this")
     screen.say("nor this")
+
+
+def test_prompts_and_answers_are_no_markup(terminal):
+    """To rich, [/INST] would be an end of a style that has no beginning, and :smile: a picture."""
+    screen, lines = terminal(100)
+    screen.samples({"iteration": 1, "samples": [{"prompt": "[INST] hello [/INST]", "answer": "[b]yes[/b] :smile:"}]})
+    assert [line.strip() for line in lines()] == ["asked [INST] hello [/INST]", "answer [b]yes[/b] :smile:"]
+
+
+def test_the_bar_of_a_terminal_that_was_closed_ends_no_run():
+    class Closing(io.StringIO):
+        closed_now = False
+
+        def write(self, text):
+            if self.closed_now:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(text)
+
+    out = Closing()
+    screen = Screen(console=Console(file=out, force_terminal=True, width=80))
+    screen.start(0, 2)
+    out.closed_now = True
+    screen.advance(1, 3.0, 1.0)
+    screen.stop()
+    screen.start(0, 2)
+    screen.stop()

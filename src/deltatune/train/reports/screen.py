@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, RenderableType
@@ -115,9 +116,9 @@ class Screen:
             table = Table.grid(padding=(0, 1, 0, 0))
             table.add_column(width=7, justify="right", style="dim")
             table.add_column()
-            width = self._width() - 8
-            table.add_row("asked", fitted(_beginning(sample["prompt"], _SHOWN_WHOLE), width))
-            table.add_row("answer", fitted(_beginning(sample["answer"], _SHOWN_WHOLE), width))
+            for name, text in (("asked", sample["prompt"]), ("answer", sample["answer"])):
+                # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
+                table.add_row(name, Text(fitted(_beginning(text, _SHOWN_WHOLE), self._width() - 8)))
             self._print(table)
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -141,7 +142,8 @@ class Screen:
         )
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
         self._task = self._bar.add_task("training", total=total, completed=done, note="")
-        self._bar.start()
+        with self._unread():
+            self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:
         """Move the bar to `done` iterations; beside it are the last loss, how it went, and the seconds `left`."""
@@ -162,9 +164,10 @@ class Screen:
 
     def stop(self) -> None:
         """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._unread():
+                bar.stop()
 
     def _rows(self, record: Record, *, best: bool = False) -> None:
         for row in self._columns.rows(record, self._width(), best=best):
@@ -174,12 +177,16 @@ class Screen:
         return min(self._console.width, WIDEST)
 
     def _print(self, what: RenderableType) -> None:
-        if not self._shown:
-            return
+        if self._shown:
+            with self._unread():
+                self._console.print(what, soft_wrap=isinstance(what, Text))
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """Let a run continue silently where nobody reads what is written, as after its terminal was closed."""
         try:
-            self._console.print(what, soft_wrap=isinstance(what, Text))
+            yield
         except OSError:
-            # If nobody reads the output, for example because the terminal was closed, the run continues silently.
             self._shown = False
 
 
