@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -170,3 +171,21 @@ def test_another_thread_than_the_main_one_handles_no_signals():
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_second_signal_is_not_forgotten_where_python_handles_two_at_once():
+    """While MLX computes, two signals of one number are two to the thread that is woken, and one to the handler."""
+    hurried = threading.Event()
+    with StopRequest(lambda name: None, hurried.set) as stop:
+        stop._ends[1].send(bytes([signal.SIGINT, signal.SIGINT]))
+        assert hurried.wait(5)
+        send(signal.SIGINT)
+        assert stop.hurried
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it refuses all bytes, as a full disk does")
+def test_a_full_disk_keeps_no_process_from_leaving():
+    program = "import sys; sys.stdout = open('/dev/full', 'w'); print('said before');"
+    program += "from deltatune.train.ending.interrupt import leave; leave('rank 1 ended')"
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "deltatune: rank 1 ended\n")

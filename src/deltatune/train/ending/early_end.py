@@ -158,7 +158,7 @@ class Ending:
             return
         try:
             self._saving.save_last_update()
-        except UserError as error:
+        except (UserError, RuntimeError) as error:
             self._screen.say(str(error))
             return
         finally:

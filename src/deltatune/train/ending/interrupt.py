@@ -77,7 +77,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
-        self.asked, self.hurried = True, self._handled > 1
+        # The thread may have counted two signals that Python hands over as one.
+        self.asked, self.hurried = True, self.hurried or self._handled > 1
         if self._handled > 2:
             raise KeyboardInterrupt
 
@@ -115,8 +116,9 @@ def drop_closed_outputs() -> None:
 def leave(message: str) -> None:
     """End the process with exit code 2 and one message; it works even if the main thread never returns from MLX."""
     drop_closed_outputs()
-    sys.stdout.flush()
-    if message:
-        sys.stderr.write(f"deltatune: {message}\n")
-    sys.stderr.flush()
+    for stream, last in ((sys.stdout, ""), (sys.stderr, message and f"deltatune: {message}\n")):
+        # A full disk, where the output is a file, must not keep the process.
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(last)
+            stream.flush()
     os._exit(2)
