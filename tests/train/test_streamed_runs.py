@@ -9,6 +9,7 @@ from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.fit import shape
+from deltatune.train.saved import state
 from deltatune.train.setup import ready
 from killed_runs import result
 
@@ -65,6 +66,23 @@ def test_a_bad_row_costs_nothing_that_was_trained(streamed, data_folder, tmp_pat
     assert "Resuming after iteration 2 of 5" in screen_text.text()
     name = "adapters.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+@pytest.mark.bad_input("`streaming`: a file that is deleted during training")
+def test_a_stream_that_is_gone_costs_nothing_that_was_trained(streamed, data_folder, tmp_path, run_with):
+    """The error comes where a window is due, inside an accumulation that began in another one."""
+    data = tmp_path / "data"
+    shutil.copytree(data_folder, data)
+
+    def act(iterations, _):
+        if iterations.progress.iteration == 9:
+            for name in (data / "train.jsonl", tmp_path / "out" / "metrics.jsonl"):
+                name.unlink()
+
+    gone = r"train.jsonl: cannot be read \(No such file.* The state after iteration 8 is saved in .*state; mend"
+    with pytest.raises(UserError, match=gone):
+        run_with(streamed(data=str(data), iters=20, grad_accumulation_steps=4, save_every=100), act)
+    assert state.peek(state.state_path(tmp_path / "out")).order["window"] == 2
 
 
 def test_a_stream_is_planned_for_its_longest_row(options, tmp_path):

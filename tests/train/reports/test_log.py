@@ -29,6 +29,16 @@ def test_metrics_are_lines_of_json_cut_where_a_state_stood(tmp_path):
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.5, 0.5]
 
 
+def test_metrics_that_were_deleted_meanwhile_can_be_cut(tmp_path):
+    metrics = log.Metrics(tmp_path / "metrics.jsonl")
+    kept = metrics.write({"iteration": 1})
+    metrics.write({"iteration": 2})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
+    metrics.cut(kept)
+    metrics.close()
+    assert (tmp_path / "moved").read_text() == '{"iteration": 1}\n'
+
+
 def test_unwritable_metrics_are_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):

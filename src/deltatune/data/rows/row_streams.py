@@ -51,19 +51,27 @@ class JsonLines:
         try:
             path.open("rb").close()
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+            raise UserError(_unreadable(path, error)) from error
 
     def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, as RowStream.read does."""
         offset, number = place or (0, 0)
         rows: list[tuple[str, Any]] = []
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            while len(rows) < count and (raw := file.readline()):
-                offset, number = offset + len(raw), number + 1
-                row = parsed_line(raw, self._path, number)
-                if row is not None:
-                    rows.append((f"{self._path}:{number}", row[0]))
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                while len(rows) < count and (raw := file.readline()):
+                    offset, number = offset + len(raw), number + 1
+                    row = parsed_line(raw, self._path, number)
+                    if row is not None:
+                        rows.append((f"{self._path}:{number}", row[0]))
+        except OSError as error:
+            raise UserError(_unreadable(self._path, error)) from error
         return rows, [offset, number]
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be read ({error.strerror}); expected a readable file."
 
 
 @dataclass

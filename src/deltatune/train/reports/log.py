@@ -251,9 +251,17 @@ class Metrics:
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Truncate the file to `length` bytes."""
-        os.truncate(self._path, length)
-        self._file.seek(0, os.SEEK_END)
+        """Truncate the file to `length` bytes.
+
+        Raises:
+            UserError: If the file system refuses.
+        """
+        try:
+            # The open file is cut, so that one which was deleted or moved meanwhile keeps no state from being saved.
+            self._file.truncate(length)
+            self._file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise UserError(refusal(self._path, error)) from error
 
     def sync(self) -> None:
         """Flush the file to the disk."""

@@ -126,8 +126,8 @@ class Saving:
         if self.updating:
             raise RuntimeError("an update was being made; the state that was saved before it is still there")
         if self._start is not None:
+            # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
             self.progress.become(self._start.progress)
-            self._order.restore(self.progress.order)
             if self.metrics is not None:
                 self.metrics.cut(self.progress.metrics_bytes)
         else:
