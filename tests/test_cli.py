@@ -330,3 +330,15 @@ def test_nothing_is_chosen_for_a_program_that_names_no_model_or_data(checkpoint)
         ready(TrainConfig(data="x"))
     with pytest.raises(UserError, match=r"^data: expected a folder with train.jsonl, .*; got none\.$"):
         ready(TrainConfig(model=str(checkpoint)))
+
+
+def test_where_the_state_is_saved_is_said_behind_a_refusal_of_the_system(run, monkeypatch):
+    def refuse(arguments):
+        error = FileNotFoundError(2, "No such file or directory", "cat.png")
+        error.add_note("The state after iteration 3 is saved in out/state.")
+        raise error
+
+    monkeypatch.setattr("deltatune.commands.selftest.run", refuse)
+    code, _, said = run("selftest")
+    expected = "deltatune: 'cat.png': No such file or directory. The state after iteration 3 is saved in out/state.\n"
+    assert (code, said) == (2, expected)

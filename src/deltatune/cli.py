@@ -64,7 +64,9 @@ def _refused(error: OSError) -> int:
         sys.stderr.write("deltatune: nobody reads the output any more.\n")
         return 2
     name = f"{short(error.filename)}: " if error.filename else ""
-    sys.stderr.write(f"deltatune: {name}{error.strerror or reason(error)}.\n")
+    # What was saved before the error, for example.
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    sys.stderr.write(f"deltatune: {name}{error.strerror or reason(error)}.{notes}\n")
     return 2
 
 

@@ -149,7 +149,7 @@ def _holds(module: str, *names: str) -> bool:
     """Whether the text of a module holds these names. The module is not imported, which would take seconds."""
     folder = Path(str(importlib.util.find_spec(module.partition(".")[0]).origin)).parent  # type: ignore[union-attr]
     path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    return path.is_file() and all(name in path.read_text() for name in names)
+    return path.is_file() and all(name in path.read_text(encoding="utf-8") for name in names)
 
 
 _LEFT = "The patch that needs it is left alone, and the doctor's patches name it."

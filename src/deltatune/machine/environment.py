@@ -82,13 +82,21 @@ def cores() -> int:
 
 
 def cache_directory() -> Path:
-    """Return the folder of kernel verdicts and prepared libraries: DELTATUNE_CACHE, else the user's cache folder."""
+    """Return the folder of kernel verdicts and prepared libraries: DELTATUNE_CACHE, else the user's cache folder.
+
+    Raises:
+        UserError: DELTATUNE_CACHE is a file, or it is not set and the user has no home.
+    """
     value = os.environ.get(CACHE)
     if value:
-        if Path(value).exists() and not Path(value).is_dir():
+        # Methods of Path raise where a folder on the way cannot be entered.
+        if os.path.exists(value) and not os.path.isdir(value):
             raise UserError(f"{CACHE}={short(value)}: expected a folder, or a path where one can be made, or unset.")
         return Path(value)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltatune"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if caches.startswith("~"):
+        raise UserError(f"HOME is not set, and this user has no home folder: set HOME, or {CACHE} to a folder.")
+    return Path(caches) / "deltatune"
 
 
 def gated_delta() -> str | None:

@@ -87,13 +87,22 @@ class FileLock:
             if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                 self._file = file
                 _held.add(_identity(file))
-                file.truncate(0)
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
-                json.dump({"process": os.getpid(), "machine": socket.gethostname(), "since": since}, file)
-                file.flush()
+                self._sign(file)
                 return True
         file.close()
         return False
+
+    def _sign(self, file: TextIO) -> None:
+        """Write who holds the lock; it is given back where the file system refuses."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"process": os.getpid(), "machine": socket.gethostname(), "since": since}
+        try:
+            os.truncate(file.fileno(), 0)
+            # Without a buffer, which closing the file would try to write once more.
+            os.write(file.fileno(), json.dumps(holder).encode())
+        except OSError:
+            self.release()
+            raise
 
     def _remove_folders(self) -> None:
         # A folder that is not empty stays.

@@ -122,7 +122,7 @@ def quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -
     A container's CPU limit is such a limit. It may be a fraction of a core.
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     limits = []

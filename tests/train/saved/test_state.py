@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import mlx.core as mx
@@ -73,6 +74,20 @@ def test_a_real_full_disk_is_noticed(tmp_path):
     # /dev/full can be opened but refuses all bytes, as a full disk does.
     with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         mx.save_safetensors(file, {"a": mx.zeros((1000, 1000))})
+
+
+def test_a_file_system_that_cannot_flush_a_folder_takes_states(tmp_path, monkeypatch):
+    """Some network file systems answer so."""
+    plain = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    state.save(tmp_path / "state.safetensors", arrays(1), state.Progress(iteration=1), IDENTITY)
+    assert state.load(tmp_path / "state.safetensors", IDENTITY)[1].iteration == 1
 
 
 def test_a_write_cut_short_is_never_seen(tmp_path):

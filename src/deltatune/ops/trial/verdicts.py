@@ -201,7 +201,7 @@ def _read(path: Path) -> Verdict | None:
         return Verdict(**json.loads(path.read_text())["verdict"])
     except FileNotFoundError:
         return None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         logger.info("%s cannot be read (%s): checking again", path, error)
         return None
 
