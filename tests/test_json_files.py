@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.demo.text_demo import MODEL
 from deltatune.errors import UserError
 from deltatune.json_fields import FIELDS, FieldKind
@@ -83,7 +83,7 @@ def test_a_command_names_the_file_and_the_field(tmp_path):
     model = shutil.copytree(MODEL, tmp_path / "model")
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": {"x": 1}}))
-    done = deltatune("generate", "--model", model, "--prompt", "hello")
+    done = called("generate", "--model", model, "--prompt", "hello")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"{file}: model_max_length: expected a number, got {{'x': 1}}. Correct it, or take the file" in done.stderr
 

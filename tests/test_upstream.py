@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import pytest
 
 import beside
 import deltatune as package
-from console import deltatune
+from console import called, deltatune
 from deltatune import upstream
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
@@ -204,8 +205,8 @@ def test_train_and_doctor_go_on_where_mlx_lm_renamed_all_of_them(checkpoint, tmp
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--model", checkpoint, "--data", tmp_path, "--iters", 1, "--batch-size", 2, "--seed", 1)
     results = {}
-    for name, variables in (("as it is", {}), ("renamed", {"PYTHONPATH": path})):
-        done = deltatune("train", *flags, "--adapter-path", tmp_path / name, **variables)
+    for name, command in (("as it is", called), ("renamed", partial(deltatune, PYTHONPATH=path))):
+        done = command("train", *flags, "--adapter-path", tmp_path / name)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         results[name] = (tmp_path / name / "adapters.safetensors").read_bytes()

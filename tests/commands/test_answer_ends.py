@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.chats.answer_ends import ending_answers, missing_end, note
 from deltatune.models.load import load
@@ -36,7 +36,7 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
     flags = ["--iters", 60, "--batch-size", 2, "--learning-rate", "1e-2", "--num-layers", -1, "--adapter-path", adapter]
     sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 60, "--sample-max-tokens", 40]
-    trained = deltatune("train", "--model", base, "--data", data, *flags, *sampled)
+    trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())
     assert "ends an answer with '<|im_end|>', and the model's config stops generation at '<|endoftext|>' alone" in said
@@ -44,11 +44,11 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     options = {"adapter_path": str(adapter), "max_tokens": 40}
     assert generate(GenerateOptions(str(base), ROW["prompt"], **options)) == ROW["completion"]
     asked = "merge", "--model", base, "--adapter-path", adapter, "--save-path", merged, "--extra-eos-token"
-    refused = deltatune(*asked, "<|nope|>")
+    refused = called(*asked, "<|nope|>")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "--extra-eos-token: '<|nope|>' is no token of this model" in refused.stderr
     assert not merged.exists()
-    assert deltatune(*asked, "<|im_end|>").returncode == 0
+    assert called(*asked, "<|im_end|>").returncode == 0
     tokenizer = load(merged).tokenizer
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == ends

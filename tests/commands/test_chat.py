@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from console import SCRIPT, deltatune
+from console import SCRIPT, called
 from deltatune.commands.chat import Chat, ChatOptions
 from deltatune.demo.text_demo import MODEL
 from deltatune.train import dialogue
@@ -20,10 +20,8 @@ def adapter(tmp_path_factory):
     """An adapter that changes what the demo's model answers."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "train.jsonl").write_text((json.dumps({"prompt": "a b", "completion": "z z z z"}) + "\n") * 4)
-    done = deltatune(
-        "train", "--model", MODEL, "--data", ".", "--adapter-path", "adapters", "--iters", 6, "--learning-rate", 0.02,
-        cwd=folder,
-    )  # fmt: skip
+    flags = ["--data", folder, "--adapter-path", folder / "adapters", "--iters", 6, "--learning-rate", 0.02]
+    done = called("train", "--model", MODEL, *flags)
     assert done.returncode == 0, done.stderr
     return folder / "adapters"
 
@@ -37,8 +35,8 @@ def talk(*arguments, typed):
 
 def test_base_and_adapter_answer_as_generate_does(adapter):
     asked = ["generate", "--model", MODEL, "--prompt", "two mochas please", "-m", 6, "--verbose", "false"]
-    base = deltatune(*asked).stdout.rstrip("\n").split("\n")
-    adapted = deltatune(*asked, "--adapter-path", adapter).stdout.rstrip("\n").split("\n")
+    base = called(*asked).stdout.rstrip("\n").split("\n")
+    adapted = called(*asked, "--adapter-path", adapter).stdout.rstrip("\n").split("\n")
     assert base != adapted
     said = talk("--adapter-path", adapter, "--compare", typed="two mochas please\nc\nr\n\ntwo mochas please\nh")
     opening = (
@@ -95,7 +93,7 @@ def test_ctrl_c_ends_the_answer_then_the_conversation(monkeypatch, capsys):
 
 @pytest.mark.bad_input("`chat --compare` without an adapter")
 def test_nothing_to_compare_is_refused_before_loading():
-    done = deltatune("chat", "--model", "nowhere", "--compare")
+    done = called("chat", "--model", "nowhere", "--compare")
     assert (done.returncode, done.stderr) == (
         2,
         "deltatune: --compare: there is nothing to compare the base with; give --adapter-path.\n",

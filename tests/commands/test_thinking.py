@@ -1,4 +1,4 @@
-"""A thinking model trained on answers without reasoning: the console script asks it as the answers were learnt."""
+"""A thinking model trained on answers without reasoning: commands ask it as the answers were learnt."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from console import deltatune
+from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.models.load import load
 
@@ -33,7 +33,7 @@ def test_training_and_generation_ask_behind_the_same_prompt(model, tmp_path, cap
     data, adapter, exported = tmp_path / "data", tmp_path / "adapter", tmp_path / "exported"
     data.mkdir()
     (data / "train.jsonl").write_text(json.dumps(ROW) + "\n")
-    trained = deltatune(
+    trained = called(
         "train", "--model", model, "--data", data, "--iters", 1, "--batch-size", 1, "--resize-embeddings",
         "--adapter-path", adapter, "--sample-prompts", ROW["prompt"], "--sample-max-tokens", 1,
     )  # fmt: skip
@@ -50,12 +50,12 @@ def test_training_and_generation_ask_behind_the_same_prompt(model, tmp_path, cap
     )
     assert opened != closed
     asked = ["generate", "--model", model, "--adapter-path", adapter, "--prompt", ROW["prompt"], "-m", 1]
-    assert f"[{closed} prompt tokens" in deltatune(*asked).stdout
+    assert f"[{closed} prompt tokens" in called(*asked).stdout
     options = GenerateOptions(str(model), ROW["prompt"], adapter_path=str(adapter), max_tokens=1)
     for given, tokens in (('{"enable_thinking": true}', opened), ('{"date": "x"}', closed)):
         capsys.readouterr()
         generate(options.__class__(**{**vars(options), "chat_template_config": given}))
         assert f"[{tokens} prompt tokens" in capsys.readouterr().out
-    said = deltatune("export", "--to", "mlx", "--model", model, "--adapter-path", adapter, "--save-path", exported)
+    said = called("export", "--to", "mlx", "--model", model, "--adapter-path", adapter, "--save-path", exported)
     assert re.search(r"--adapter-path \S+ --chat-template-config '{\"enable_thinking\": false}'", said.stdout)
     assert "ask it so: `enable_thinking=False`" in (exported / "README.md").read_text()

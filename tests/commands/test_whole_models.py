@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 from PIL import Image
 
-from console import deltatune
+from console import called
 from transformers_saves import write_as_transformers
 
 
@@ -22,7 +22,7 @@ def test_a_model_trained_as_a_whole_goes_everywhere(tiny_vision_checkpoint, tmp_
         ["export", "--to", "merged", *given, "--save-path", tmp_path / "merged"],
         ["generate", *given, "--prompt", "a", "--image", tmp_path / "red.png", "--max-tokens", 1],
     ):
-        done = deltatune(*command)
+        done = called(*command)
         assert done.returncode == 0, done.stdout + done.stderr
     stored, merged, out = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("base", "merged", "out"))
     assert stored.keys() == merged.keys() == out.keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlx.utils import tree_map
 
-from console import deltatune
+from console import called
 from deltatune.cli import main
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_tokenizer, read_config
@@ -83,7 +83,7 @@ def test_the_file_names_an_end_token_that_is_given(words, plain_names, tmp_path,
 )
 def test_end_tokens_belong_to_a_whole_model(tmp_path, target, tokens, said):
     asked = "export", "--to", target, "--model", "m", "--save-path", tmp_path / "out", "--extra-eos-token", *tokens
-    done = deltatune(*asked)
+    done = called(*asked)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.options_check import check_options
@@ -45,9 +45,9 @@ def test_a_learning_rate_that_is_hardly_meant_is_noted(options, noted):
 
 def test_all_this_comes_before_loading(checkpoint, data_folder, tmp_path):
     given = ["train", "--model", checkpoint, "--data", data_folder, "--adapter-path", tmp_path / "out"]
-    wrong = deltatune(*given, "--optimizer", "adamww")
+    wrong = called(*given, "--optimizer", "adamww")
     assert wrong.returncode == 2
     assert "optimizer" in wrong.stderr
     assert "Loading" not in wrong.stdout
-    high = deltatune(*given, "--learning-rate", 100, "--iters", 1, "--batch-size", 64)
+    high = called(*given, "--learning-rate", 100, "--iters", 1, "--batch-size", 64)
     assert high.stdout.index("Note: the learning rate is 100") < high.stdout.index("Loading")

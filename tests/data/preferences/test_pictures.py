@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.data.datasets import first_image, load_datasets
 from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
@@ -91,7 +91,7 @@ def test_a_picture_in_a_part_is_that_picture_beside_the_messages(where, read):
 def test_the_command_trains_on_a_picture_in_a_part(read, tiny_vision_checkpoint, tmp_path):
     read([SAME["a part of the prompt"]])
     out = tmp_path / "out"
-    done = deltatune(
+    done = called(
         "train", "--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--loss", "dpo", "--iters", 1,
         "--batch-size", 1, "--steps-per-report", 1, "--num-layers", -1, "--adapter-path", out,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import gzip
 
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.data.rows.row_streams import hugging_face_streams
 from deltatune.data.rows.sources import hugging_face
 from deltatune.errors import UserError
@@ -69,10 +69,10 @@ def test_labels_are_read_from_text(checkpoint, tmp_path):
     data.mkdir()
     write(data / "train.csv", ";", rows)
     asked = "train", "--model", checkpoint, "--data", data, "--max-seq-length", 64, "--loss", "kto", "--show-batch"
-    done = deltatune(*asked)
+    done = called(*asked)
     assert done.returncode == 0, done.stderr
     rows[0]["label"] = "maybe"
     write(data / "train.csv", ";", rows)
-    done = deltatune(*asked)
+    done = called(*asked)
     assert done.returncode == 2
     assert "'label': expected true or false, got 'maybe'" in done.stderr

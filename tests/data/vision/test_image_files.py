@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from console import deltatune
+from console import called
 from deltatune.data.rows.sources import load_hugging_face
 from deltatune.data.vision.image_files import open_image
 from deltatune.data.vision.videos import Video, VideoReader
@@ -228,7 +228,7 @@ def test_the_loss_of_transparent_and_turned_pictures_is_that_of_the_same_picture
             asked = {"prompt": "What is in the tray?", "completion": "two black squares"}
             rows.append(json.dumps(asked | {"image": f"{name}.png"}))
         (folder / "test.jsonl").write_text("\n".join(rows))
-        done = deltatune("eval", "--model", MODEL, "--data", folder, "--batch-size", 2)
+        done = called("eval", "--model", MODEL, "--data", folder, "--batch-size", 2)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines()[-1])
     assert printed[0] == printed[1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.prompts import Question, prompt_tokens
@@ -63,7 +63,7 @@ def test_the_limits_of_training_hold_for_generation_and_evaluation(run, tiny_vis
     trained = ["--iters", 1, "--max-pixels", 1024, "--learning-rate", 0.01]
     assert run("train", *flags, *trained, "--adapter-path", adapter)[0] == 0
     asked = ["generate", "--model", model, "--prompt", QUESTION, "--image", folder / "a.png", "--max-tokens", 1]
-    done = deltatune(*asked, "--adapter-path", adapter)
+    done = called(*asked, "--adapter-path", adapter)
     assert done.returncode == 0, done.stderr
     limited, whole = counted(run(*asked, "--max-pixels", 1024)[1]), counted(run(*asked)[1])
     assert counted(done.stdout) == limited == whole - 12

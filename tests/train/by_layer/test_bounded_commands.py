@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune import cli
 from deltatune.commands.train import train
 from deltatune.lora import convert_to_lora, save_adapters
@@ -113,16 +113,16 @@ def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
 def test_what_does_not_stay_on_the_disk_is_refused(trained, tmp_path):
     flags = commands(trained)
     model = str(trained[0])
-    tasks = deltatune("eval", "--model", model, "--tasks", "arc_easy", "--memory", "1GB")
+    tasks = called("eval", "--model", model, "--tasks", "arc_easy", "--memory", "1GB")
     assert tasks.returncode == 2
     assert "--memory" in tasks.stderr
     assert "--tasks" in tasks.stderr
     (tmp_path / "picture.png").touch()
-    picture = deltatune(*flags["generate"], "--image", tmp_path / "picture.png", "--memory", "1GB")
+    picture = called(*flags["generate"], "--image", tmp_path / "picture.png", "--memory", "1GB")
     assert picture.returncode == 2
     assert "--memory" in picture.stderr
     assert "--image" in picture.stderr
-    both = deltatune(*flags["chat"], "--compare", "--memory", "1GB")
+    both = called(*flags["chat"], "--compare", "--memory", "1GB")
     assert both.returncode == 2
     assert "--memory" in both.stderr
     assert "--compare" in both.stderr

@@ -11,7 +11,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.cli import main
 from deltatune.commands.train import train
 from deltatune.errors import UserError
@@ -239,7 +239,7 @@ def test_too_little_memory_is_said_by_plan_and_by_train(config, tmp_path, capsys
     assert main(["plan", *flags]) == 1
     said = r"memory: 1\.0 MB is too little\. .* take [\d.]+ MB; give more"
     assert re.search(rf"^{said}", capsys.readouterr().out, re.MULTILINE)
-    trained = deltatune("train", *flags, "--adapter-path", tmp_path / "none")
+    trained = called("train", *flags, "--adapter-path", tmp_path / "none")
     assert trained.returncode == 2
     assert re.match(rf"deltatune: {said}", trained.stderr)
     assert not (tmp_path / "none" / "adapters.safetensors").exists()

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.vision.preparation import media_reader
 from deltatune.errors import UserError
@@ -55,7 +55,7 @@ def runs(model, folder, tmp_path_factory):
     prompts = ["--sample-prompts", "why", str(folder / "asked" / "prompts.jsonl")]
     for name, asked in (("sampled", [*prompts, "--steps-per-sample", "1", "--sample-max-tokens", "6"]), ("plain", [])):
         flags = options(model, folder, target / name, iters=3, dropout=0.2, **{"max-pixels": LIMIT})
-        done = deltatune("train", *flags, *asked)
+        done = called("train", *flags, *asked)
         assert done.returncode == 0, done.stderr
     return target / "sampled", target / "plain"
 
@@ -96,7 +96,7 @@ def grids(path, folder, **limits):
 def test_merged_and_whole_models_prepare_pictures_as_in_training(model, folder, runs, tmp_path):
     expected = grids(model, folder, max_pixels=LIMIT)
     assert grids(model, folder) != expected
-    done = deltatune("merge", "--model", model, "--adapter-path", runs[0], "--save-path", tmp_path / "merged")
+    done = called("merge", "--model", model, "--adapter-path", runs[0], "--save-path", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert f"The processor's files say how pictures were prepared in training: max_pixels {LIMIT}." in done.stdout
     assert grids(tmp_path / "merged", folder) == expected
