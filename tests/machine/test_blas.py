@@ -91,9 +91,10 @@ def test_mlx_imported_first_is_said_once(cache):
 def test_a_damaged_cache_file_is_built_again(cache):
     path = Path(probe(cache)["path"])
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    assert probe(cache)["name"] == "openblas"
-    assert path.read_bytes() == content
+    for damaged, to in ((path, content[: len(content) // 2]), (path.with_suffix(".sha256"), b"\xff\xfe")):
+        damaged.write_bytes(to)
+        assert probe(cache)["name"] == "openblas"
+        assert path.read_bytes() == content
 
 
 def test_a_damaged_digest_is_written_anew(cache):

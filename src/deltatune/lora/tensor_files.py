@@ -110,11 +110,11 @@ def read_header(path: Path) -> Header:
             content = json.loads(file.read(length))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path}: corrupt safetensors header ({error}); download it again.") from error
-    if not isinstance(content, dict):
+    metadata = (content.pop("__metadata__", None) or {}) if isinstance(content, dict) else None
+    if not isinstance(metadata, dict):
         raise UserError(f"{path}: corrupt safetensors header (a table of tensors was expected); download it again.")
-    metadata = content.pop("__metadata__", None) or {}
     entries = [(name, _stored_tensor(path, name, entry, 8 + length)) for name, entry in content.items()]
     entries.sort(key=lambda item: item[1].start)
     _check_extents(path, entries, 8 + length, size)
@@ -130,7 +130,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, base: int) -> StoredTensor
         raise UserError(f"{path}: tensor {name!r} has a corrupt entry ({error!r}); download the file again.") from error
     if not sound:
         raise UserError(
-            f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill its {end - start} bytes; "
+            f"{path}: tensor {name!r} of type {dtype} and shape {shape} cannot fill the bytes {start} to {end}; "
             "download the file again."
         )
     return StoredTensor(dtype, shape, base + start, end - start, path)

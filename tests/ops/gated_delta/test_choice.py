@@ -196,13 +196,13 @@ def test_a_verdict_is_of_one_text_of_the_kernels(file, tmp_path):
     assert verdicts.digest_of_text(operators) != before
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"verdict": {"colour": 1}}', "[]"])
+@pytest.mark.parametrize("text", [b"", b"{", b'{"verdict": {"colour": 1}}', b"[]", b"\xff\xfe"])
 def test_a_damaged_verdict_is_measured_again(text, monkeypatch, tmp_path):
     right = Wrong()
     use_as_fused(right, monkeypatch)
     choose(call())
     (file,) = tmp_path.rglob("*.json")
-    file.write_text(text)
+    file.write_bytes(text)
     verdicts.forget()
     assert choose(call())[0] == "fused"
     assert right.calls == 2

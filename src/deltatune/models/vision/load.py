@@ -47,12 +47,15 @@ def architecture(config: dict[str, Any]) -> Any:
     from mlx_vlm.utils import get_model_and_args
 
     try:
-        return get_model_and_args(config)[0]
+        module = get_model_and_args(config)[0]
+        if not hasattr(module, "Model"):
+            raise ValueError(f"{module.__name__} is no model")
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
             f"config.json: model_type {config.get('model_type')!r} is of a kind that mlx-vlm {mlx_vlm.__version__} "
             f"cannot load: {error}"
         ) from error
+    return module
 
 
 def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bool) -> nn.Module:
