@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -152,7 +153,7 @@ def _watching_class(cls: type, running: set[int], record: Callable[[nn.Module, s
         for name, member in vars(base).items():
             if isinstance(member, property) and member.fget is not None:
                 body[name] = property(marked_as_running(member.fget))
-            elif callable(member) and (name == "__call__" or not name.startswith("__")):
+            elif isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("__")):
                 body[name] = marked_as_running(member)
     body["__getattr__"] = recorded(nn.Module.__getattr__)
     body["__getitem__"] = recorded(dict.__getitem__)
