@@ -55,6 +55,14 @@ def test_of_several_records_that_no_version_chooses_the_evidence_does(acme):
     assert patch.apply([wrong, right]).applied[0].patch is right
 
 
+def test_what_one_record_was_found_to_be_says_nothing_of_another(acme):
+    acme("acme.ops")
+    patch.apply([RECORD])
+    patch.revert()
+    wrong = dataclasses.replace(RECORD, reason="another", check=lambda upstream, ours: "it differs.")
+    assert [left.why for left in patch.apply([wrong]).left_alone] == ["it differs."]
+
+
 def test_what_upstream_has_mended_is_silent(acme):
     one = acme("acme.one")
     report = patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: SETTLED)])

@@ -155,6 +155,16 @@ def test_every_target_of_mlx_lm_follows_a_late_import(device):
     assert not done.stderr
 
 
+def test_a_module_that_is_loaded_no_more_is_reverted_too_and_so_are_all_others(acme):
+    ops, own = acme("acme.ops"), acme("acme.own")
+    upstreams = ops.update, own.update
+    patch.apply([RECORD, dataclasses.replace(RECORD, module="acme.own", signature="(x)")])
+    assert (ops.update, own.update) != upstreams
+    del sys.modules["acme.ops"]
+    patch.revert()
+    assert (ops.update, own.update) == upstreams
+
+
 def test_revert_stops_waiting(acme):
     patch.apply([RECORD])
     patch.revert()

@@ -17,6 +17,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,7 +27,7 @@ from ..machine.compiling import not_compiled
 from ..ops.random_state import drawing_from
 from ..ops.trial import candidates
 from . import callers
-from .holders import attribute_of, defined_function
+from .holders import attribute_of, defined_function, owner_of
 from .patch_record import SETTLED, Function, Patch
 from .versions import contains, installed, is_older, latest
 
@@ -50,12 +51,14 @@ _known: dict[str, str] = {}
 
 @dataclass
 class Fitting:
-    """A record that fits what is installed, with the two functions that it exchanges."""
+    """A record that fits what is installed, with the two functions that it exchanges, and the target's owner."""
 
     patch: Patch
     version: str
     upstream: Function
     ours: Function
+    # It may have left sys.modules when the original is to be restored.
+    owner: Any
 
 
 def fitting(records: list[Patch]) -> Fitting | str | None:
@@ -83,7 +86,7 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
         ours = functools.wraps(upstream)(patch.replacement(upstream))
         problem = _outcome(patch, upstream, ours)
         if problem is None:
-            return Fitting(patch, version, upstream, ours)
+            return Fitting(patch, version, upstream, ours, owner_of(patch))
         if problem == SETTLED:
             return None
     expected = " or ".join(dict.fromkeys(patch.signature for patch in candidates))
@@ -148,7 +151,9 @@ def forget() -> None:
 
 def _key(patch: Patch, upstream: Function) -> str:
     module = getattr(upstream, "__globals__", {}).get("__name__", patch.module)
-    parts = [patch.target, patch.tried, patch.signature, _modules_digest(module), _machine(), backend.device()]
+    # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
+    parts = [patch.target, patch.tried, patch.signature, patch.reason]
+    parts += [_modules_digest(module), _machine(), backend.device()]
     parts += [str(environment.gated_delta()), str(environment.attention()), str(environment.tf32())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 

@@ -79,21 +79,19 @@ def owner_of(patch: Patch) -> Any:
     return owner
 
 
-def holders(function: Function, patch: Patch, loaded: LoadedModules) -> list[str]:
+def holders(function: Function, patch: Patch, owner: Any, loaded: LoadedModules) -> list[str]:
     """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
-    owner = owner_of(patch)
     if not isinstance(owner, ModuleType):
         return [patch.target] if vars(owner).get(patch.attribute) is function else []
     names = {module.__name__ for module, _ in loaded.holding(function)}
     return sorted(names | {owner.__name__} if vars(owner).get(patch.attribute) is function else names)
 
 
-def rebind(patch: Patch, old: Function, new: Function, loaded: LoadedModules) -> None:
-    """Put `new` wherever `old` is held: in the class of a method, else in every module."""
-    owner = owner_of(patch)
+def rebind(attribute: str, owner: Any, old: Function, new: Function, loaded: LoadedModules) -> None:
+    """Put `new` wherever `old` is held: under this name in its owner and, for a function, in every module."""
     # A submodule of a compiled package is an owner, and not in sys.modules.
-    if vars(owner).get(patch.attribute) is old:
-        setattr(owner, patch.attribute, new)
+    if vars(owner).get(attribute) is old:
+        setattr(owner, attribute, new)
     if isinstance(owner, ModuleType):
         loaded.replace(old, new)
 

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from .evidence import Fitting, fitting
-from .holders import LoadedModules, defined_function, holders, owner_of, rebind
+from .holders import LoadedModules, defined_function, holders, rebind
 from .importing import ImportWatch
 from .patch_record import Function, Patch
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
@@ -108,7 +108,7 @@ def revert() -> None:
     _watches.clear()
     loaded = LoadedModules(entry.ours for entry in _in_force.values())
     for entry in _in_force.values():
-        rebind(entry.patch, entry.ours, entry.upstream, loaded)
+        rebind(entry.patch.attribute, entry.owner, entry.ours, entry.upstream, loaded)
     _in_force.clear()
 
 
@@ -138,8 +138,9 @@ def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModul
             return
         _in_force[target] = fit
     entry = _in_force[target]
-    rebind(entry.patch, entry.upstream, entry.ours, loaded)
-    report.applied.append(Applied(entry.patch, entry.version, tuple(holders(entry.ours, entry.patch, loaded))))
+    rebind(entry.patch.attribute, entry.owner, entry.upstream, entry.ours, loaded)
+    held = holders(entry.ours, entry.patch, entry.owner, loaded)
+    report.applied.append(Applied(entry.patch, entry.version, tuple(held)))
     for path, value in _other_functions(entry, loaded):
         origin = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
         why = f"{path} is {origin}, neither {entry.patch.package}'s nor deltatune's, so it stays."
@@ -176,7 +177,7 @@ def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[st
     """Yield everything else that the package holds under the target's name: its full name, and the object."""
     patch = entry.patch
     if "." in patch.name:
-        value = vars(owner_of(patch)).get(patch.attribute)
+        value = vars(entry.owner).get(patch.attribute)
         if value is not entry.ours:
             yield patch.target, value
         return
