@@ -103,6 +103,15 @@ def test_full_leaves_quantised_weights_frozen_and_says_so(tiny_checkpoint):
     assert "ignores them" in report.notes[0]
 
 
+def test_a_quantised_module_of_a_tower_is_named_and_said_not_to_train():
+    model = nn.Module()
+    model.layers, model.vision_tower = [nn.Linear(4, 4)], nn.Module()
+    model.vision_tower.norm, model.vision_tower.proj = nn.LayerNorm(64), nn.QuantizedLinear(64, 8)
+    report = convert_to_lora(model, LoraConfig(), fine_tune_type="full", parts=["vision"])
+    assert report.converted == ["vision_tower.norm"]
+    assert report.skipped == {"vision_tower.proj": "quantised weights have no gradient"}
+
+
 def test_dora_on_odd_widths_notes_that_mlx_lm_cannot_load_it(tiny_checkpoint):
     from deltatune.models.load import load_model
 

@@ -63,6 +63,19 @@ def test_what_one_record_was_found_to_be_says_nothing_of_another(acme):
     assert [left.why for left in patch.apply([wrong]).left_alone] == ["it differs."]
 
 
+def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
+    monkeypatch.setattr(patches, "_records", lambda: (RECORD,))
+    one = acme("acme.one")
+    patches.apply()
+    with patches.patched(), patches.patched():
+        pass
+    assert one.update(2) == ("ours", 2)
+    patches.revert()
+    with patches.patched():
+        assert one.update(2) == ("ours", 2)
+    assert one.update(2) == 2
+
+
 def test_what_upstream_has_mended_is_silent(acme):
     one = acme("acme.one")
     report = patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: SETTLED)])

@@ -306,8 +306,8 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first
     counts = {name.rpartition(".")[0]: len(array) for name, array in rows.items() if array.ndim == 2}
     modules = dict(model.named_modules())
     _refuse(directory, [f"the model has no module {path}" for path in counts if path not in modules], len(rows))
-    for path in counts if first is not None else ():
-        most = row_count(modules[path])
+    tables = [modules[path] for path in counts if "weight" in modules[path]]
+    for most in map(row_count, tables) if first is not None else ():
         if not isinstance(first, int) or not 0 < first <= most:
             raise UserError(f"{directory / CONFIG}: {_FIRST}: expected a number from 1 to {most}, got {first!r}.")
     add_rows(model, counts, first)

@@ -184,10 +184,11 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
     towers = [path for path in modules if part_of(path) in parts and not list(modules[path].children())]
     layers = chosen_layers(model, config, num_layers) if "language" in parts else []
     for path in [*layers, *towers]:
-        report.converted.append(path)
+        if not is_quantized(modules[path]):
+            report.converted.append(path)
         for name, module in modules[path].named_modules():
             if is_quantized(module):
-                report.skipped[f"{path}.{name}"] = "quantised weights have no gradient"
+                report.skipped[f"{path}.{name}" if name else path] = "quantised weights have no gradient"
                 continue
             module.unfreeze(recurse=False)
             module.freeze(recurse=False, keys=[key for key in _ROUTER_BIASES if key in module])

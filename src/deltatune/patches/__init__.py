@@ -81,8 +81,8 @@ ON_CUDA: tuple[Patch, ...] = (
 ON_METAL: tuple[Patch, ...] = (*delta_layers.PATCHES, *kept_inputs.PATCHES, *sorted_rows.PATCHES)
 ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
 
-# How many `patched` blocks are open.
-_depth = 0
+# What asks for the patches: each `patched` block that is open, and from apply() to revert() this module's name.
+_asking: set[object] = set()
 
 
 def _of_device() -> tuple[Patch, ...]:
@@ -102,7 +102,7 @@ def apply(
     strict: bool = False,
     uses: Collection[str] = (TRAINING,),
 ) -> PatchReport:
-    """Apply every patch that this machine needs. Patches that are applied already stay as they are.
+    """Apply every patch that this machine needs, until revert(). Patches that are applied already stay as they are.
 
     Some patches depend on the device; each module of the folder tables/ says where its own are needed. The call warns
     (PatchWarning) about every target that it leaves alone.
@@ -120,6 +120,13 @@ def apply(
     Raises:
         UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`.
     """
+    _asking.add(__name__)
+    return _apply(model, announce, strict, uses)
+
+
+def _apply(
+    model: nn.Module | None, announce: Callable[[PatchReport], None] | None, strict: bool, uses: Collection[str]
+) -> PatchReport:
     report = patch.apply(_records(), announce)
     if model is not None and TRAINING in uses:
         layers, report.serving = gated_delta_layers(model), serving(model)
@@ -142,6 +149,7 @@ def left_alone_for(uses: Collection[str]) -> PatchReport:
 
 def revert() -> None:
     """Undo apply(): every module and class that holds a replacement gets the original function back."""
+    _asking.discard(__name__)
     patch.revert()
 
 
@@ -156,7 +164,7 @@ def patched(
     """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
     Models whose modules are imported inside the block are patched too. Blocks may be nested: the patches are reverted
-    when the outermost block ends.
+    when the last block ends, unless apply() asked for them.
 
     Args:
         model: As in apply().
@@ -175,11 +183,11 @@ def patched(
         ...     train(model)
         >>> print(report)
     """
-    global _depth
-    _depth += 1
+    block = object()
+    _asking.add(block)
     try:
-        yield apply(model, announce, strict=strict, uses=uses)
+        yield _apply(model, announce, strict, uses)
     finally:
-        _depth -= 1
-        if _depth == 0:
+        _asking.discard(block)
+        if not _asking:
             revert()

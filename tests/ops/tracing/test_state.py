@@ -22,7 +22,7 @@ OF_THE_PROCESS = {
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.trial.verdicts._known": "which implementations were right on this machine",
-    "patches._depth": "how many contexts are open in which the patches are in force",
+    "patches._asking": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
     "patches.patch._in_force": "the patches that are in force",
     "patches.patch._watches": "the patches that wait for an import",

@@ -214,7 +214,7 @@ def _source(kernel: Kernel, sizes: tuple[str, ...], arguments: tuple[str, ...], 
 @cache
 def header(machine: str, bodies: tuple[str, ...]) -> str:
     """Return the text before a kernel of `machine` (metal or cuda): the words that differ, then the files `bodies`."""
-    return "".join((FOLDER / name).read_text() for name in (f"{machine}.h", "tiles.h", *bodies))
+    return "".join((FOLDER / name).read_text(encoding="utf-8") for name in (f"{machine}.h", "tiles.h", *bodies))
 
 
 @cache
