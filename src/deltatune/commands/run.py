@@ -202,11 +202,9 @@ def _exit_code(exit_: SystemExit) -> int:
 
 
 def _report_patches(report: PatchReport, verbose: bool) -> None:
-    from ..patches.summary import summary
-
     reaches = any(applied.patch.name == "gated_delta_update" for applied in report.applied)
     if reaches or (verbose and report.applied):
-        say(f"deltatune: patched {report if verbose else summary(report)}", sys.stderr)
+        say(f"deltatune: patched {report if verbose else report.summary()}", sys.stderr)
 
 
 def _report_calls(left_alone: list[str], *, crashed: bool) -> None:

@@ -1,6 +1,5 @@
 """Adapters: the LoRA and DoRA modules, the choice of where they go, and how they are saved, loaded and merged."""
 
-from ..layers import layer_kind
 from .adapter import Adapter
 from .adapter_files import load_adapter_weights, load_adapters, save_adapters
 from .convert import ConversionReport, adapters, convert_to_lora
@@ -19,7 +18,6 @@ __all__ = [
     "LoRASwitchLinear",
     "adapters",
     "convert_to_lora",
-    "layer_kind",
     "load_adapter_weights",
     "load_adapters",
     "merge",

@@ -16,13 +16,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
-from ..ops.functional import is_finite
+from ..ops.functional import arrays_of, is_finite
 from ..options.chat_template import checked_options
 from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
@@ -94,7 +93,8 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     """
     new_rows = stored_rows(model)
     grown = tuple(f"{path}.new_" for path in grown_tables(model))
-    trained = {name: array for name, array in _flat(model.trainable_parameters()).items() if not name.startswith(grown)}
+    flat = arrays_of(model.trainable_parameters())
+    trained = {name: array for name, array in flat.items() if not name.startswith(grown)}
     by_path = adapters(model)
     firsts = [table.first for table in grown_tables(model).values()]
     where = {_FIRST: firsts[0]} if firsts else {}
@@ -126,10 +126,6 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     return tensors | new_rows, {"fine_tune_type": next(iter(kinds)), "lora_parameters": parameters, **where}
 
 
-def _flat(tree: Any) -> dict[str, mx.array]:
-    return tree_flatten(tree, destination={})  # type: ignore[return-value]
-
-
 def _stored(adapter: nn.Module) -> dict[str, Any]:
     if isinstance(adapter, Adapter):
         return adapter.stored()
@@ -146,7 +142,7 @@ def _with_rank_and_scale(
 ) -> dict[str, mx.array]:
     """The adapter's tensors, changed so that they give the same update with this rank and scale."""
     if _rank(leaves) == rank and adapter.scale == scale:
-        return _flat(leaves)
+        return arrays_of(leaves)
     if not isinstance(adapter, Adapter):
         raise UserError(f"{path}: {type(adapter).__name__} has another rank or scale than the rest; give all the same.")
     leaves["lora_a"] = _padded(leaves["lora_a"], 1, rank)
@@ -190,7 +186,7 @@ def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool =
         tensors = {name: tensor for name, tensor in tensors.items() if part_of(name) is None}
     new_rows = _grow(model, directory, tensors, config.get(_FIRST))
     if kind == "full":
-        _check_shapes(directory, tensors, _flat(model.parameters()))
+        _check_shapes(directory, tensors, arrays_of(model.parameters()))
         model.load_weights(list((tensors | new_rows).items()), strict=False)
         return ConversionReport(converted=sorted(tensors))
     made = _rebuild(model, directory, config, tensors, dora=kind == "dora")
@@ -215,7 +211,7 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
     if compare:
         _check_saved_settings(model, Path(path))
     tensors |= _pop_new_rows(tensors)
-    _check_shapes(Path(path), tensors, _flat(model.trainable_parameters()))
+    _check_shapes(Path(path), tensors, arrays_of(model.trainable_parameters()))
     model.load_weights(list(tensors.items()), strict=False)
 
 
@@ -311,7 +307,7 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first
         if not isinstance(first, int) or not 0 < first <= most:
             raise UserError(f"{directory / CONFIG}: {_FIRST}: expected a number from 1 to {most}, got {first!r}.")
     add_rows(model, counts, first)
-    _check_shapes(directory, rows, _flat(model.parameters()))
+    _check_shapes(directory, rows, arrays_of(model.parameters()))
     return rows
 
 
@@ -362,7 +358,7 @@ def _rebuild(
         expected = {
             f"{path}.{name}": value
             for path, adapter in made.items()
-            for name, value in _flat(adapter.parameters()).items()
+            for name, value in arrays_of(adapter.parameters()).items()
             if _LEAF.match(f"{path}.{name}") and not name.startswith(("linear.", "embedding."))
         }
         misfits = _misfits(tensors, expected) + [f"{name} is missing" for name in expected if name not in tensors]

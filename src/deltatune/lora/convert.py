@@ -54,7 +54,7 @@ def convert_to_lora(
     num_layers: int = -1,
     parts: Sequence[str] = ("language",),
 ) -> ConversionReport:
-    """Freeze `model` in place, and make the chosen part of it trainable.
+    """Freeze `model` in place, and make the chosen part of it trainable, and new rows of embeddings (new_rows.py).
 
     Args:
         model: a model of mlx-lm or mlx-vlm, or any with a list `layers`.
@@ -67,8 +67,6 @@ def convert_to_lora(
 
     Returns:
         A report that names the modules that train, and those that were chosen but cannot.
-
-    New rows of embeddings and heads (new_rows.py) always train.
 
     Raises:
         UserError: a pattern, layer, rank or part does not fit the model.

@@ -22,6 +22,8 @@ from .weights import dense_weight, frozen, input_size, is_quantized, output_fact
 
 # The number of indices from which mlx-lm's expert layers sort their rows by expert.
 _SORTED_FROM = 64
+# The arrays of a switch linear.
+_ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
 
 class PlainSwitchLinear(nn.Module):
@@ -156,9 +158,6 @@ def projection(module: nn.Module) -> Projection | None:
         trains += [name for name in factors if name not in still]
         settings |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
     return Projection(**arrays, **settings, trains=tuple(trains))
-
-
-_ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
 
 def _dropout(adapter: nn.Module) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ..errors import UserError
+from ..ops.functional import arrays_of
 from .adapter import Adapter
 from .directly_read import directly_read
 from .weights import OUTPUT_SCALES, dense_rows, is_quantized, with_weight
@@ -200,9 +201,10 @@ def unfreeze_new_rows(model: nn.Module) -> None:
 def plain_parameters(model: nn.Module) -> dict[str, mx.array]:
     """Return the parameters of `model` by path, with each grown table as the one table that a checkpoint holds."""
     tables = grown_tables(model)
-    parameters = {name: array for name, array in _flat(model).items() if not name.startswith(_below(tables))}
+    inside, flat = tuple(f"{path}." for path in tables), arrays_of(model.parameters())
+    parameters = {name: array for name, array in flat.items() if not name.startswith(inside)}
     for path, table in tables.items():
-        parameters |= {f"{path}.{name}": array for name, array in _flat(table.plain()).items()}
+        parameters |= {f"{path}.{name}": array for name, array in arrays_of(table.plain().parameters()).items()}
     return parameters
 
 
@@ -218,11 +220,3 @@ def parameter_name(stored: str) -> str | None:
         if stored.endswith(f".{ending}"):
             return stored.removesuffix(ending) + name
     return None
-
-
-def _below(paths: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{path}." for path in paths)
-
-
-def _flat(module: nn.Module) -> dict[str, mx.array]:
-    return tree_flatten(module.parameters(), destination={})  # type: ignore[return-value]

@@ -7,11 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import UserError, reason
 from ..machine import backend
-from ..ops.functional import is_floating
+from ..ops.functional import arrays_of, is_floating
 from ..patches.tables.loading import without_gaps
 from .transformers_layouts import with_joined_experts, with_released_names
 
@@ -23,7 +22,7 @@ def checked(model_class: type, path: Path) -> type:
     """A subclass of `model_class` that compares every tensor before loading, and reports what `sanitize` misses."""
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
-        _compare(path, dict(weights), tree_flatten(self.parameters(), destination={}))  # type: ignore[arg-type]
+        _compare(path, dict(weights), arrays_of(self.parameters()))
         if backend.device() == "cuda":
             weights = without_gaps(weights)
         return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]

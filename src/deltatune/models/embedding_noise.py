@@ -16,12 +16,12 @@ from .vocabulary import token_tables
 def noisy_embedding(model: nn.Module, alpha: float) -> Iterator[None]:
     """Within the context, add noise to each embedding that is looked up in training mode.
 
-    It is drawn uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens,
-    padding included, and embeddings D numbers. The class of the embedding is a subclass of the same name meanwhile.
+    It is drawn uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens, padding included, and
+    embeddings D numbers. The class of the embedding is a subclass of the same name meanwhile.
 
     Args:
-        model: the model; its modules must not be replaced within the context.
-        alpha: the size of the noise; the authors use 5 to 15.
+        model: The model; its modules must not be replaced within the context.
+        alpha: The size of the noise; the authors use 5 to 15.
 
     Source: arXiv 2310.05914; transformers' neftune_post_forward_hook.
     """

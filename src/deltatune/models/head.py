@@ -118,12 +118,12 @@ def split_head(model: nn.Module, *, compare: bool = True) -> Split:
     chain = _ancestors(model)
     tokens = mx.array([[1, 2]])
     reason = "no module that holds the layers is called exactly once and returns hidden states [B, T, D]"
-    for parent, name in chain:
+    for depth, (parent, name) in enumerate(chain, 1):
         backbone = _backbone(model, parent, name)
         hidden, logits = backbone(tokens, both=True)
         if hidden is None or hidden is logits:
             continue
-        parts = _parts(model, chain[: chain.index((parent, name)) + 1], hidden)
+        parts = _parts(model, chain[:depth], hidden)
         if isinstance(parts, str):
             reason = parts
             continue

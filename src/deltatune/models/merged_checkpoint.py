@@ -1,41 +1,37 @@
 """Merges an adapter into its base checkpoint and writes the result as a new checkpoint (`deltatune merge`).
 
 The new checkpoint has the files of the base, with the adapted tensors replaced. A model that was trained as a whole is
-written alike. Tensors keep their names and layout, so
-every program that reads the base reads the merge. All other tensors are copied bit for bit, including those that
-mlx-lm's text models ignore (vision towers, multi-token prediction).
+written alike. Tensors keep their names and layout, so that every program that reads the base reads the merge. All other
+tensors are copied bit for bit, including those that mlx-lm's text models ignore (vision towers, multi-token
+prediction).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import options_of
-from ..lora.new_rows import GrownTable, grown_tables
+from ..lora.new_rows import grown_tables
 from ..lora.rounding import Rounding
 from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
-from ..ops.functional import is_finite
+from ..ops.functional import arrays_of, is_finite
 from .adapted_base import load_base
 from .checkpoint_files import QUANTISATION_KEYS, weight_headers
 from .checkpoint_writer import Changes, write_rest, write_weights
 from .load import locate
 from .stored_names import StoredNames
-from .trained_checkpoint import changes_from, is_trained_checkpoint
+from .trained_checkpoint import changes_from, grown_config, is_trained_checkpoint
 from .vision.processor_files import write_picture_options
-from .vocabulary import with_vocab_size
 
 
 @dataclass
@@ -72,7 +68,7 @@ def merge_checkpoint(
             again as they were.
 
     Returns:
-        The names of the tensors that changed.
+        What was written: the names of the tensors that changed, and what quantising them again cost.
 
     Raises:
         UserError: The adapter belongs to another model, the base's tensors cannot be written back, a merged weight is
@@ -127,7 +123,7 @@ def _changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[Changes,
 def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[Changes, dict[str, Any]]:
     model = load_base(path, adapter_path)
     names = StoredNames(model, path)
-    before = _flat(model)
+    before = arrays_of(model.parameters())
     load_adapters(model, adapter_path)
     new: dict[str, mx.array] = {}
     removed: list[str] = []
@@ -139,7 +135,7 @@ def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[C
     replaced = tuple(f"{name}." for name in (*adapted, *grown))
     if not adapted:
         # The adapter folder holds whole weights, of a model that was trained without adapters.
-        after = {name: array for name, array in _flat(model).items() if not name.startswith(replaced)}
+        after = {name: array for name, array in arrays_of(model.parameters()).items() if not name.startswith(replaced)}
         new |= {name: after[name] for name in after if after[name] is not before[name]}
     if dequantize:
         for name, module in model.named_modules():
@@ -147,7 +143,11 @@ def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[C
                 new[f"{name}.weight"] = dense_weight(module)
                 packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
                 removed += [f"{name}.{key}" for key in packing if module.get(key) is not None]
-    return {**names.write_back(new, removed)}, _merged_config(path, grown, dequantize)
+    config = grown_config(model, path)
+    for part in (config, config.get("text_config") or {}) if dequantize else ():
+        for key in QUANTISATION_KEYS:
+            part.pop(key, None)
+    return {**names.write_back(new, removed)}, config
 
 
 def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
@@ -177,24 +177,8 @@ def _base(adapter: nn.Module) -> nn.Module:
     return adapter["linear"] if "linear" in adapter else adapter["embedding"]
 
 
-def _flat(module: nn.Module) -> dict[str, mx.array]:
-    return tree_flatten(module.parameters(), destination={})  # type: ignore[return-value]
-
-
 def _collect(name: str, base: nn.Module, fused: nn.Module, new: dict[str, mx.array], removed: list[str]) -> None:
     """Add the tensors in which `fused` differs from `base` to `new`, and the names of those it lacks to `removed`."""
-    before, after = _flat(base), _flat(fused)
+    before, after = arrays_of(base.parameters()), arrays_of(fused.parameters())
     new.update({f"{name}.{key}": value for key, value in after.items() if value is not before.get(key)})
     removed += [f"{name}.{key}" for key in before if key not in after]
-
-
-def _merged_config(path: Path, grown: Mapping[str, GrownTable], dequantize: bool) -> dict[str, Any]:
-    """Return the content of the base's config.json as it is for the merged model."""
-    config = read_json(path / "config.json")
-    for table in grown.values():
-        before = table.base["weight"].shape[0]
-        config = with_vocab_size(config, before, table.rows) if table.rows > before else config
-    for part in (config, config.get("text_config") or {}) if dequantize else ():
-        for key in QUANTISATION_KEYS:
-            part.pop(key, None)
-    return config

@@ -66,6 +66,8 @@ class StoredNames:
     def write_back(self, new: dict[str, mx.array], removed: list[str]) -> dict[str, mx.array | None]:
         """Compute the changes to the files from changes to the model.
 
+        It may be called again with other values: how a parameter is made is examined only once.
+
         Args:
             new: New values by the names of the model's parameters.
             removed: The names of parameters that the model no longer has.
@@ -75,8 +77,6 @@ class StoredNames:
 
         Raises:
             UserError: A parameter is not made of the stored tensors in a way that can be undone.
-
-        It may be called again with other values: how a parameter is made is examined only once.
         """
         changes: dict[str, mx.array | None] = {}
         for name in removed:

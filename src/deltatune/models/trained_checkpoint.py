@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..json_files import read_json
@@ -21,6 +20,7 @@ from ..lora.adapter_files import RUN_OPTIONS
 from ..lora.new_rows import grown_tables, plain_parameters
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
+from ..ops.functional import arrays_of
 from .checkpoint_files import WEIGHTS, weight_headers
 from .checkpoint_writer import Changes, take_tensors, write_rest
 from .stored_names import StoredNames
@@ -47,7 +47,7 @@ class TrainedCheckpoint:
 
     def __init__(self, model: nn.Module, base: Path, scratch_config: Mapping[str, Any] | None = None):
         self._model, self._base = model, base
-        self._config = _grown_config(model, base) if scratch_config is None else _scratch_config(model, scratch_config)
+        self._config = grown_config(model, base) if scratch_config is None else _scratch_config(model, scratch_config)
         self._names: StoredNames | None = None
         self.note: str | None = None
         if scratch_config is not None:
@@ -93,14 +93,14 @@ class TrainedCheckpoint:
 
     def _trained(self) -> dict[str, mx.array]:
         """The parameters that train, and the tables that have new rows, by the names of the base's parameters."""
-        trained: dict[str, mx.array] = tree_flatten(self._model.trainable_parameters(), destination={})  # type: ignore[assignment]
+        trained = arrays_of(self._model.trainable_parameters())
         grown = tuple(f"{path}." for path in grown_tables(self._model))
         parameters = plain_parameters(self._model)
         return {name: array for name, array in parameters.items() if name in trained or name.startswith(grown)}
 
 
-def _grown_config(model: nn.Module, base: Path) -> dict[str, Any]:
-    """The base's config.json, with the rows that training added."""
+def grown_config(model: nn.Module, base: Path) -> dict[str, Any]:
+    """Return the content of the base's config.json, with the rows that training added to the model."""
     config = read_json(base / "config.json")
     for table in grown_tables(model).values():
         before = table.base["weight"].shape[0]

@@ -26,6 +26,12 @@ def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
     return [path for path, _ in floating], [array for _, array in floating]
 
 
+def arrays_of(tree: Any) -> dict[str, mx.array]:
+    """Return the arrays of a tree, such as a module's parameters, by their paths."""
+    flat: Any = tree_flatten(tree, destination={})
+    return cast(dict[str, mx.array], flat)
+
+
 def is_floating(array: mx.array) -> bool:
     """Whether an array is of a floating-point type, so that it can have a gradient."""
     return mx.issubdtype(array.dtype, mx.floating)

@@ -35,7 +35,7 @@ from .tables import (
     residual_weights,
     sorted_rows,
 )
-from .verify import explain, reached, serving
+from .verify import explain, serving
 
 __all__ = [
     "ALWAYS",
@@ -51,10 +51,10 @@ __all__ = [
     "is_gated_delta",
     "left_alone_for",
     "patched",
-    "reached",
     "refuse",
     "revert",
     "served",
+    "serving",
 ]
 
 # Patches for every device. Where two records fit one version of a target, the first one is applied, so the records that

@@ -56,11 +56,6 @@ def serving(model: nn.Module) -> Serving:
     )
 
 
-def reached(model: nn.Module) -> dict[str, str]:
-    """Return what serves each gated-delta layer of `model` in training: Serving.delta of serving(model)."""
-    return serving(model).delta
-
-
 def _layers(model: nn.Module) -> list[LayerInfo]:
     try:
         return describe(model)

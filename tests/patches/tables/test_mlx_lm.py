@@ -16,7 +16,7 @@ from deltatune.machine import backend
 from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
-from deltatune.patches import PATCHES, PatchWarning, apply, patched, reached, recurrence, served
+from deltatune.patches import PATCHES, PatchWarning, apply, patched, recurrence, served, serving
 from deltatune.patches.evidence import signature_text
 from deltatune.patches.tables import mlx_lm, residual_weights
 from deltatune.patches.tables.mlx_lm import UPDATE
@@ -315,4 +315,4 @@ def test_a_layer_replaced_by_somebody_else_is_named(tiny_model, monkeypatch):
         report = apply(model)
     assert sum(bool(re.search("linear_attn .* does not call deltatune", str(one.message))) for one in warned) == 3
     assert len(report.unreached) == 3
-    assert not any(reached(model).values())
+    assert not any(serving(model).delta.values())

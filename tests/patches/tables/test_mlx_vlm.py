@@ -22,7 +22,7 @@ from packaging.version import Version
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.machine.environment import GATED_DELTA
-from deltatune.patches import Patch, PatchWarning, patched, reached, recurrence, served
+from deltatune.patches import Patch, PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import Fitting, fitting, signature_text
 from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
 from deltatune.patches.versions import contains
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
     expected_logits = fresh(model)(rows).logits
     with patched(model) as report:
         assert report.complete, str(report)
-        assert all(reached(model).values())
+        assert all(serving(model).delta.values())
         recurrence.reset()
         loss, actual = gradients(fresh(model).language_model, losses, rows)
         logits = fresh(model)(rows).logits

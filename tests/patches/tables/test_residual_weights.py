@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 from packaging.version import Version
 
 import other_towers
-from deltatune.patches import patched, reached, revert
+from deltatune.patches import patched, revert, serving
 from deltatune.patches.patch import in_force
 
 pytestmark = pytest.mark.skipif(Version(mlx_lm.__version__) < Version("0.32"), reason="mlx-lm has no Kimi K3 yet")
@@ -64,7 +64,7 @@ def test_every_residual_projection_has_its_gradient_after_the_trace(model):
     with patched(model):
         expected = gradients()
         model.eval()
-        assert all(reached(model).values())
+        assert all(serving(model).delta.values())
         found = gradients()
     assert len(found) == 9
     # The first layer weighs one block alone, whatever its projection.

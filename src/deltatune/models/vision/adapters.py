@@ -51,6 +51,5 @@ def completely_adapted_layers(model: nn.Module) -> int | None:
 
 
 def _adapts_experts(model: nn.Module) -> bool:
-    """Whether any adapter sits on experts."""
-    return any(isinstance(module, Adapter) and is_switch(module.linear) for module in adapters(model).values()
-               if "linear" in module)  # fmt: skip
+    """Whether any adapter is on experts."""
+    return any(isinstance(adapter, Adapter) and is_switch(adapter.base) for adapter in adapters(model).values())

@@ -55,8 +55,9 @@ def write_picture_options(folder: Path, options: Mapping[str, Any]) -> str | Non
 
 def _set_limits(content: dict[str, Any] | None, trained_with: Mapping[str, Any]) -> None:
     """Set the smallest and the largest area of an image in a processor's settings."""
-    for name in _SIZES.keys() & trained_with.keys() if content is not None else ():
-        assert content is not None
+    if content is None:
+        return
+    for name in _SIZES.keys() & trained_with.keys():
         if isinstance(content.get("size"), dict):
             content["size"][_SIZES[name]] = trained_with[name]
         if name in content or not isinstance(content.get("size"), dict):

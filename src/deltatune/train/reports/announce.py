@@ -19,7 +19,6 @@ from ...lora.weights import is_quantized, quantization
 from ...machine import backend, blas
 from ...ops.trial.rankings import Rankings
 from ...options.config import TrainConfig
-from ...patches.summary import summary
 from ...patches.verify import Serving
 from ..distributed import World
 from ..saved.state import Progress, exists, state_path
@@ -136,7 +135,7 @@ def facts(
     opening.append(Fact("training", what_trains(model, config)))
     opening += [Fact(operator, by) for operator, by in served(trained.patches.serving).items()]
     if trained.patches.applied or trained.patches.left_alone:
-        opening.append(Fact("patches", (str(trained.patches) if verbose else summary(trained.patches)).rstrip(".")))
+        opening.append(Fact("patches", (str(trained.patches) if verbose else trained.patches.summary()).rstrip(".")))
     opening.append(Fact("device", f"{backend.device()}; BLAS: {blas.status()}"))
     if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
