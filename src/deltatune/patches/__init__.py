@@ -120,8 +120,9 @@ def apply(
     Raises:
         UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`.
     """
+    report = _apply(model, announce, strict, uses)
     _asking.add(__name__)
-    return _apply(model, announce, strict, uses)
+    return report
 
 
 def _apply(
