@@ -25,7 +25,7 @@ def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}.")

@@ -11,6 +11,7 @@ import pytest
 from console import SCRIPT, called
 from deltatune.commands.chat import Chat, ChatOptions
 from deltatune.demo.text_demo import MODEL
+from deltatune.errors import UserError
 from deltatune.train import dialogue
 from terminal import on_terminal
 
@@ -98,3 +99,10 @@ def test_nothing_to_compare_is_refused_before_loading():
         2,
         "deltatune: --compare: there is nothing to compare the base with; give --adapter-path.\n",
     )
+
+
+@pytest.mark.bad_input("questions that are not UTF-8, on the standard input of chat")
+def test_questions_in_another_encoding_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(UserError, match=r"chat: standard input is not utf-8 \(.*\); give text in that encoding"):
+        Chat._read(None)

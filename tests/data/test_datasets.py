@@ -1,6 +1,10 @@
-import pytest
+import io
 
-from deltatune.data import load_datasets
+import pytest
+from rich.console import Console
+
+from deltatune.data import load_datasets, reader
+from deltatune.data.rows.sources import DataTable
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 
@@ -155,3 +159,13 @@ def test_turns_that_count_are_an_option(tokenizer, folder):
 def test_the_last_turn_and_every_token_contradict():
     with pytest.raises(UserError, match=r"chat_turns: last has no meaning with mask_prompt: false"):
         TrainConfig(chat_turns="last", mask_prompt=False)
+
+
+def test_a_bar_names_a_split_in_brackets(monkeypatch):
+    """To rich, [train] would be a style."""
+    out = io.StringIO()
+    monkeypatch.setattr(reader, "_PROGRESS_ROWS", 0)
+    monkeypatch.setattr(reader, "Console", lambda **_: Console(file=out, force_terminal=True, width=200))
+    table = DataTable("my-data [train]", 1, lambda: iter(()), lambda: iter(()), lambda: b"")
+    assert reader._with_progress(iter([[1]]), table) == [[1]]
+    assert "Tokenising my-data [train]" in out.getvalue()

@@ -201,6 +201,7 @@ def test_truncated_weights(damaged, keep):
     ("header", "message"),
     [
         (b"{broken", "corrupt safetensors header"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "corrupt safetensors header"),
         (b"[]", "corrupt safetensors header"),
         (b'{"a": {"dtype": "F32", "shape": [2]}}', "corrupt entry"),
         (b'{"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}', "corrupt entry"),

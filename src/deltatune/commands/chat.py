@@ -100,11 +100,16 @@ class Chat:
         """Return a question; a pipe, whose reader wants answers alone, gets no prompt."""
         if sys.stdin is None:
             raise EOFError
-        if sys.stdin.isatty():
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 (it lets input() edit a line and recall the last ones)
-            return input(">> ").strip()
-        line = sys.stdin.readline()
+        try:
+            if sys.stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401 (it lets input() edit a line and recall the last ones)
+                return input(">> ").strip()
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"chat: standard input is not {error.encoding} ({error.reason}); give text in that encoding."
+            ) from error
         if not line:
             raise EOFError
         return line.strip()

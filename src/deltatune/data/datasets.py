@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..machine.environment import expanded
 from ..options.config import TrainConfig
 from ..options.values import unknown_names
 from .batches.example_stream import ExampleStream, StreamedSplits
@@ -103,7 +104,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     tables = _tables(config, needed, JsonLines, hugging_face_streams)
     reader = Reader(config, tokenizer)
     splits: dict[str, Any] = {}
-    for name in set(needed) & batches.keys():
+    for name in (name for name in needed if name in batches):
         rows = _MOST_ROWS if batches[name] == -1 else batches[name] * config.batch_size
         parts = [(source.read(None, rows)[0], source.name, features) for source, features in tables[name]]
         splits[name] = [example for part in parts for example in _read_rows(reader, *part)]
@@ -184,7 +185,7 @@ def _data_tables(
     if config.data is None:
         raise UserError("data: expected a folder with train.jsonl, or the name of a Hugging Face data set; got none.")
     features = _features(vars(config))
-    folder = Path(config.data).expanduser()
+    folder = expanded(config.data)
     if folder.is_file():
         raise UserError(f"{config.data}: expected a folder with train.jsonl in it, got a file; give its folder.")
     files = {name: _json_files(folder, name) for name in _SPLITS}

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import UserError
+from ..machine.environment import expanded
 from ..options.config import TrainConfig
 from . import token_cache
 from .example import Example
@@ -134,7 +135,7 @@ class Reader:
         """Return the encoder of rows with images and videos."""
         assert self._vision is not None
         # The files of a data set under hf_dataset lie in the current folder.
-        reader = media_reader(self._vision, Path(self._config.data or "").expanduser(), vars(self._config))
+        reader = media_reader(self._vision, expanded(self._config.data or ""), vars(self._config))
         names = video_names(self._tokenizer, self._vision.spec)
         return VisionEncoder(text, self._vision.spec, reader, names)
 
@@ -201,7 +202,8 @@ def _with_progress(rows: Iterator[list[Any]], table: DataTable) -> list[list[Any
         return list(rows)
     examples: list[list[Any]] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"Tokenising {table.name}", total=table.count)
+        # The brackets around the name of a split are no markup.
+        task = progress.add_task(escape(f"Tokenising {table.name}"), total=table.count)
         for row in rows:
             examples.append(row)
             progress.advance(task)

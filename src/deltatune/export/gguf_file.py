@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..json_files import read_json
+from ..machine.environment import expanded
 from ..models.checkpoint_files import weight_headers
 from ..models.generation_config import write_ends, write_tokenizer_end
 from ..models.load import locate
@@ -49,7 +50,7 @@ def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
                 "its folder as --llama-cpp."
             )
         return [program]
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     path = (path if path.is_dir() else path.parent) / name
     if not path.is_file():
         raise UserError(f"--llama-cpp {folder}: no {name} there; give llama.cpp's folder.")
@@ -73,7 +74,7 @@ def quantizer_command(llama_cpp: str | None, outtype: str) -> list[str] | None:
             f"--outtype {outtype}: expected {', '.join(OUTTYPES)}, or a type of {QUANTIZER}, such as q4_k_m."
         )
     if llama_cpp is not None:
-        path = Path(llama_cpp).expanduser()
+        path = expanded(llama_cpp)
         folder = path if path.is_dir() else path.parent
         for program in (folder / part / QUANTIZER for part in _BUILT):
             if program.is_file():

@@ -107,10 +107,12 @@ def read_header(path: Path) -> Header:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes); download it again.")
-            content = json.loads(file.read(length))
+            header = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    try:
+        content = json.loads(header)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: corrupt safetensors header ({error}); download it again.") from error
     metadata = (content.pop("__metadata__", None) or {}) if isinstance(content, dict) else None
     if not isinstance(metadata, dict):

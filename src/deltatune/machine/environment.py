@@ -99,6 +99,11 @@ def cache_directory() -> Path:
     return Path(caches) / "deltatune"
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with `~` as the user's home; `~NAME` stays where there is no such user, for which Path raises."""
+    return Path(os.path.expanduser(path))
+
+
 def gated_delta() -> str | None:
     """Return the implementation of gated_delta that the user forces, or None for the automatic choice."""
     return _choice(GATED_DELTA, GATED_DELTA_CHOICES)

@@ -25,6 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from .. import upstream
 from ..errors import UserError, first_line, reason
 from ..json_files import read_json
+from ..machine.environment import expanded
 from .checked_tensors import checked
 from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
 from .transformers_layouts import as_written, completed, with_known_type
@@ -172,7 +173,7 @@ def locate(path_or_name: str | Path | None) -> Path:
     """
     if path_or_name is None:
         raise UserError("model: expected the folder of a model, or its name on the Hugging Face hub; got none.")
-    path = Path(path_or_name).expanduser()
+    path = expanded(path_or_name)
     if path.is_dir():
         return path
     if path.exists():

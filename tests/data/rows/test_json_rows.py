@@ -45,6 +45,7 @@ def test_a_json_file_may_hold_lines(tokenizer, folder, tmp_path):
         (b'[\n{"text": "\xc3\xa4\xe4"}]', r"train.json:2: not UTF-8 \(byte 0xe4 at column 12\); save the file"),
         (b'[{"text": "\\ud83d"}]', "half of a character"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'[{"text": ' + b"1" * 5000 + b"}]", r"train.json: not JSON that can be read: .*\(4300 digits\)"),
         (b"[1]", r"train.json row 1: expected an object with"),
         (b"[]", "no example left to train on"),
     ],

@@ -115,6 +115,9 @@ MISTAKES = {
         {"messages": said(("user", [{"type": "image", "image": "a.png"}]))},
         "message 1: expected parts",
     ),
+    "tools with a number of too many digits": (
+        {"prompt": "a", "completion": "b", "tools": f"[{'1' * 5000}]"}, "'tools': expected JSON, got str '[111",
+    ),
     "tools that are not JSON": ({"prompt": "a", "completion": "b", "tools": "[{"}, "'tools': expected JSON, got str '"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from console import called
 from deltatune.data.rows.sources import load_hugging_face
-from deltatune.data.vision.image_files import open_image
+from deltatune.data.vision.image_files import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
 from deltatune.demo.vision.vision_demo import MODEL
 from deltatune.errors import UserError
@@ -257,3 +257,17 @@ def test_the_frames_of_a_video_lie_on_white(tmp_path):
     reader = VideoReader(None, tmp_path, {})
     pixels = reader._frames(Video(["a.png", "b.png"]), "x").pixels
     assert (pixels[:, ALPHA == 0] == 255).all()
+
+
+@pytest.mark.bad_input("an image of a row that is {what}")
+@pytest.mark.parametrize(
+    ("what", "value", "message"),
+    [
+        ("a name with a tilde", "~tmp.png", r"image ~tmp.png: no such file"),
+        ("a name that is too long", "x" * 300, r"image x+: no such file"),
+        ("its content in base64", "iVBOR" * 2000, r"expected a path, got a text of 10,000 characters"),
+    ],
+)
+def test_what_is_no_path_is_refused_by_the_row(what, value, message, tmp_path):
+    with pytest.raises(UserError, match=rf"^train.jsonl:3: .*{message}"):
+        image_file(value, tmp_path, "train.jsonl:3")

@@ -50,4 +50,7 @@ def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) ->
         ) from error
     except RecursionError as error:
         raise UserError(f"{where}: the JSON is nested too deeply; expected {expected}.") from error
+    except ValueError as error:
+        # Python refuses whole numbers of more than 4,300 digits.
+        raise UserError(f"{where}: not JSON that can be read: {error}; write such a number as text.") from error
     return (value,)

@@ -276,7 +276,7 @@ def _json(text: str, where: str) -> Any:
     """Return what a JSON text holds; UserError if it is not JSON."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: expected JSON, got {short(text)} ({error}).") from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError, first_line
+from ...machine.environment import expanded
 from .arrow_rows import as_written
 from .csv_cells import cell_options
 from .json_text import parsed
@@ -171,7 +172,7 @@ def _library_path(name: str, options: dict[str, Any]) -> str:
         UserError: the name is that of a format, and no files are given: the library would take those of the current
             folder. Or it is that of a format that can run code.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     has_files = "data_files" in options or "data_dir" in options
     if folder.is_dir() and not (has_files and is_format(name)):
         return str(folder.absolute())
@@ -195,7 +196,7 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
-    if Path(name).expanduser().is_dir():
+    if expanded(name).is_dir():
         return (
             f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
             "damaged or incomplete."

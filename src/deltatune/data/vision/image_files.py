@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import struct
 import warnings
 import zlib
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError, first_line
+from ...machine.environment import expanded
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -20,6 +22,8 @@ _DAMAGED = (
     OSError, SyntaxError, ValueError, RuntimeError, LookupError, TypeError, ArithmeticError, EOFError, struct.error,
     zlib.error,
 )  # fmt: skip
+# Linux takes no longer paths, and macOS none of a quarter of this.
+_LONGEST_PATH = 4096
 # TIFF's types of whole numbers, as the struct module writes them.
 _INTEGERS = {1: "B", 3: "H", 4: "I"}
 # EXIF's tag of the orientation, and the name of Pillow's operation that undoes each of its values.
@@ -52,8 +56,14 @@ def media_path(kind: str, value: str, folder: Path, source: str) -> Path:
     """Return the file of an image or video (`kind`); UserError, naming `source`, if there is no such file."""
     if value.startswith(("http://", "https://", "data:")):
         raise UserError(f"{source}: {kind} {value[:60]}: expected a path; download it, and give its path.")
-    path = folder / Path(value).expanduser()
-    if not path.is_file():
+    if len(value) > _LONGEST_PATH:
+        raise UserError(
+            f"{source}: {kind} {value[:60]}: expected a path, got a text of {len(value):,} characters; write what it "
+            "holds into a file, and give its path."
+        )
+    path = folder / expanded(value)
+    # Path.is_file raises for a name that the file system finds too long.
+    if not os.path.isfile(path):
         raise UserError(f"{source}: {kind} {value}: no such file ({path}); paths begin at the data's folder.")
     return path
 

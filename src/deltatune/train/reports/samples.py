@@ -31,6 +31,7 @@ from ...data.vision.messages import media_columns, media_kind, place_media, writ
 from ...data.vision.preparation import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
+from ...machine.environment import expanded
 from ...models.answer import answer_one
 from ...models.generate import Sampling
 from ...models.load import Loaded
@@ -162,7 +163,7 @@ class Samples:
         """Return the prompt of an entry, or those of the file that it names."""
         entry = self._config.sample_prompts[number]
         if entry.endswith(".jsonl"):
-            path = Path(entry).expanduser()
+            path = expanded(entry)
             rows = [self._row(row, source, path.parent) for source, row in jsonl(path).rows()]
             if not rows:
                 raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
@@ -217,10 +218,16 @@ class Samples:
 
 def _written(messages: Messages) -> str:
     """Return a conversation as a reader of the report sees it: one message alone, or each behind its role."""
-    texts = [_shown(message.get("content")) or json.dumps(message.get("tool_calls")) for message in messages]
+    texts = [_shown(message.get("content")) or _calls(message) for message in messages]
     if len(messages) == 1:
         return texts[0]
     return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
+
+
+def _calls(message: dict[str, Any]) -> str:
+    """Return a message's calls of tools as text; an empty one where it has none."""
+    calls = message.get("tool_calls")
+    return json.dumps(calls, ensure_ascii=False) if calls else ""
 
 
 def _shown(content: Any) -> Any:
