@@ -67,6 +67,7 @@ SIZE = FieldKind("a whole number above 0", lambda value: _is_whole(value) and va
 WHOLE = FieldKind("a whole number", _is_whole)
 TEXTS = _list_of(TEXT, "texts")
 NUMBERS = _list_of(NUMBER, "numbers")
+_COUNTS = _list_of(COUNT, "whole numbers of 0 or more")
 _SIZES = _list_of(SIZE, "whole numbers above 0")
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
 TOKEN = FieldKind('a token: text, or an object with its "content"', _is_token)
@@ -80,7 +81,7 @@ _SPECIAL_TOKENS: Fields = {
     **dict.fromkeys(("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"), TOKENS),
 }  # fmt: skip
 _IDS: Fields = {
-    "eos_token_id": _either(COUNT, _list_of(COUNT, "whole numbers of 0 or more")),
+    "eos_token_id": _either(COUNT, _COUNTS),
     **dict.fromkeys(("bos_token_id", "pad_token_id"), IDS),
 }
 _ROPE: Fields = {
@@ -101,7 +102,7 @@ _TEXT_MODEL: Fields = {
     **dict.fromkeys(("full_attention_interval", "max_position_embeddings", "decoder_sparse_step", "vocab_size"), SIZE),
     "sliding_window": WHOLE,
     "layer_types": TEXTS,
-    "mlp_only_layers": _list_of(COUNT, "whole numbers of 0 or more"),
+    "mlp_only_layers": _COUNTS,
 }  # fmt: skip
 _ROPES: Fields = {"rope_scaling": _ROPE, "rope_parameters": _ROPE}
 _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -114,7 +115,7 @@ _MODEL: Fields = {
     "vision_config": {
         "model_type": TEXT,
         "num_heads": SIZE,
-        "deepstack_visual_indexes": _list_of(COUNT, "whole numbers of 0 or more"),
+        "deepstack_visual_indexes": _COUNTS,
     },
     "quantization": OBJECT,
     "quantization_config": OBJECT,
@@ -182,5 +183,6 @@ FIELDS: Mapping[str, Fields] = {
         **dict.fromkeys(("target_modules", "exclude_modules"), _either(TEXT, TEXTS)),
         **dict.fromkeys(("modules_to_save", "target_parameters"), TEXTS),
         **dict.fromkeys(("rank_pattern", "alpha_pattern"), _object_of(NUMBER, "numbers")),
+        "trainable_token_indices": _either(_COUNTS, _object_of(_COUNTS, "lists of them")),
     },
 }  # fmt: skip

@@ -56,3 +56,17 @@ def test_the_licence_of_a_merged_model_is_the_bases(adapter, tmp_path):
     head = yaml.safe_load((tmp_path / "README.md").read_text().split("---")[1])
     assert head["license"] == "apache-2.0"
     assert head["tags"] == ["deltatune", "lora"]
+
+
+@pytest.mark.parametrize(
+    "base_card",
+    [
+        b"---\nlicense: mit\ndate: 2024-02-31\n---\n",
+        b"---\n1: one\nlicense: mit\n---\n",
+        b"---\nlicense: mit\n---\n\xe9",
+    ],
+    ids=["no such day", "a number as a key", "not UTF-8"],
+)
+def test_a_base_card_of_any_kind_keeps_no_export_from_its_card(adapter, tmp_path, base_card):
+    (tmp_path / "README.md").write_bytes(base_card)
+    assert "fine-tuned" in write_card(tmp_path, "merged", "Qwen/Qwen3-0.6B", adapter, []).read_text()

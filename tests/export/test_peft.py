@@ -164,6 +164,8 @@ def test_modules_for_single_experts_are_joined(tiny_checkpoint, tmp_path):
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+        ({"trainable_token_indices": 5}, "trainable_token_indices: expected a list of whole numbers"),
+        ({"alpha_pattern": {"q_proj(": 3}}, "alpha_pattern: 'q_proj(' is no regular expression"),
         ({"init_lora_weights": "pissa_niter_16"}, "changes the base model too"),
     ],
 )
@@ -173,6 +175,15 @@ def test_what_mlx_cannot_express_is_refused(change, said, small_export, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert imported(base, folder) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_alpha_that_is_null_is_pefts_own(small_export):
+    base, folder = small_export
+    path = folder / "peft" / PEFT_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": None, "alpha_pattern": {}}))
+    assert imported(base, folder) == 0
+    saved = json.loads((folder / "back" / "adapter_config.json").read_text())["lora_parameters"]
+    assert saved["scale"] == 8 / saved["rank"]
 
 
 @pytest.mark.bad_input("import: a PEFT adapter of another model, of another kind, in pickle, or none")

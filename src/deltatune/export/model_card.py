@@ -43,7 +43,7 @@ def write_card(folder: Path, target: str, base_model: str, adapter_path: Path, n
     """
     path = folder / CARD
     try:
-        licence = _licence(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        licence = _licence(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
         path.write_text(card(target, base_model, adapter_path, notes, licence), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: the model card cannot be written ({error.strerror}).") from error
@@ -79,9 +79,11 @@ def _licence(base_card: str) -> dict[str, Any]:
     match = re.match(r"---\s*\n(.*?)\n---", base_card, re.DOTALL)
     try:
         head = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
+        # PyYAML raises ValueError for a day that no month has.
         head = None
-    return {key: value for key, value in head.items() if key.startswith("license")} if isinstance(head, dict) else {}
+    fields = head if isinstance(head, dict) else {}
+    return {key: value for key, value in fields.items() if isinstance(key, str) and key.startswith("license")}
 
 
 def _training(options: Mapping[str, Any]) -> dict[str, Any]:

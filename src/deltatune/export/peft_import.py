@@ -214,6 +214,16 @@ def _by_module(tensors: Mapping[str, mx.array], where: Path) -> dict[str, dict[s
     return by_module
 
 
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of PEFT's is the end of a path; UserError where it is none."""
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    except re.error as error:
+        raise UserError(
+            f"the adapter's {PEFT_CONFIG}: alpha_pattern: {pattern!r} is no regular expression ({error}); correct it."
+        ) from error
+
+
 class _Gathered:
     """Gathers the factors of a PEFT adapter by paths of MLX."""
 
@@ -257,9 +267,10 @@ class _Gathered:
 
     def _scale(self, name: str, rank: int) -> float:
         """The factor of the update of the module or parameter `name`, by PEFT's rules."""
-        alpha = self._config.get("lora_alpha", 8)
+        alpha = self._config.get("lora_alpha")
+        alpha = 8 if alpha is None else alpha
         for pattern, value in (self._config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", f"model.language_model.{name}") or pattern == f"model.{name}":
+            if _matches(pattern, f"model.language_model.{name}") or pattern == f"model.{name}":
                 alpha = value
                 break
         return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank

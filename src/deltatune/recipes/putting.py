@@ -5,7 +5,8 @@ Each function takes the draft and the value. It raises UserError, with the reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from ..errors import UserError
@@ -46,7 +47,7 @@ def not_here(why: str) -> Put:
 
 def warmup(draft: Draft, value: Any) -> None:
     """Put a number of updates or, below 1, a share of them, as transformers 5 takes it."""
-    if 0 < _of_kind(value, (int, float)) < 1:
+    if 0 < _number(value) < 1:
         draft.rate.warmup_share = value
     elif int(value) == value:
         draft.rate.warmup = int(value)
@@ -55,10 +56,7 @@ def warmup(draft: Draft, value: Any) -> None:
 
 
 def overlong(draft: Draft, value: Any) -> None:
-    kinds = {"drop": "skip", "truncate": "truncate"}
-    if value not in kinds:
-        raise UserError("deltatune has skip and truncate")
-    draft.set("overlong", kinds[value])
+    draft.set("overlong", _one_of({"drop": "skip", "truncate": "truncate"}, value, "deltatune has skip and truncate"))
 
 
 def model(draft: Draft, name: Any) -> None:
@@ -76,9 +74,7 @@ def updates(draft: Draft, value: Any) -> None:
 
 def kind(draft: Draft, value: Any) -> None:
     kinds = {"lora": "lora", "qlora": "lora", "dora": "dora", "full": "full"}
-    if value not in kinds:
-        raise UserError("deltatune has lora, dora and full")
-    draft.set("fine_tune_type", kinds[value])
+    draft.set("fine_tune_type", _one_of(kinds, value, "deltatune has lora, dora and full"))
     if value == "qlora":
         raise UserError(QUANTISE)
 
@@ -98,7 +94,9 @@ def modules(draft: Draft, value: Any) -> None:
     names = value.split(",") if isinstance(value, str) else value
     if value is True or (isinstance(names, list) and len(names) == 1 and names[0] in ("all", "all-linear")):
         return  # The default.
-    draft.adapt("keys", [name.strip() if isinstance(name, str) else name for name in names or []])
+    if isinstance(names, list):
+        names = [name.strip() if isinstance(name, str) else name for name in names]
+    draft.adapt("keys", names)
 
 
 def init(draft: Draft, value: Any) -> None:
@@ -153,10 +151,17 @@ def _number(value: Any) -> float:
 
 
 def _of_kind(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Return the value; UserError unless it is a number of one of these kinds."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise UserError("expected a number")
+    """Return the value; UserError unless it is of one of these kinds, and finite where it is a number."""
+    if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, float) and not isfinite(value)):
+        raise UserError("expected a text" if str in kinds else "expected a number")
     return value
+
+
+def _one_of(ours: Mapping[str, str], value: Any, known: str) -> str:
+    """Return our word for theirs; UserError, which says what is `known`, where there is none."""
+    if not isinstance(value, str) or value not in ours:
+        raise UserError(known)
+    return ours[value]
 
 
 def prompts_count(draft: Draft, value: Any) -> None:
@@ -172,7 +177,7 @@ _LOSSES = {"sft": "sft", "pt": "sft", "ipo": "dpo"} | {name: name for name in ("
 
 
 def loss(draft: Draft, value: Any) -> None:
-    if value not in _LOSSES:
+    if not isinstance(value, str) or value not in _LOSSES:
         raise refuse_trainer(value)
     if _LOSSES[value] != "sft":
         draft.set("loss", _LOSSES[value])
