@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 import other_towers
-from deltatune.doctor import custom_kernels_trace
+from deltatune.doctor import custom_kernels, custom_kernels_trace
 from deltatune.doctor.custom_kernels import ReachedKernel, sweep, without_gradient
 from deltatune.errors import UserError
 
@@ -85,6 +85,12 @@ def test_the_kimi_towers_table_of_positions_has_no_gradient():
 @recent
 def test_a_model_whose_backward_upstream_refuses_is_one_message():
     with pytest.raises(UserError, match=r"glm5_next: this layer cannot be trained: .* VJP with respect to indices"):
+        sweep(other_towers.build("glm5_next"))
+
+
+def test_a_trace_that_does_not_end_is_one_message(monkeypatch):
+    monkeypatch.setattr(custom_kernels, "_LIMIT", 0.01)
+    with pytest.raises(UserError, match=r"its training forward was not traced within 0.01 seconds"):
         sweep(other_towers.build("glm5_next"))
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deltatune.selftest.record import SelftestRecord
+
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("hardware_table", ROOT / "scripts" / "hardware_table.py")
 table = importlib.util.module_from_spec(SPEC)
@@ -37,3 +39,16 @@ def test_a_record_that_was_stopped_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["hardware_table.py"])
     with pytest.raises(SystemExit, match=r"a-mac\.json: the self-test was stopped"):
         table.main()
+
+
+@pytest.mark.parametrize(
+    ("home", "written"),
+    [("/home/josé", "~/x"), ("/", "/home/josé/x"), ("", "/home/josé/x"), ("relative", "/home/josé/x")],
+)
+def test_the_home_folders_name_alone_is_left_out(home, written, monkeypatch, tmp_path):
+    """A container may have / for a home, or none."""
+    monkeypatch.setenv("HOME", home)
+    made = SelftestRecord.__new__(SelftestRecord)
+    made.path, made.content = tmp_path / "record.json", {"path": "/home/josé/x", "speed": "1.5 GFLOP/s", "load": 0.5}
+    made.write()
+    assert json.loads(made.path.read_text()) == {"path": written, "speed": "1.5 GFLOP/s", "load": 0.5}

@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten
 from ..errors import UserError
 from ..machine import environment
 
+# Seconds for the trace.
 _LIMIT = 300
 
 
@@ -62,7 +63,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
         The custom kernels that the forward calls.
 
     Raises:
-        UserError: If the forward cannot be built or traced; the message has upstream's words.
+        UserError: If the forward cannot be built or traced, with upstream's words, or not within _LIMIT.
     """
     module = type(model).__module__
     arguments = model.config if "config" in vars(model) else getattr(model, "args", None)
@@ -83,7 +84,10 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
     # deltatune's own kernels are not looked for.
     variables = environment.of_child() | {environment.GATED_DELTA: "chunk", environment.ATTENTION: "blocked"}
     command = [sys.executable, "-m", "deltatune.doctor.custom_kernels_trace"]
-    done = subprocess.run(command, input=request, capture_output=True, env=variables, timeout=_LIMIT)
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, env=variables, timeout=_LIMIT)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"sweep: {module}: its training forward was not traced within {_LIMIT} seconds") from error
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise UserError(

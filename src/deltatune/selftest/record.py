@@ -72,8 +72,7 @@ class SelftestRecord:
 
     def write(self) -> None:
         """Write the file in one move; raises OSError where that fails."""
-        # The name of the home folder is private. JSON has no infinity and no NaN, so they become strings.
-        text = json.dumps(_plain(self.content), indent=1, allow_nan=False).replace(str(Path.home()), "~")
+        text = json.dumps(_plain(self.content, os.path.expanduser("~")), indent=1, allow_nan=False)
         atomic_files.write(self.path, (text + "\n").encode())
 
     @property
@@ -89,12 +88,15 @@ def _count(content: dict[str, Any], status: str) -> int:
     return sum(check["status"] == status for check in content["checks"])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, home: str) -> Any:
+    """Return what JSON can hold: infinity and NaN become strings. The name of the home folder is private."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(entry, home) for key, entry in value.items()}
+    if isinstance(value, str) and home.startswith("/") and home != "/":
+        return value.replace(home, "~")
+    return [_plain(entry, home) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def hardware_line(content: dict[str, Any]) -> str:
