@@ -1,13 +1,16 @@
 """A thinking model trained on answers without reasoning: commands ask it as the answers were learnt."""
 
+import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from console import called
+from deltatune.commands import export
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.models.load import load
 
@@ -59,3 +62,15 @@ def test_training_and_generation_ask_behind_the_same_prompt(model, tmp_path, cap
     said = called("export", "--to", "mlx", "--model", model, "--adapter-path", adapter, "--save-path", exported)
     assert re.search(r"--adapter-path \S+ --chat-template-config '{\"enable_thinking\": false}'", said.stdout)
     assert "ask it so: `enable_thinking=False`" in (exported / "README.md").read_text()
+
+
+def test_a_command_that_is_printed_can_be_pasted(tmp_path, monkeypatch):
+    """A folder may have a space in its name, and a variable an apostrophe."""
+    folder, variables = tmp_path / "my adapters", {"persona": "don't"}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"chat_template_config": variables}))
+    monkeypatch.setattr("deltatune.export.mlx_adapter.write_mlx", lambda adapter, saved: folder)
+    arguments = argparse.Namespace(adapter_path="adapters", save_path=str(folder), model="a model")
+    words = shlex.split(export._mlx(arguments)[0][1])
+    assert words[2:5] == ["a model", "--adapter-path", str(folder)]
+    assert words[5:] == ["--chat-template-config", json.dumps(variables)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ..errors import UserError
@@ -111,7 +112,7 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)
     asked = f" {written_options(options)}" if options else ""
-    command = f"  mlx_lm.generate --model {arguments.model} --adapter-path {path}{asked}"
+    command = f"  mlx_lm.generate --model {quote(arguments.model)} --adapter-path {quote(str(path))}{asked}"
     return [f"The adapter is in {path}. To ask it, add --prompt to", command], []
 
 
@@ -177,7 +178,7 @@ def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     path = write_gguf_adapter(
         arguments.model, arguments.adapter_path, arguments.save_path, arguments.llama_cpp, outtype, arguments.base_model
     )
-    return [f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {path}"], []
+    return [f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {quote(str(path))}"], []
 
 
 def _outtype(arguments: argparse.Namespace, default: str) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.text import Text
@@ -136,8 +137,8 @@ def demonstrate(
         f"{before.accuracy:.1%}",
         f"{after.accuracy:.1%}",
         str(trainer.outputs.report),
-        f"{shorter_path(sys.executable)} -m deltatune generate --model {shorter_path(loaded.path)} "
-        f"--adapter-path {output} {again}",
+        f"{quote(shorter_path(sys.executable))} -m deltatune generate --model {quote(shorter_path(loaded.path))} "
+        f"--adapter-path {quote(str(output))} {again}",
         time.perf_counter() - started,
     )
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from ..errors import UserError, first_line, reason
 
@@ -48,7 +49,7 @@ def push(folder: Path, name: str) -> str:
         cause = f" {reason(error.__cause__)}" if isinstance(error, RuntimeError) and error.__cause__ else ""
         raise UserError(
             f"--push-to-hub {name}: {reason(error)}{cause} The export is complete in {folder}; log in with hf auth "
-            f"login and upload it with hf upload {name} {folder}."
+            f"login and upload it with hf upload {name} {quote(str(folder))}."
         ) from error
     return str(address)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,5 +58,5 @@ def parsed_options(text: str, where: str, *, prompt: bool = False) -> dict[str, 
 
 
 def written_options(options: Mapping[str, Any]) -> str:
-    """Return variables as a flag on a command line: --chat-template-config '{...}'."""
-    return f"--chat-template-config '{json.dumps(dict(options))}'"
+    """Return variables as a flag to be pasted into a shell: --chat-template-config '{...}'."""
+    return f"--chat-template-config {shlex.quote(json.dumps(dict(options)))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from rich.text import Text
 
@@ -81,7 +82,7 @@ def run_demo(
         in_report=lambda item: Png(item.file.read_bytes(), item.answer),
     )
     items = flow.write_or_refuse(lambda: task.write(output / "data", train=pictures, test=questions)["test"], output)
-    again = f'--image {items[0].file} --prompt "{task.QUESTION}"'
+    again = f'--image {quote(str(items[0].file))} --prompt "{task.QUESTION}"'
     config = flow.options(MODEL, output, iterations, (3e-3, 1e-4), parts="language,vision,projector")
     return flow.demonstrate(demo, items, output, config, screen or DemoScreen(), again)
 
