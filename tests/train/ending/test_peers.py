@@ -2,10 +2,13 @@
 
 import random
 import re
+import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from deltatune.train.ending.peers import Peers
 from killed_runs import KILLED_AT_A_MOMENT, adapters
 
 # The most seconds that the others may take to end.
@@ -102,3 +105,15 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
         if kills >= wanted:
             break
     assert kills >= wanted
+
+
+def test_a_connection_that_nobody_answers_is_closed(monkeypatch):
+    ends = [socket.socketpair() for _ in range(2)]
+    waiting = [ours for ours, _ in ends]
+    for link in waiting:
+        link.settimeout(0.01)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: waiting.pop())
+    Peers(SimpleNamespace(rank=1, size=2), print)._call(0, (1, 2, ["one", "another"]))
+    for ours, theirs in ends:
+        assert ours.fileno() == -1
+        theirs.close()

@@ -39,6 +39,26 @@ def test_metrics_that_were_deleted_meanwhile_can_be_cut(tmp_path):
     assert (tmp_path / "moved").read_text() == '{"iteration": 1}\n'
 
 
+def test_a_service_that_was_opened_is_closed_where_the_next_one_is_not(tmp_path, monkeypatch):
+    closed = []
+
+    class Opened:
+        def __init__(self, *_):
+            pass
+
+        def close(self):
+            closed.append(self)
+
+    class Refused:
+        def __init__(self, *_):
+            raise UserError("no login")
+
+    monkeypatch.setattr(log, "SERVICES", {"tensorboard": Opened, "wandb": Refused})
+    with pytest.raises(UserError, match="no login"):
+        log.open_services("tensorboard,wandb", tmp_path, None, {})
+    assert len(closed) == 1
+
+
 def test_unwritable_metrics_are_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):

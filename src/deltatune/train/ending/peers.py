@@ -116,13 +116,13 @@ class Peers:
         """Connect to a lower rank; its answer shows that no other program listens at that address and port."""
         secret, port, addresses = listener
         for address in addresses:
-            with contextlib.suppress(OSError):
-                link = socket.create_connection((address, port), timeout=_CONNECT / 2)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                link = stack.enter_context(socket.create_connection((address, port), timeout=_CONNECT / 2))
                 link.sendall(_GREETING.pack(secret, self._world.rank))
                 if _exactly(link, _MESSAGE.size) == _MESSAGE.pack(_GOODBYE, rank):
+                    stack.pop_all()
                     self._add(rank, link)
                     return
-                link.close()
 
     def _accept(self) -> None:
         link, _ = self._listener.accept()

@@ -185,7 +185,13 @@ def open_services(report_to: str | None, directory: Path, project: str | None, o
         UserError: If a service is unknown or cannot be used.
     """
     default = Path.cwd().name or "deltatune"
-    return [service(directory, project or default, options) for service in _named(report_to)]
+    opened: list[Service] = []
+    with contextlib.ExitStack() as stack:
+        for kind in _named(report_to):
+            opened.append(kind(directory, project or default, options))
+            stack.callback(opened[-1].close)
+        stack.pop_all()
+    return opened
 
 
 def _named(report_to: str | None) -> list[Any]:

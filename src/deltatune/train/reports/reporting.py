@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import deque
@@ -60,12 +61,12 @@ class Reporting:
         self.write(progress, "just begun")
 
     def close(self) -> None:
-        """Close what open() has opened, and remove the bar."""
-        self._screen.stop()
-        for service in self._services:
-            service.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        """Close what open() has opened, each whether or not another one fails to close, and remove the bar."""
+        with contextlib.ExitStack() as stack:
+            for opened in (self.metrics, *self._services):
+                if opened is not None:
+                    stack.callback(opened.close)
+            self._screen.stop()
 
     @property
     def peak_memory(self) -> float:
