@@ -18,6 +18,8 @@ INFINITE = float("inf")
         (mx.ones((2, 2)), mx.ones((2, 2)), 0.0),
         (mx.ones((2, 2)) * mx.nan, mx.ones((2, 2)), INFINITE),
         (mx.ones(2) * mx.inf, mx.ones(2), INFINITE),
+        (mx.ones(2), mx.array([mx.nan, 1.0]), INFINITE),
+        (mx.ones(2), mx.array([1.0, mx.inf]), INFINITE),
         (mx.ones((2, 3)), mx.ones((2, 2)), INFINITE),
         (mx.zeros(3), mx.zeros(3), 0.0),
         (mx.ones(3), mx.zeros(3), INFINITE),

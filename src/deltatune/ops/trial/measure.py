@@ -33,8 +33,8 @@ def relative_error(
 ) -> float:
     """Return the size of the difference over the size of `truth`, in float64.
 
-    It is infinite for arrays of different shapes, for results with NaN or infinity in them, and where the truth alone
-    is zero.
+    It is infinite for arrays of different shapes, where either has NaN or infinity in it, since nothing can be compared
+    with that, and where the truth alone is zero.
 
     Args:
         result: What was computed.
@@ -46,7 +46,7 @@ def relative_error(
         0.25
     """
     one, other = as_float64(result), as_float64(truth)
-    if one.shape != other.shape or not np.isfinite(one).all():
+    if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
         return float("inf")
     error, whole = size(one - other), size(other)
     return error / whole if whole > 0 else float("inf" if error > 0 else 0.0)
