@@ -65,12 +65,13 @@ def test_parts_are_compared_each_by_itself():
 
 
 @pytest.mark.parametrize("broken", ["call", "truth"])
-def test_what_cannot_be_computed_is_a_problem(broken):
+@pytest.mark.parametrize("error", [RuntimeError("no compiler"), AttributeError("mlx.core.fast has no such function")])
+def test_what_cannot_be_computed_is_a_problem(broken, error):
     def fails(*_):
-        raise RuntimeError("no compiler")
+        raise error
 
     verdict = judged(case_of(**{broken: fails}), right, "broken")
-    assert (verdict.passed, verdict.problem) == (False, "RuntimeError: no compiler")
+    assert (verdict.passed, verdict.problem) == (False, f"{type(error).__name__}: {error}")
 
 
 def test_memory_holds_nan_before_the_call_that_counts(monkeypatch):
