@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import LayerInfo, describe
-from ..machine import backend
+from ..machine import backend, packages
 from ..patches import PATCHES, patched
 from ..patches.verify import serving
 from ..plan.array_layout import ArrayLayout
@@ -150,7 +150,7 @@ def examine(model: str | None = None) -> Examination:
         with _patched() as patches:
             builders.shutdown()
             return Examination(
-                versions=inventory.versions(),
+                versions=packages.versions(),
                 machine=inventory.machine(),
                 gated_delta=f"{', then '.join(names)} ({why})",
                 findings=implementations.findings(),

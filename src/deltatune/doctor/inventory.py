@@ -1,8 +1,7 @@
-"""Lists the packages, chip, system, device and BLAS of this machine, and measures how fast the BLAS is."""
+"""Lists the chip, system, device and BLAS of this machine, and measures how fast the BLAS is."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -14,19 +13,7 @@ import mlx.core as mx
 from ..machine import backend, blas, blas_fault, environment
 from ..ops.trial import verdicts
 
-PACKAGES = ("deltatune", "mlx", "mlx-lm", "mlx-vlm", "numpy", "transformers")
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
-
-
-def versions() -> dict[str, str]:
-    """The versions of the installed packages that influence results, by package."""
-    by_package = {}
-    for name in PACKAGES:
-        try:
-            by_package[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return by_package
 
 
 def machine() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import inventory
-from ..machine import atomic_files, backend
+from ..machine import atomic_files, backend, packages
 from ..ops.trial import verdicts
 from ..plan.device_limits import device_limits
 from .examined import examination
@@ -45,7 +45,7 @@ class SelftestRecord:
             "quick": quick,
             "finished": False,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "versions": inventory.versions(),
+            "versions": packages.versions(),
             "machine": inventory.machine(),
             "device": backend.device(),
             "driver": verdicts.machine()["driver"],

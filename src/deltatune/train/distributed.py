@@ -6,7 +6,7 @@ Each rank trains on its own rows, gradients and losses are summed over the ranks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from ..errors import UserError
-from .tree import leaves
+from .tree import leaves, parted
 from .tree import number as to_number
 
 # The backends that mx.distributed.init() tries, in its order.
@@ -67,7 +67,7 @@ class World:
         for message in _messages(reversed(leaves(tree))):
             arrays = [leaf for _, leaf in message]
             total = self.sum(arrays[0] if len(arrays) == 1 else mx.concatenate([leaf.reshape(-1) for leaf in arrays]))
-            parts = [total] if len(arrays) == 1 else _parts(total, arrays)
+            parts = [total] if len(arrays) == 1 else parted(total, [leaf.shape for leaf in arrays])
             summed |= zip((path for path, _ in message), parts, strict=True)
         return tree_map_with_path(lambda path, _: summed[path], tree)
 
@@ -134,12 +134,3 @@ def _messages(flat: Iterable[tuple[str, mx.array]]) -> Iterator[list[tuple[str, 
         if sum(array.nbytes for _, array in message) >= MESSAGE_BYTES:
             yield waiting.pop(leaf.dtype)
     yield from waiting.values()
-
-
-def _parts(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
-    """Split `joined` into arrays with the shapes of `like`."""
-    ends, end = [], 0
-    for array in like[:-1]:
-        end += array.size
-        ends.append(end)
-    return [part.reshape(array.shape) for part, array in zip(mx.split(joined, ends), like, strict=True)]

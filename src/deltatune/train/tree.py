@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -36,12 +38,23 @@ def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
     """Return the places of the arrays at dotted `paths` of a tree or module."""
     by_path = {}
     for path in paths:
-        *names, last = path.split(".")
-        container = tree
-        for name in names:
-            container = container[int(name) if isinstance(container, (list, tuple)) else name]
+        above, _, last = path.rpartition(".")
+        container = at(tree, above)
         by_path[path] = Place(container, int(last) if isinstance(container, list) else last)
     return by_path
+
+
+def at(tree: Any, path: str) -> Any:
+    """Return what stands at a dotted path of a tree or module; the tree itself for an empty one."""
+    for name in path.split(".") if path else ():
+        tree = tree[int(name) if isinstance(tree, list | tuple) else name]
+    return tree
+
+
+def parted(joined: mx.array, shapes: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Return arrays of these shapes, which stand end to end in `joined`; they share its buffer."""
+    ends = list(accumulate(map(math.prod, shapes)))[:-1]
+    return [part.reshape(shape) for part, shape in zip(mx.split(joined, ends), shapes, strict=True)]
 
 
 # The dtypes of numbers of four bytes.

@@ -86,11 +86,6 @@ def test_one_pass_does_not_move_the_place(examples_of):
     assert same(next(order), next(other))
 
 
-def test_epoch_number_is_that_of_the_next_batch(examples_of):
-    order = BatchOrder(examples_of(SIZES), 10, 128)
-    assert [order.epoch_number, next(order) and order.epoch_number, next(order) and order.epoch_number] == [0, 0, 1]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_the_batches_of_one_worker(examples_of, packed, world):

@@ -94,11 +94,6 @@ class BatchOrder:
         return -(-len(self._rows) // self._batch_size)
 
     @property
-    def epoch_number(self) -> int:
-        """The epoch, from 0, to which the next batch belongs."""
-        return self._epoch + (self._step >= len(self._plan))
-
-    @property
     def widths(self) -> list[int]:
         """The widths T that a batch can have, ascending."""
         return sorted({int(width) for width in self._widths})

@@ -21,7 +21,7 @@ from ...options.config import LoraConfig, TrainConfig
 from ...patches import patched
 from ...train.distributed import World
 from ...train.step import LossFunction, Step, chunked_loss
-from ...train.tree import number
+from ...train.tree import at, number
 from ...train.updates.optimizer import build_optimizer
 from . import seeded
 from .cases import BETAS, EPS, GROUP_SIZE, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityCase, ParityRun
@@ -102,12 +102,6 @@ def _adapters(modules: dict[str, Any]) -> Adapters:
     return {path: {key: np.array(m[key]) for key in keys if key in m} for path, m in modules.items()}
 
 
-def _subtree(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree[int(part)] if part.isdigit() else tree[part]
-    return tree
-
-
 def train(
     model: nn.Module,
     modules: dict[str, nn.Module],
@@ -146,7 +140,7 @@ def train(
             losses.append(number(total) / number(weight))
             if index == 0:
                 parts = step.bundles.part(gradients)
-                first = _adapters({path: _subtree(parts, mlx_path(path)) for path in modules})
+                first = _adapters({path: at(parts, mlx_path(path)) for path in modules})
     return ParityRun(losses, first, _adapters(modules))
 
 

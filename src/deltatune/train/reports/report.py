@@ -7,17 +7,15 @@ import contextlib
 import dataclasses
 import datetime
 import html
-import importlib.metadata
 import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...machine import backend, blas
+from ...machine import backend, blas, packages
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from . import curves
@@ -27,7 +25,6 @@ from .log import SAMPLES
 Row = Sequence[Any]
 # No figure of a run is larger; sums of larger ones could overflow in a plot.
 _LARGEST = 1e100
-_PACKAGES = ("deltatune", "mlx", "mlx-lm", "numpy", "transformers")
 
 
 @dataclass(frozen=True)
@@ -138,16 +135,6 @@ def _drawable(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-@cache
-def versions() -> Mapping[str, str]:
-    """Return the versions of the packages that influence the results; a package that is not installed is left out."""
-    installed = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
-    return installed
-
-
 def environment() -> dict[str, str]:
     """Describe the machine that runs this: Python, operating system, device and BLAS."""
     facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
@@ -235,7 +222,7 @@ def _facts(config: TrainConfig) -> list[ReportTable]:
             shown=True,
         ),
         ReportTable(
-            "Versions and machine", ("what", "value"), [*versions().items(), *environment().items()], folded=True
+            "Versions and machine", ("what", "value"), list((packages.versions() | environment()).items()), folded=True
         ),
     ]
 

@@ -20,7 +20,7 @@ from mlx.utils import tree_unflatten
 from ...machine import backend
 from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
-from ..tree import leaves
+from ..tree import leaves, parted
 from .eight_bit import SMALLEST, EightBit
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
@@ -57,11 +57,7 @@ class Bundle:
 
     def part(self, joined: mx.array) -> list[mx.array]:
         """Return the parameters as parts of `joined`; they share its buffer."""
-        ends, end = [], 0
-        for shape in self.shapes[:-1]:
-            end += math.prod(shape)
-            ends.append(end)
-        return [piece.reshape(shape) for piece, shape in zip(mx.split(joined, ends), self.shapes, strict=True)]
+        return parted(joined, self.shapes)
 
     def part_moment(self, joined: mx.array) -> list[mx.array]:
         """Return the parameters' parts of a moment, or of the scales of a moment that is stored in 8 bits."""

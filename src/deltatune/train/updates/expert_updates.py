@@ -19,7 +19,7 @@ from mlx.utils import tree_unflatten
 
 from ...errors import UserError
 from ...lora.weights import is_switch
-from ..tree import leaves
+from ..tree import at, leaves
 from .bundles import ELEMENTWISE
 from .optimizer import learning_rate_times
 
@@ -93,7 +93,7 @@ class ActiveExperts:
                 continue
             rows = mx.array(touched.astype(np.uint32))
             for path in paths:
-                moments, gradient = _at(self._optimizer.state, path), experts.gradients[path]
+                moments, gradient = at(self._optimizer.state, path), experts.gradients[path]
                 with learning_rate_times(self._optimizer, self._rates.get(path, 1.0)):
                     self._update_rows(parameters[path], moments, gradient, rows, experts.factor)
 
@@ -121,9 +121,3 @@ def _expert_leaves(model: nn.Module) -> dict[str, list[str]]:
         if paths:
             by_layer.setdefault(path.rpartition(".")[0], []).extend(paths)
     return by_layer
-
-
-def _at(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
-    return tree
