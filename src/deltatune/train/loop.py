@@ -148,7 +148,8 @@ class Trainer:
             self._announce(trained, chosen)
             model.train()
             if backend.device() == "metal":
-                mx.set_wired_limit(backend.gpu_memory())
+                # MLX's own limit comes back for whatever a notebook does next.
+                stack.callback(mx.set_wired_limit, mx.set_wired_limit(backend.gpu_memory()))
             freed_memory = FreedMemory(config.clear_cache_threshold)
             step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes))
             saving = self._saving(step, chosen)
