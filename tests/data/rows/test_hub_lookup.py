@@ -1,4 +1,5 @@
 import ssl
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import datasets
@@ -58,3 +59,13 @@ def test_only_a_hub_that_does_not_answer_is_left_out(hub, answer, offline):
     hub(answer)
     with hub_lookup.hub_lookup("some/data"):
         assert datasets.config.HF_HUB_OFFLINE is offline
+
+
+def test_a_current_folder_that_may_not_be_listed_keeps_nothing_from_being_asked(hub, monkeypatch, capsys):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    hub(HTTPError("url", 401, "", None, None))
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert hub_lookup._answers("some/data")
+    assert "--data some/data: there is no such folder here; asking" in capsys.readouterr().err

@@ -40,7 +40,10 @@ def _answers(name: str) -> bool:
     """Say that the hub is asked for `name`, once a process, and return whether it answers."""
     import datasets
 
-    folders = [entry.name for entry in Path().iterdir() if entry.is_dir()]
+    folders: list[str] = []
+    # A current folder that may not be listed has no name to offer.
+    with contextlib.suppress(OSError):
+        folders = [entry.name for entry in Path().iterdir() if entry.is_dir()]
     sys.stderr.write(
         f"--data {name}: there is no such folder here{nearest(name, folders)}; asking the Hugging Face hub for a data "
         "set of this name.\n"

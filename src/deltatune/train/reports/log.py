@@ -184,11 +184,10 @@ def open_services(report_to: str | None, directory: Path, project: str | None, o
     Raises:
         UserError: If a service is unknown or cannot be used.
     """
-    default = Path.cwd().name or "deltatune"
     opened: list[Service] = []
     with contextlib.ExitStack() as stack:
         for kind in _named(report_to):
-            opened.append(kind(directory, project or default, options))
+            opened.append(kind(directory, project or Path.cwd().name or "deltatune", options))
             stack.callback(opened[-1].close)
         stack.pop_all()
     return opened

@@ -117,8 +117,9 @@ class Outputs:
         keep = self._config.keep
         if keep is None:
             return
-        copies = [(int(match[1]), file) for file in self.directory.iterdir() if (match := _COPY.fullmatch(file.name))]
         try:
+            matches = [(file, _COPY.fullmatch(file.name)) for file in self.directory.iterdir()]
+            copies = [(int(match[1]), file) for file, match in matches if match]
             for number, file in sorted(copies)[: max(len(copies) - keep, 0)]:
                 if number != newest or not keep:
                     file.unlink(missing_ok=True)
