@@ -98,7 +98,7 @@ class DemoScreen(Screen):
             transient=True,
         )
         self._task = self._bar.add_task("", total=total, completed=done, note="compiling the step")
-        with self._unread():
+        with self.unread():
             self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:

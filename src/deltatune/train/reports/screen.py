@@ -142,7 +142,7 @@ class Screen:
         )
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
         self._task = self._bar.add_task("training", total=total, completed=done, note="")
-        with self._unread():
+        with self.unread():
             self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:
@@ -166,7 +166,7 @@ class Screen:
         """Remove the bar."""
         bar, self._bar = self._bar, None
         if bar is not None:
-            with self._unread():
+            with self.unread():
                 bar.stop()
 
     def _rows(self, record: Record, *, best: bool = False) -> None:
@@ -178,11 +178,11 @@ class Screen:
 
     def _print(self, what: RenderableType) -> None:
         if self._shown:
-            with self._unread():
+            with self.unread():
                 self._console.print(what, soft_wrap=isinstance(what, Text))
 
     @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
+    def unread(self) -> Iterator[None]:
         """Let a run continue silently where nobody reads what is written, as after its terminal was closed."""
         try:
             yield
