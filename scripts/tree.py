@@ -131,11 +131,11 @@ def phrase(path: Path) -> str:
 
 
 def main(rooms: list[str]) -> int:
-    found, known = imports(), modules()
     unknown = sorted(set(rooms) - set(ORDER))
     if unknown:
         print(f"No room: {', '.join(unknown)}. The rooms are {', '.join(reversed(ORDER))}.", file=sys.stderr)
         return 2
+    found, known = imports(), modules()
     arrows: dict[str, set[str]] = defaultdict(set)
     for each in found:
         if each.imported in known and each.importer:

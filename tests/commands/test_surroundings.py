@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from console import SCRIPT, deltatune
+from console import SCRIPT, called, deltatune
 
 ROW = {"prompt": "the quick brown fox “ü” → 狐", "completion": "jumps İ over"}
 FLAGS = ["--iters", "1", "--batch-size", "2", "--max-seq-length", "96", "--num-layers", "2", "--steps-per-report", "1"]
@@ -69,7 +69,11 @@ def test_a_run_is_the_same_anywhere(checkpoint, data, usual, tmp_path, surroundi
 @pytest.mark.parametrize("umask", [0o000, 0o077], ids=oct)
 def test_merged_files_have_the_rights_that_the_umask_leaves(checkpoint, usual, tmp_path, umask):
     words = ["merge", "--model", checkpoint, "--adapter-path", usual, "--save-path", tmp_path / "merged"]
-    done = subprocess.run([SCRIPT, *words], umask=umask, capture_output=True, text=True)
+    before = os.umask(umask)
+    try:
+        done = called(*words)
+    finally:
+        os.umask(before)
     assert done.returncode == 0, done.stderr
     assert rights(tmp_path / "merged") == {0o666 & ~umask}
 

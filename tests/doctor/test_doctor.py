@@ -22,11 +22,33 @@ from deltatune.patches.verify import Serving
 from deltatune.plan.process_memory import LayoutError
 from new_tokens import with_new_tokens
 
+# What is measured of a machine, which no model changes.
+MEASURED = ((implementations, "findings"), (implementations, "of_attention"), (implementations, "times"))
+MEASURED += ((probes, "faults"),)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What was measured once for all tests that change nothing of it, by name."""
+    return {}
+
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(request, monkeypatch, measured):
+    """Trace no model, and measure once for the tests that do not ask for `anew`."""
     monkeypatch.setattr(inventory, "_SIDE", 64)
     monkeypatch.setattr(examination, "sweep", lambda model: [])
+
+    def once(name, measure):
+        return lambda: measured[name] if name in measured else measured.setdefault(name, measure())
+
+    for module, name in MEASURED if "anew" not in request.fixturenames else ():
+        monkeypatch.setattr(module, name, once(name, getattr(module, name)))
+
+
+@pytest.fixture
+def anew():
+    """For a test whose defect shows in what is measured."""
 
 
 @pytest.fixture
@@ -119,11 +141,13 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
     assert "Something here would train wrong" in text
 
 
+@pytest.mark.usefixtures("anew")
 def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, doctor):
     monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
     assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in doctor(code=1)
 
 
+@pytest.mark.usefixtures("anew")
 def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
     blocked = implementations.attention_blocked
     monkeypatch.setattr(implementations, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
@@ -137,6 +161,7 @@ def test_not_a_number_is_valid_json(found, capsys):
     assert faults[0]["error"] == "inf"
 
 
+@pytest.mark.usefixtures("anew")
 def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, doctor, tmp_path):
     on_a_gpu(wrong)
     # What an earlier process found is not asked again.

@@ -36,7 +36,9 @@ def stand_in(
     name: str = "mlx_lm",
     renamed: dict[str, str] | None = None,
 ) -> str:
-    """Write a package's files with changes into a folder, and return the PYTHONPATH under which they are imported.
+    """Write a package's files with changes into a folder, and return a PYTHONPATH under which they are imported.
+
+    What is on PYTHONPATH stays behind it.
 
     Args:
         folder: Where the package is written.
@@ -66,7 +68,7 @@ def stand_in(
         _write(path, text)
     if mlx is not None:
         (folder / "sitecustomize.py").write_text(_SITE.format(version=mlx))
-    return str(folder)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """A new version of upstream is served wholly where its code is as it was, and refused by name where it has changed.
 
-Each test runs the installed console script on a copy of mlx-lm that states a later version.
+Each test runs commands in a process of their own, on a copy of mlx-lm that states a later version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import beside
-from console import deltatune
+from console import called_elsewhere, deltatune
 
 pytestmark = pytest.mark.any_blas
 
@@ -104,13 +104,18 @@ def changed(tmp_path_factory):
     return stand_in(tmp_path_factory.mktemp("changed"), "0.99.0", FACTOR)
 
 
-def train(checkpoint, folder, *more, command="train", **variables):
+def words_of(command, checkpoint, folder):
+    """Write a few rows into `folder`, and return a command on them."""
     row = json.dumps({"text": "the quick brown fox jumps over the lazy dog"})
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(f"{row}\n" * 4)
     flags = ["--model", checkpoint, "--data", folder, "--batch-size", 2]
-    flags += ["--iters", 1, "--adapter-path", folder / "out"] if command == "train" else []
-    return deltatune(command, *flags, *more, DELTATUNE_CACHE=str(folder / "cache"), **variables)
+    return [command, *flags, *(["--iters", 1, "--adapter-path", folder / "out"] if command == "train" else [])]
+
+
+def train(checkpoint, folder, *more, **variables):
+    words = words_of("train", checkpoint, folder)
+    return deltatune(*words, *more, DELTATUNE_CACHE=str(folder / "cache"), **variables)
 
 
 def test_unchanged_code_under_a_new_version_is_served_wholly(checkpoint, tmp_path):
@@ -157,17 +162,15 @@ def without_weights(checkpoint, folder):
     return folder
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "plan"])
-def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(
-    command, unread, tmp_path, changed
-):
-    done = train(unread, tmp_path, PYTHONPATH=changed, command=command)
-    assert done.returncode == 2
-    (message,) = [line for line in done.stderr.splitlines() if line]
-    assert "mlx_lm.models.gated_delta.gated_delta_update (mlx_lm 0.99.0): " in message
-    assert "differs from deltatune's by " in message
-    assert "pip install 'mlx-lm==0.32.2'" in message
-    assert "--force" in message
+def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(unread, tmp_path, changed):
+    commands = [words_of(command, unread, tmp_path) for command in ("train", "eval", "plan")]
+    for done in called_elsewhere(*commands, PYTHONPATH=changed, DELTATUNE_CACHE=str(tmp_path / "cache")):
+        assert done.returncode == 2, done
+        (message,) = [line for line in done.stderr.splitlines() if line]
+        assert "mlx_lm.models.gated_delta.gated_delta_update (mlx_lm 0.99.0): " in message
+        assert "differs from deltatune's by " in message
+        assert "pip install 'mlx-lm==0.32.2'" in message
+        assert "--force" in message
     assert not (tmp_path / "out/adapters.safetensors").exists()
 
 
