@@ -1,7 +1,6 @@
 """The routed experts of a mixture-of-experts layer, base and adapter together, as one function with its gradient."""
 
-from .activation import swiglu
-from .block import expert_block
+from .block import expert_block, swiglu
 from .projection import Projection
 
 __all__ = ["Projection", "expert_block", "swiglu"]

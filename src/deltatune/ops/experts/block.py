@@ -20,9 +20,8 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
-from ..pointwise import scored_swiglu
+from ..pointwise import exponentials, scored_swiglu, silu
 from ..tracing import trace
-from .activation import swiglu
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
 from .readers import InnerRows, Readers
@@ -41,6 +40,13 @@ ROWS_PER_EXPERT = {"metal": 4, "cuda": 128}
 # What a tile on a CPU costs in addition to its rows, measured in rows: a BLAS call; copying a matrix to fp32; unpacking
 # a quantised one; adding the matrix's gradient up.
 DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
+
+
+def swiglu(up: mx.array, gate: mx.array) -> mx.array:
+    """Return silu(gate) * up, for arrays of one shape and dtype."""
+    if backend.device() == "cuda" and silu.serves(gate, up):
+        return silu.swiglu(gate, up)
+    return exponentials.swiglu(gate, up)
 
 
 def expert_block(

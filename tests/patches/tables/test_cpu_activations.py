@@ -1,0 +1,109 @@
+"""Activations of upstream's models on a CPU: what is served, and with which results."""
+
+import sys
+from collections import Counter
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from deltatune.machine import backend
+from deltatune.ops.attention.blocked import attention_blocked
+from deltatune.ops.cross_entropy import linear_cross_entropy
+from deltatune.ops.pointwise import exponentials
+from deltatune.patches import patched
+from deltatune.patches.tables import cpu_activations
+
+pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="these patches are for CPUs")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Counts the calls of each function of exponentials, which serve arrays of any size."""
+    calls = Counter()
+    for name in ("silu", "swiglu", "gelu_tanh", "softmax"):
+
+        def count(*arrays, name=name, function=None):
+            calls[name] += 1
+            return function(*arrays)
+
+        monkeypatch.setattr(exponentials, name, partial(count, function=getattr(exponentials, name)))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(exponentials, "_FEWEST", 1)
+    return calls
+
+
+def results(model, tokens):
+    """The logits, and the gradient of every parameter, in training."""
+
+    def loss(parameters):
+        model.update(parameters)
+        logits = model(tokens)
+        return nn.losses.cross_entropy(logits[:, :-1], tokens[:, 1:]).mean(), logits
+
+    (_, logits), gradients = mx.value_and_grad(loss)(model.train().trainable_parameters())
+    return {"logits": logits, **dict(tree_flatten(gradients))}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear"])
+def test_a_models_activations_are_served_with_upstreams_results(tiny_model, served, monkeypatch, family):
+    model, tokens = tiny_model(family), mx.random.randint(0, 60, (2, 24), key=mx.random.key(1))
+    with patched(model):
+        found = results(model, tokens)
+    assert set(served) == {"silu", "swiglu"}
+    monkeypatch.setattr(sys, "platform", "darwin")
+    served.clear()
+    with patched(model):
+        wanted = results(model, tokens)
+    assert served["silu"] == 0
+    for name, array in wanted.items():
+        # Some thousand roundings of 6e-8 on the way to a gradient.
+        assert mx.abs(found[name] - array).max() <= 1e-4 * mx.abs(array).max(), name
+
+
+def test_attention_and_the_loss_over_the_vocabulary_have_its_softmax(served, monkeypatch):
+    shapes = ((1, 4, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
+    q, k, v = (mx.random.normal(shape, key=mx.random.key(at)) for at, shape in enumerate(shapes))
+    head, hidden = nn.Linear(8, 50), mx.random.normal((40, 8), key=mx.random.key(5))
+    targets = mx.arange(40)
+
+    def attended(*arrays):
+        return [attention_blocked(*arrays, scale=0.3, causal=True, scores=400)]
+
+    def loss(hidden):
+        return [linear_cross_entropy(head, hidden, targets, mx.ones(40))[0]]
+
+    def both():
+        return *mx.vjp(attended, [q, k, v], [q]), *mx.vjp(loss, [hidden], [mx.ones(())]), loss(head.eval() and hidden)
+
+    found = both()
+    assert served["softmax"] > 5
+    served.clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for ours, theirs in zip(found, both(), strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            assert mx.allclose(x, y, rtol=1e-5, atol=1e-5).item()
+    assert not served
+
+
+def test_a_gelu_is_served_by_its_kind(served):
+    x = mx.random.normal((3, 5))
+    expected = {kind: nn.GELU(kind)(x) for kind in ("none", "precise", "tanh", "fast")}
+    with patched():
+        for kind, wanted in expected.items():
+            assert mx.allclose(nn.GELU(kind)(x), wanted, atol=1e-6).item(), kind
+    assert served == {"gelu_tanh": 2}
+
+
+def test_functions_that_are_compiled_for_any_shape_keep_upstreams(served):
+    """A custom gradient cannot be part of them."""
+    any_shape = mx.compile(lambda x: nn.silu(x) * 2, shapeless=True)
+    with patched():
+        for shape in ((3, 5), (7, 2)):
+            assert any_shape(mx.ones(shape)).shape == shape
+
+
+def test_every_record_is_of_a_target_of_its_own():
+    assert len({record.target for record in cpu_activations.PATCHES}) == len(cpu_activations.PATCHES)
