@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ..machine import backend
 from .functional import holding, trainable
-from .pointwise import exponentials, vocabulary_loss
+from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
 from .products.quantized_product import unpacked_once
 from .random_state import drawing_from, repeatable
@@ -247,18 +247,19 @@ def _losses(logits, targets):
         return vocabulary_losses(logits, targets)
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
-    normalizer = exponentials.softmax(logits)[1] if exponentials.serves(logits) else mx.logsumexp(logits, axis=-1)
-    return normalizer - chosen
+    return mx.logsumexp(logits, axis=-1) - chosen
 
 
 def _chunk_forward(logits, targets, weights):
     """Return the weighted sum of the losses (weights None: their sum), the losses [n] and the probabilities [n, V]."""
     logits = logits.astype(mx.float32)
     target_logits = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
-    if exponentials.serves(logits):
-        probabilities, normalizer = exponentials.softmax(logits)
+    probabilities = mx.softmax(logits, axis=-1)
+    if backend.device() == "cpu":
+        # Taking the normaliser from the softmax saves the second exponential per logit that logsumexp would compute.
+        normalizer = logits.max(axis=-1) - mx.log(probabilities.max(axis=-1))
     else:
-        probabilities, normalizer = mx.softmax(logits, axis=-1), mx.logsumexp(logits, axis=-1)
+        normalizer = mx.logsumexp(logits, axis=-1)
     losses = normalizer - target_logits
     return (losses if weights is None else losses * weights).sum(), losses, probabilities
 

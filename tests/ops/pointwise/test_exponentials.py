@@ -84,19 +84,14 @@ def test_activations_and_their_gradients(ours, truth, count):
         assert np.abs(float64(gradient) - slope).max() < 5 * EXACT * np.abs(slope).max()
 
 
-@pytest.mark.parametrize("together", [1, 300, 2**19])
-def test_a_softmax_of_rows_that_are_taken_together(monkeypatch, together):
-    monkeypatch.setattr(exponentials, "_TOGETHER", together)
+def test_softmax():
     scores = mx.random.normal((3, 7, 100), key=mx.random.key(0)) * 20
     scores[:, :, 60:] = -1e30
     scores[2, 3] = -1e30
-    found, sums = exponentials.softmax(scores)
-    wide = float64(scores)
+    found, wide = exponentials.softmax(scores), float64(scores)
     e = np.exp(wide - wide.max(axis=-1, keepdims=True))
     # 100 numbers are added up, each addition rounds by 6e-8.
     assert np.abs(float64(found) - e / e.sum(axis=-1, keepdims=True)).max() < 100 * EXACT
-    expected = wide.max(axis=-1) + np.log(e.sum(axis=-1))
-    assert np.abs(float64(sums) / expected - 1).max() < 100 * EXACT
     assert found[0, 0, 60:].max().item() == 0
     assert mx.allclose(found[2, 3], mx.array(0.01)).item()
 

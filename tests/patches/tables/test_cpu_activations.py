@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 
 from deltatune.machine import backend
 from deltatune.ops.attention.blocked import attention_blocked
-from deltatune.ops.cross_entropy import linear_cross_entropy
 from deltatune.ops.pointwise import exponentials
 from deltatune.patches import patched
 from deltatune.patches.tables import cpu_activations
@@ -63,28 +62,21 @@ def test_a_models_activations_are_served_with_upstreams_results(tiny_model, serv
         assert mx.abs(found[name] - array).max() <= 1e-4 * mx.abs(array).max(), name
 
 
-def test_attention_and_the_loss_over_the_vocabulary_have_its_softmax(served, monkeypatch):
+def test_attention_has_its_softmax(served, monkeypatch):
     shapes = ((1, 4, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
-    q, k, v = (mx.random.normal(shape, key=mx.random.key(at)) for at, shape in enumerate(shapes))
-    head, hidden = nn.Linear(8, 50), mx.random.normal((40, 8), key=mx.random.key(5))
-    targets = mx.arange(40)
+    arrays = [mx.random.normal(shape, key=mx.random.key(at)) for at, shape in enumerate(shapes)]
 
-    def attended(*arrays):
-        return [attention_blocked(*arrays, scale=0.3, causal=True, scores=400)]
+    def results():
+        attended = lambda *x: [attention_blocked(*x, scale=0.3, scores=400)]  # noqa: E731
+        (y,), gradients = mx.vjp(attended, arrays, arrays[:1])
+        return [y, *gradients]
 
-    def loss(hidden):
-        return [linear_cross_entropy(head, hidden, targets, mx.ones(40))[0]]
-
-    def both():
-        return *mx.vjp(attended, [q, k, v], [q]), *mx.vjp(loss, [hidden], [mx.ones(())]), loss(head.eval() and hidden)
-
-    found = both()
-    assert served["softmax"] > 5
+    found = results()
+    assert served["softmax"] >= 4
     served.clear()
     monkeypatch.setattr(sys, "platform", "darwin")
-    for ours, theirs in zip(found, both(), strict=True):
-        for x, y in zip(ours, theirs, strict=True):
-            assert mx.allclose(x, y, rtol=1e-5, atol=1e-5).item()
+    for ours, wanted in zip(found, results(), strict=True):
+        assert mx.allclose(ours, wanted, rtol=1e-5, atol=1e-5).item()
     assert not served
 
 

@@ -255,7 +255,7 @@ class _Part:
             share = mx.sigmoid(mx.logsumexp(scores, axis=-1) - self.sinks[..., None])
         elif self.shared:
             share = (scores.max(axis=-1) > _LEAST).astype(mx.float32)
-        weights = exponentials.softmax(scores)[0] if exponentials.serves(scores) else mx.softmax(scores, axis=-1)
+        weights = exponentials.softmax(scores) if exponentials.serves(scores) else mx.softmax(scores, axis=-1)
         return weights, share
 
     def _visible(self, block: QueryBlock) -> tuple[mx.array | None, int]:

@@ -33,8 +33,6 @@ _LINEAR, _CUBIC = (mx.array(2 * math.sqrt(2 / math.pi) * factor) for factor in (
 _THREE = mx.array(3.0)
 # Each operation takes some microseconds, however small its arrays are; there are 24 in place of one.
 _FEWEST = 2**13
-# Rows of a softmax that are taken together: so many elements stay in a CPU's caches from one operation to the next.
-_TOGETHER = 2**19
 
 
 def serves(*arrays: mx.array) -> bool:
@@ -86,28 +84,13 @@ def gelu_tanh(x: mx.array) -> mx.array:
     return _gelu_tanh(x)[0]
 
 
-def softmax(scores: mx.array) -> tuple[mx.array, mx.array]:
-    """Compute the softmax along the last axis, some rows after others.
+def softmax(scores: mx.array) -> mx.array:
+    """Return the softmax of fp32 scores along the last axis; one of 88 or more below its row's largest gets exactly 0.
 
-    Args:
-        scores: [..., n] in fp32; a score that is 88 or more below its row's largest gets exactly 0.
-
-    Returns:
-        The probabilities, and the logarithm of the sum of the exponentials [...].
+    The scores must fit in a CPU's caches: on larger arrays so many operations take as long as MLX's exponential.
     """
-    rows = scores.reshape(-1, scores.shape[-1])
-    together = max(1, _TOGETHER // rows.shape[1])
-    probabilities, sums = [], []
-    for start in range(0, rows.shape[0], together):
-        part = rows[start : start + together]
-        largest = part.max(axis=-1, keepdims=True)
-        exponentials = exponential(part - largest)
-        total = exponentials.sum(axis=-1, keepdims=True)
-        probabilities.append(exponentials * mx.reciprocal(total))
-        sums.append(largest + mx.log(total))
-    one = len(sums) == 1
-    joined, of_rows = (x[0] if one else mx.concatenate(x) for x in (probabilities, sums))
-    return joined.reshape(scores.shape), of_rows.reshape(scores.shape[:-1])
+    exponentials = exponential(scores - scores.max(axis=-1, keepdims=True))
+    return exponentials * mx.reciprocal(exponentials.sum(axis=-1, keepdims=True))
 
 
 def _silu_forward(x: mx.array) -> list[mx.array]:
