@@ -93,10 +93,15 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
     # isort: split
+    from counted_allocator import ByteCounter, Counter
+
+    options = DEFAULTS | options
+    # The arrays that modules make when they are imported are counted as well.
+    counter = ByteCounter() if options["shape"] else Counter()
+
     import mlx.core as mx
     import numpy as np
 
-    from counted_allocator import ByteCounter, Counter
     from deltatune.data import Splits
     from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.array_layout import ArrayLayout
@@ -107,10 +112,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     from deltatune.train.setup import prepare
     from random_data import UnsavedTokenizer, random_examples
 
-    options = DEFAULTS | options
     if options["waiting"]:
         wait_for_each_operation()
-    counter = ByteCounter() if options["shape"] else Counter()
     described, model = random_model(options)
     length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
     with tempfile.TemporaryDirectory() as folder:

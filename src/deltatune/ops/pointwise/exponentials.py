@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -28,9 +29,6 @@ _ROUNDING = mx.array(1.28e7)
 _EXPONENT_BIAS, _MANTISSA_BITS = mx.array(127, mx.int32), mx.array(23, mx.int32)
 # 1 + r + r^2 (...): the polynomial of degree 5 with the least error for |r| <= ln 2 / 2, which is 1.1e-7 of e^r.
 _POLYNOMIAL = (*(mx.array(value) for value in (0.008312468, 0.041890256, 0.16667116, 0.4999923)), _ONE, _ONE)
-# gelu_tanh(x) is x sigmoid(x (_LINEAR + _CUBIC x^2)), and 1 + tanh(u) is 2 sigmoid(2 u).
-_LINEAR, _CUBIC = (mx.array(2 * math.sqrt(2 / math.pi) * factor) for factor in (1.0, 0.044715))
-_THREE = mx.array(3.0)
 # Each operation takes some microseconds, however small its arrays are; there are 24 in place of one.
 _FEWEST = 2**13
 
@@ -114,14 +112,22 @@ def _swiglu_backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.arr
     return [d * x * (sigmoid_of_gate + of_gate * (_ONE.astype(x.dtype) - sigmoid_of_gate)), d * of_gate]
 
 
+@cache
+def _factors_of_gelu() -> tuple[mx.array, mx.array]:
+    """Return a and b of gelu_tanh(x) = x sigmoid(x (a + b x^2)): 1 + tanh(u) is 2 sigmoid(2 u)."""
+    linear = 2 * math.sqrt(2 / math.pi)
+    return mx.array(linear), mx.array(0.044715 * linear)
+
+
 def _gelu_tanh_forward(x: mx.array) -> list[mx.array]:
-    sigmoid_of_x = sigmoid(x * (_LINEAR + _CUBIC * (x * x)))
+    linear, cubic = _factors_of_gelu()
+    sigmoid_of_x = sigmoid(x * (linear + cubic * (x * x)))
     return [x * sigmoid_of_x, sigmoid_of_x]
 
 
 def _gelu_tanh_backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-    x, (y, sigmoid_of_x) = primals, outputs
-    slope = _LINEAR + _THREE * _CUBIC * (x * x)
+    x, (y, sigmoid_of_x), (linear, cubic) = primals, outputs, _factors_of_gelu()
+    slope = linear + 3 * cubic * (x * x)
     return cotangents[0] * (sigmoid_of_x + y * (_ONE - sigmoid_of_x) * slope)
 
 
