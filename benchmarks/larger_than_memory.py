@@ -44,7 +44,9 @@ NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.uint32: "
 # Runs the command line with what it reads left in the system's page cache, or with all layers on the disk whatever the
 # plan says.
 KEEPS_CACHE = "from deltatune.machine.page_cache import PageCache; PageCache.drop = lambda self: None"
-ALL_ON_DISK = "from deltatune.plan import placement; placement.left_on_disk = lambda _, sizes, __: range(len(sizes))"
+ALL_ON_DISK = (
+    "from deltatune.plan import placement; placement.left_on_disk = lambda _, sizes, *a, **b: range(len(sizes))"
+)
 MAIN = "import sys; from deltatune.cli import main; sys.exit(main(sys.argv[1:]))"
 
 

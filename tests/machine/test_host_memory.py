@@ -5,7 +5,8 @@ import ctypes
 import mlx.core as mx
 import pytest
 
-from deltatune.machine import host_memory, nvidia
+from deltatune.machine import backend, container, host_memory, nvidia
+from deltatune.plan import device_limits
 
 GIB = 2**30
 
@@ -14,15 +15,22 @@ GIB = 2**30
 def system(tmp_path):
     """system(available, limit, used, files) -> files as Linux writes them, in bytes; no container without a limit."""
 
-    def written(available, limit=None, used=0, files=0):
-        meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    def written(available, limit=None, used=0, files=0, version=2):
+        meminfo, cgroups = tmp_path / "meminfo", tmp_path / "cgroups"
         meminfo.write_text(f"MemTotal: 99 kB\nMemAvailable:   {available // 1024} kB\n")
-        if limit is not None:
-            cgroup.mkdir()
-            (cgroup / "memory.max").write_text(f"{limit}\n")
-            (cgroup / "memory.current").write_text(f"{used}\n")
-            (cgroup / "memory.stat").write_text(f"anon 5\nfile {files}\nfile_mapped 7\n")
-        return meminfo, cgroup
+        if limit is not None and version == 2:
+            cgroups.mkdir()
+            (cgroups / "memory.max").write_text(f"{limit}\n")
+            (cgroups / "memory.current").write_text(f"{used}\n")
+            (cgroups / "memory.stat").write_text(f"anon 5\nfile {files}\nfile_mapped 7\n")
+        elif limit is not None:
+            folder = cgroups / "memory"
+            folder.mkdir(parents=True)
+            # Version 1 has a number in the place of `max`, that of the largest page of 63 bits.
+            (folder / "memory.limit_in_bytes").write_text(f"{2**63 - 4096 if limit == 'max' else limit}\n")
+            (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"cache 9\nrss 5\ntotal_cache {files}\ntotal_rss 7\n")
+        return meminfo, cgroups
 
     return written
 
@@ -32,10 +40,26 @@ def test_what_is_free(system, tmp_path):
     assert host_memory.free(tmp_path / "none", tmp_path) is None
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("limit", "expected"), [(6 * GIB, 3 * GIB), (100 * GIB, 8 * GIB), ("max", 8 * GIB)])
-def test_what_is_free_in_a_container(system, limit, expected):
+def test_what_is_free_in_a_container(system, version, limit, expected):
     """Pages of files are given back to who asks for memory."""
-    assert host_memory.free(*system(8 * GIB, limit, used=5 * GIB, files=2 * GIB)) == expected
+    assert host_memory.free(*system(8 * GIB, limit, used=5 * GIB, files=2 * GIB, version=version)) == expected
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_bounds_what_a_plan_plans_for(system, version, monkeypatch):
+    _, cgroups = system(GIB, 64 * 2**20, used=5, version=version)
+    assert container.container(cgroups) == (64 * 2**20, 64 * 2**20 - 5)
+    monkeypatch.setattr(device_limits, "container", lambda: container.container(cgroups))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    limits = device_limits.device_limits()
+    assert (limits.bytes, limits.why_bytes) == (64 * 2**20, "the container's memory")
+    # Some systems show the limit and not what is taken.
+    for file in [*cgroups.rglob("memory.stat"), *cgroups.rglob("memory.usage_in_bytes")]:
+        file.unlink()
+    assert container.container(cgroups) == (64 * 2**20, 64 * 2**20)
+    assert container.container(cgroups / "none") is None
 
 
 class Driver:

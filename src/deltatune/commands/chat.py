@@ -67,6 +67,7 @@ class Chat:
     def __init__(self, options: ChatOptions):
         import mlx.core as mx
 
+        from ..lora.without import can_be_without
         from ..models.adapted_base import load_with_adapter
 
         if options.seed is not None:
@@ -81,7 +82,13 @@ class Chat:
         check_tokens(options, self._loaded)
         self._stack = contextlib.ExitStack()
         weights = placed(options, self._loaded, _TOKENS, self._stack) if bounded else None
-        self._can_compare = options.adapter_path is not None and not bounded
+        self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._loaded.model))
+        if options.compare and not self._can_compare:
+            self._stack.close()
+            raise UserError(
+                "--compare: what was trained here cannot be taken off the model, and --memory is the bound of one "
+                "model; leave one of them out."
+            )
         self._answering = self._conversation(self._loaded, weights)
         self._base: Dialogue | None = None
 

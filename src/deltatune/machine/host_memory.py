@@ -10,13 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from . import nvidia
+from .container import CGROUPS, container
 
 _MEMINFO = Path("/proc/meminfo")
-# The limit of a container, what it uses, and how much of that is the files' pages, which are given back when asked for.
-_CGROUP = Path("/sys/fs/cgroup")
 
 
-def free(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+def free(meminfo: Path = _MEMINFO, cgroups: Path = CGROUPS) -> int | None:
     """Return the bytes that programs may still take, of the machine and of the container; None where nobody says."""
     try:
         available = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
@@ -24,13 +23,9 @@ def free(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
         return None
     if available is None:
         return None
-    try:
-        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        files = re.search(r"^file (\d+)", (cgroup / "memory.stat").read_text(), re.M)
-    except OSError:
-        return int(available[1]) * 1024
-    left = int(most) - int(used) + int(files[1] if files else 0) if most.isdigit() else int(available[1]) * 1024
-    return min(left, int(available[1]) * 1024)
+    limited = container(cgroups)
+    size = int(available[1]) * 1024
+    return size if limited is None else min(size, limited.left)
 
 
 def stay(arrays: list[mx.array]) -> bool:

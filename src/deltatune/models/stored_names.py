@@ -168,6 +168,14 @@ class StoredNames:
         )
 
 
+def stored_parameters(model: nn.Module, path: Path) -> dict[str, mx.array]:
+    """Return what `model` makes of the tensors of its checkpoint's files, by its parameters' names, lazily.
+
+    No model is built for it. What mlx-lm makes of tensors outside the model's own `sanitize` is missing.
+    """
+    return _sanitize(model)(_lazy_tensors(path))
+
+
 def _lazy_tensors(path: Path) -> dict[str, mx.array]:
     stored: dict[str, mx.array] = {}
     for file in sorted(path.glob(WEIGHTS)):

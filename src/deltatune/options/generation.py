@@ -91,5 +91,3 @@ class ChatOptions(AnswerOptions):
         super().__post_init__()
         if self.compare and self.adapter_path is None:
             raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")
-        if self.compare and self.memory is not None:
-            raise UserError("--memory: one model alone reads its weights from the disk; leave --compare or it out.")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 
 from ..machine import backend
+from ..machine.container import container
 
 # The number in the message `[metal::malloc] Resource limit (499000) exceeded` of Apple GPUs.
 METAL_BUFFERS = 499_000
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,7 @@ def _main_memory() -> tuple[int | None, str]:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None, "this system does not say"
-    why = "the machine's memory"
-    for path in map(Path, _CGROUPS):
-        text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit() and int(text) < memory:
-            memory, why = int(text), "the container's memory"
-    return memory, why
+    limited = container()
+    if limited is not None and limited.limit < memory:
+        return limited.limit, "the container's memory"
+    return memory, "the machine's memory"

@@ -277,7 +277,7 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
     peak = planned_step(run.model, config, *shape(run), run.splits, layout).bytes.amount
-    if left_on_disk(peak, frozen, room) is None:
+    if left_on_disk(peak, frozen, room, least=1) is None:
         return ""
     amount = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
     return f" As it is, it fits with --memory {amount}, which leaves layers on the disk and reads them in every pass."

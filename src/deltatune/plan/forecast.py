@@ -13,7 +13,7 @@ from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
-from .graph import Node, all_nodes
+from .graph import Node
 from .primitives import without_rule
 from .simulate import Peak, Simulation
 from .traced_step import BatchShape, TracedStep, simulate_step, simulate_tower, trace_step
@@ -142,15 +142,13 @@ def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: boo
 
 def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
     """The phase of primitive `at` and the parameter read nearest to it: `the backward pass, near lm_head.weight`."""
-    if at >= len(built.phases[0].order):
+    if at >= built.update_from:
         return "the update"
-    forward = set(all_nodes([built.loss]))
     here = evaluated[min(at, len(evaluated) - 1)]
-    phase = "the forward pass" if here in forward else "the backward pass"
-    last = len(built.phases[0].order)
+    phase = "the forward pass" if here in built.forward else "the backward pass"
     for distance in range(_SEARCHED):
         for index in (at - distance, at + distance):
-            if 0 <= index < last:
+            if 0 <= index < built.update_from:
                 for source in evaluated[index].inputs:
                     if source.address in built.names:
                         return f"{phase}, near {built.names[source.address]}"

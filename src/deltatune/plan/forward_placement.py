@@ -22,7 +22,7 @@ from ..train.evaluate import evaluating
 from ..train.setup import Run, training
 from ..train.step import loss_of
 from .array_layout import ArrayLayout
-from .placement import Placed, chosen, refusing_layouts
+from .placement import Placed, PlannedPass, chosen, refusing_layouts
 from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
@@ -51,7 +51,7 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
         forwards = [simulate_forward(ArrayLayout.measured(), model.state, results) for results in (outputs, features)]
         peak = max(forward.bytes.amount for forward in forwards)
     smaller = "a smaller --batch-size or --max-seq-length"
-    return Placed(chosen(model, stored, config.memory, peak, (rows, length), smaller), [], stored)
+    return Placed(chosen(model, stored, config.memory, PlannedPass(peak, (rows, length), smaller)), [], stored)
 
 
 def placed_answer(
@@ -77,7 +77,7 @@ def placed_answer(
         peak = simulate_forward(ArrayLayout.measured(), model.state, [*outputs, *caches]).bytes.amount
     # Caches grow with the tokens that follow; those of recurrent layers do not, and are counted as if they did.
     peak += sum(array.nbytes for array in caches) * (tokens + most - piece) // piece
-    return Placed(chosen(model, stored, memory, peak, (1, piece), "a shorter prompt"), [], stored)
+    return Placed(chosen(model, stored, memory, PlannedPass(peak, (1, piece), "a shorter prompt")), [], stored)
 
 
 def _prepared(loaded: Loaded, adapter_path: str | None, *, trust_remote_code: bool) -> StoredWeights:

@@ -23,10 +23,10 @@ def spread(count: int, resident: int) -> tuple[int, ...]:
     return tuple(at for at in range(count) if at not in resident_layers)
 
 
-def left_on_disk(peak: int, layers: Sequence[int], memory: int) -> tuple[int, ...] | None:
-    """Return the fewest layers on the disk with which a step stays within `memory`; None if it never does."""
+def left_on_disk(peak: int, layers: Sequence[int], memory: int, *, least: int = 0) -> tuple[int, ...] | None:
+    """Return the fewest layers on the disk, `least` or more, with which a step stays within `memory`; None if none."""
     count = len(layers)
-    for resident in range(count, -1, -1):
+    for resident in range(count - least, -1, -1):
         streamed = spread(count, resident) if resident else tuple(range(count))
         if held(peak, layers, streamed) <= memory:
             return streamed

@@ -193,9 +193,17 @@ def placed(run: Run) -> Placed:
     stored.find(model)
     rows, length = shape(run)
     with refusing_layouts():
-        plan = planned_step(model, config, rows, length, run.splits, ArrayLayout.measured())
+        layout, fits = ArrayLayout.measured(), False
+        # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
+        if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
+            unbounded = dataclasses.replace(config, memory=None)
+            plan = planned_step(model, unbounded, rows, length, run.splits, layout)
+            fits = plan.bytes.amount <= memory
+        if not fits:
+            plan = planned_step(model, config, rows, length, run.splits, layout)
     smaller = "a smaller --batch-size or --max-seq-length"
-    placement = chosen(model, stored, memory, plan.bytes.amount, (rows, length), smaller, run.world.size)
+    planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
+    placement = chosen(model, stored, memory, planned, run.world.size)
     placement = dataclasses.replace(placement, products=plan.products, dtype=_most_used_dtype(model))
     return Placed(placement, lines, stored)
 
@@ -218,24 +226,30 @@ def refusing_layouts() -> Iterator[None]:
         raise UserError(f"memory: this version of MLX cannot be planned for ({error}); leave memory out.") from error
 
 
-def chosen(
-    model: nn.Module,
-    stored: StoredWeights,
-    memory: int,
-    peak: int,
-    tokens: tuple[int, int],
-    smaller: str,
-    ranks: int = 1,
-) -> Placement:
+class PlannedPass(NamedTuple):
+    """What is computed at once.
+
+    Attributes:
+        peak: What is held with all weights in memory, in bytes.
+        tokens: Rows, and tokens of a row.
+        smaller: What would take less memory, in words.
+        whole: Whether all layers are computed at once, so that all may stay in memory.
+    """
+
+    peak: int
+    tokens: tuple[int, int]
+    smaller: str
+    whole: bool = True
+
+
+def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
     """Choose which layers stay on the disk.
 
     Args:
         model: the model.
         stored: which of its arrays lie in files.
         memory: what may be held, in bytes.
-        peak: what is held with all weights in memory, in bytes.
-        tokens: what is computed at once, as rows and tokens of a row.
-        smaller: what would take less memory, in words.
+        planned: what is computed at once.
         ranks: how many processes hold weights on the host, at most.
 
     Raises:
@@ -246,14 +260,14 @@ def chosen(
         sum(place.array.nbytes for path, place in array_places(layer.module, f"{layer.path}.") if path in stored.names)
         for layer in layers
     )
-    streamed = left_on_disk(peak, sizes, memory)
+    streamed = left_on_disk(planned.peak, sizes, memory, least=int(not planned.whole))
     lowest = lowest_layer(model, [layer.path for layer in layers])
-    placement = Placement(memory, peak, tokens, sizes, lowest, streamed or (), stored.path)
+    placement = Placement(memory, planned.peak, planned.tokens, sizes, lowest, streamed or (), stored.path)
     if streamed is None:
-        least = held(peak, sizes, tuple(range(len(sizes))))
+        least = held(planned.peak, sizes, tuple(range(len(sizes))))
         raise TooLittleMemoryError(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
-            f"{size(least)}; give more, or {smaller}."
+            f"{size(least)}; give more, or {planned.smaller}."
         )
     return dataclasses.replace(placement, on_host=bool(streamed) and fits_on_host(placement.on_disk * ranks))
 

@@ -24,8 +24,9 @@ from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from ..train.by_layer.layer_step import step_of
 from ..train.distributed import World
-from ..train.setup import build_step, training
+from ..train.setup import Training, build_step, training
 from ..train.step import Arrays, Step, Sums, arrays
 from ..train.tree import leaves
 from ..train.updates.expert_updates import ExpertGradients
@@ -33,6 +34,7 @@ from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation
+from .traced_layers import noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -63,7 +65,9 @@ class TracedStep:
     shared_buffers: list[list[int]]
     # The names of parameters by address.
     names: dict[int, str]
-    loss: Node
+    # What the loss is computed from, and how many primitives come before the update.
+    forward: set[Node]
+    update_from: int
     # How many arrays are parameters, gradients and moments, and their bytes.
     parameters: int
     gradients: int
@@ -122,9 +126,10 @@ def trace_step(
     `checkpoints` are what is computed again where `config.grad_checkpoint` is auto.
     UserError where options of `config` conflict.
     """
-    with _as_trained(model, config, checkpoints) as loss_function:
-        optimizer = build_optimizer(config)
-        step = build_step(model, optimizer, loss_function, config, World())
+    with contextlib.ExitStack() as stack:
+        trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
+        passes, noted = stack.enter_context(noted_passes(model, trained, by_layers=config.memory is not None))
+        step = build_step(model, optimizer, trained.loss, config, World(), step_of(passes))
         # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
         before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
@@ -136,17 +141,19 @@ def trace_step(
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
-        loss_nodes = read(layout, first, existing)
-        evaluated = existing | {node.address for node in all_nodes(loss_nodes)}
+        phases = _gradient_phases(layout, [*noted, first], existing)
+        graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
+        evaluated = existing | {node.address for node in graphs}
         # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         sources = _constants(read(layout, _leaves(batch), existing), existing)
-        data = existing | {node.address for node in sources}
+        known = {node.address for node in [*sources, *(node for node in graphs if node.kind)]}
         held = read(layout, existing_arrays, existing) + sources
-        held += _constants(loss_nodes, data) + _constants(update_nodes, evaluated)
-        # The trainer refers to neither sums nor batch, so they live only until the graph has read them.
-        dropped = [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
-        phases = [_phase("forward and backward", loss_nodes, dropped)]
+        held += _constants_among(graphs, existing | known) + _constants(update_nodes, evaluated)
+        # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
+        phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
+        forward = _forward(phases, layout.address(first[0]))
+        update_from = sum(len(phase.order) for phase in phases)
         # With an update of experts to follow, the trainer holds the gradients until the first evaluation is done.
         replaced = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
         phases.append(_phase("update", update_nodes, _replaced(layout, replaced, second)))
@@ -159,7 +166,7 @@ def trace_step(
             phases.append(_experts_phase(layout, third, evaluated, dropped))
         tower, tower_reads = _tower_phase(layout, features, existing)
     return TracedStep(
-        phases, held, shared_buffers, names, loss_nodes[0],
+        phases, held, shared_buffers, names, forward, update_from,
         len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
@@ -183,6 +190,23 @@ def _outputs(
     second = [*_leaves(step.parameters()), *_leaves(optimizer.state), norm]
     second += _leaves(experts) if experts else []
     return first, second, gradients, experts, norm
+
+
+def _gradient_phases(layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], existing: set[int]) -> list[Phase]:
+    """The evaluations before the update: one of a step as a whole, many of one by layers."""
+    graphs, dropped = parts_read(layout, noted, existing)
+    return [_phase("forward and backward", *part) for part in zip(graphs, dropped, strict=True)]
+
+
+def _forward(phases: Sequence[Phase], loss: int) -> set[Node]:
+    """Everything that is computed before the loss at an address, or that it is computed from."""
+    forward: set[Node] = set()
+    for phase in phases:
+        of_loss = [node for node in phase.outputs if node.address == loss]
+        forward |= set(all_nodes(of_loss or phase.outputs))
+        if of_loss:
+            break
+    return forward
 
 
 def _phase(name: str, outputs: list[Node], dropped: list[int]) -> Phase:
@@ -259,19 +283,23 @@ def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.arr
 
 def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
     """Constants inside the graphs, mostly scalars, which the compiled functions hold."""
-    return [node for node in all_nodes(outputs) if not node.kind and node.address not in others]
+    return _constants_among(all_nodes(outputs), others)
+
+
+def _constants_among(nodes: Sequence[Node], others: set[int]) -> list[Node]:
+    return [node for node in nodes if not node.kind and node.address not in others]
 
 
 @contextlib.contextmanager
-def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Any]:
-    """Yields the loss function; within it the model is as Trainer has it, and afterwards it is as before."""
+def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Training]:
+    """Yields what was set up; within it the model is as Trainer has it, and afterwards it is as before."""
     parameters = model.trainable_parameters()
     # Copies protect the model's own arrays, into which an update of experts writes new values.
     model.update(tree_map(copy.copy, parameters))
     with modes_kept(model), training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         try:
-            yield trained.loss
+            yield trained
         finally:
             model.update(parameters)
 

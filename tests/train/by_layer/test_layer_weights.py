@@ -11,6 +11,7 @@ from deltatune.machine import host_memory
 from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer import stored_weights
 from deltatune.train.by_layer.layer_functions import array_places
 from deltatune.train.by_layer.layer_weights import DiskTime, LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
@@ -150,3 +151,24 @@ def test_a_read_that_fails_is_no_zero(folder, monkeypatch):
 def test_a_run_that_waits_is_told_how_to_wait_less():
     assert DiskTime(0.5, 3_000_000_000).said(100.0) == "Waited 0.5 s for the disk (0%), which gave 3.00 GB."
     assert "--batch-size" in DiskTime(50.0, 1).said(100.0)
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_no_model_is_built_to_read_weights_again(folder, monkeypatch, rebuilt):
+    """Unless loading does more to the files' tensors than the model itself."""
+    built, build = [], StoredWeights._built_again
+    monkeypatch.setattr(StoredWeights, "_built_again", lambda self: built.append(self) or build(self))
+    if rebuilt:
+        monkeypatch.setattr(stored_weights, "stored_parameters", lambda model, path: {})
+    model = load(folder, lazy=True).model
+    stored = StoredWeights(folder, model)
+    prepare(model, CONFIG)
+    stored.find(model)
+    layers = [layer.module for layer in describe(model)]
+    given = [[place.array for _, place in array_places(layer)] for layer in layers]
+    weights = LayerWeights(stored, model, layers, range(4))
+    for _ in range(2):
+        for found, expected in zip(weights.along(range(4)), given, strict=True):
+            assert all(map(mx.array_equal, found, expected))
+    assert bool(built) == rebuilt
+    weights.close()

@@ -32,8 +32,7 @@ from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
 from .between_layers import check_between
 from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import LayerFunction, Told, lowest_layer, signature
-from .layer_weights import LayerWeights
-from .read_layers import reading_calls
+from .read_layers import ReadsLayers, reading_calls
 
 
 class Watch(Protocol):
@@ -65,6 +64,7 @@ class LayerPasses:
         layers: Its layers, in order.
         loss: The loss that is trained.
         weights: What the layers' weights are read from.
+        compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
 
     Attributes:
         model: The model.
@@ -73,8 +73,16 @@ class LayerPasses:
         in_tower: What trains in the vision tower.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], loss: LossFunction, weights: LayerWeights):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        loss: LossFunction,
+        weights: ReadsLayers,
+        compute: Callable[..., None] = mx.eval,
+    ):
         self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
+        self._compute = compute
         self._calls = reading_calls(layers, weights)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
@@ -190,7 +198,7 @@ class LayerPasses:
         if seen_by_tower(batch):
             pictures, key = around.tower(seen, key)
             batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(picture) for picture in pictures]
-            mx.eval(pictures)
+            self._compute(pictures)
         before_key = key
         x, key, others = around.before(batch, key)
         records: list[_Kept] = []
@@ -199,7 +207,7 @@ class LayerPasses:
             function = self._function(index, around, told)
             entering = around.between(index, batch, x)
             y, more, next_key = function.forward(next(reading), entering, others, told, key)
-            mx.eval(y, more, next_key)
+            self._compute(y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
             records.append(_Kept(x, key, len(more)))
@@ -207,7 +215,7 @@ class LayerPasses:
             x, key = y, next_key
         del y, entering
         total, weight, figures, dx, d_sides, d_outer = around.behind(batch, x, key, sides)
-        mx.eval(total, weight, figures, dx, d_sides, d_outer)
+        self._compute(total, weight, figures, dx, d_sides, d_outer)
         del x
         gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
@@ -223,18 +231,18 @@ class LayerPasses:
             if needed:
                 dx, more = around.between_again(index, batch, y, dx)
                 d_pictures = _sums(d_pictures, more)
-            mx.eval(d_parameters, [dx, d_pictures] if needed else [])
+            self._compute(d_parameters, [dx, d_pictures] if needed else [])
             gradients |= {
                 f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, d_parameters, strict=True)
             }
         if d_outer or d_pictures:
             more, of_pictures = around.before_again(batch, before_key, dx)
             d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
-            mx.eval(d_outer, d_pictures)
+            self._compute(d_outer, d_pictures)
         in_tower = [mx.zeros_like(array) for array in self.in_tower.arrays]
         if d_pictures:
             in_tower = around.tower_again(seen, first_key, d_pictures)
-        mx.eval(in_tower)
+        self._compute(in_tower)
         gradients |= zip(self.outer.paths, d_outer, strict=True)
         gradients |= zip(self.in_tower.paths, in_tower, strict=True)
         return total, weight, tree_unflatten(list(gradients.items())), *figures

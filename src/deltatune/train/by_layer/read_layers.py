@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,18 +11,28 @@ import mlx.nn as nn
 from ...ops.functional import undisturbed
 from .layer_calls import LayerCalls
 from .layer_functions import array_places
-from .layer_weights import LayerWeights
 
 
-def reading_calls(layers: Sequence[nn.Module], weights: LayerWeights) -> LayerCalls:
-    """Return the calls of `layers`; one that nobody else serves reads the layer's weights, and is computed."""
+class ReadsLayers(Protocol):
+    """Hands out the arrays of layers, as LayerWeights does."""
+
+    def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
+        """Yield the arrays of the layers in `order`, as array_places() lists them."""
+
+
+def reading_calls(layers: Sequence[nn.Module], weights: ReadsLayers) -> LayerCalls:
+    """Return the calls of `layers`; one that nobody else serves reads the layer's weights, and is computed.
+
+    Weights are put where the layers have them now, also while adapters around them are taken away.
+    """
     count = len(layers)
+    places = [[place for _, place in array_places(layer)] for layer in layers]
 
     def read(index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         layer = layers[index]
         with undisturbed(layer):
             arrays = next(weights.along([index, (index + 1) % count]))
-            for (_, place), array in zip(array_places(layer), arrays, strict=True):
+            for place, array in zip(places[index], arrays, strict=True):
                 place.array = array
             y = call(*arguments, **options)
             mx.eval(y)

@@ -1,8 +1,9 @@
 """Reads the frozen weights of a model from its checkpoint's files, as often as they are needed.
 
 MLX loads a checkpoint lazily: an array that was loaded is read when it is first used. What was read once stays in
-memory. So the model is loaded again, lazily, whenever an array is needed that was used before. What mlx-lm makes of the
-files' tensors (joined experts, transposed convolutions) is thereby made again, and no layout of files is known here.
+memory. So the files' tensors are loaded again, lazily, whenever an array is needed that was used before. What the model
+makes of them (joined experts, transposed convolutions) is thereby made again, and no layout of files is known here.
+Where loading does more to tensors than the model itself, as with AWQ's packed weights, the model is built again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...machine import backend, host_memory
 from ...machine.page_cache import PageCache
 from ...models.checkpoint_files import WEIGHTS
 from ...models.load import load_model, load_vision_tower
+from ...models.stored_names import stored_parameters
 from ...models.vision.split import has_vision
 from ..tree import leaves
 from .layer_functions import array_places
@@ -50,6 +52,7 @@ class StoredWeights:
         self.path, self._trust, self._sees = path, trust_remote_code, has_vision(model)
         # The arrays are held, since an id is an array's only while the array lives.
         self._read_from = {id(array): (name, array) for name, array in leaves(model.parameters())}
+        self._model, self._kinds = model, {name: _kind(array) for name, array in self._read_from.values()}
         self.names: dict[str, str] = {}
         self._files = sorted(path.glob(WEIGHTS))
         self._versions = list(map(_version, self._files))
@@ -139,11 +142,14 @@ class StoredWeights:
     def _load(self) -> None:
         self._check()
         with mx.stream(self._stream):
-            if self._sees:
-                model = load_vision_tower(self.path)
-            else:
-                model, _ = load_model(self.path, trust_remote_code=self._trust, lazy=True)
-        self._unread = dict(leaves(model.parameters()))
+            self._unread = stored_parameters(self._model, self.path)
+            if any(name not in self._unread or _kind(self._unread[name]) != self._kinds[name] for name in self._kinds):
+                self._unread = dict(leaves(self._built_again().parameters()))
+
+    def _built_again(self) -> nn.Module:
+        if self._sees:
+            return load_vision_tower(self.path)
+        return load_model(self.path, trust_remote_code=self._trust, lazy=True)[0]
 
     def _check(self) -> None:
         for file, version in zip(self._files, self._versions, strict=True):
@@ -161,6 +167,10 @@ class StoredWeights:
 def _copied(array: mx.array) -> mx.array:
     """Return a copy of an array with its bits, made by the default device; mx.contiguous() would share its memory."""
     return mx.where(mx.array(True), array, array)
+
+
+def _kind(array: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:
+    return array.shape, array.dtype
 
 
 def _version(file: Path) -> tuple[int, int, int]:
