@@ -356,7 +356,7 @@ ELSEWHERE = {
     "--top-p": f"{CLI}::test_generation_follows_seed_template_and_prefill",
     "--train": f"{CLI}::test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning",
     "--trust-remote-code": "models/test_load::test_code_in_a_checkpoint_runs_when_trusted",
-    "--verbose": "commands/test_run::test_every_patch_is_named_on_request_alone",
+    "--verbose": "commands/test_run::test_every_patch_is_named_on_request",
     "--video": "train/test_videos::test_a_run_learns_and_answers",
     "--video-max-frames": "train/test_videos::test_a_run_learns_and_answers",
 }
