@@ -29,7 +29,7 @@ from .commands import (
 )
 from .commands.flags import Parser
 from .errors import UserError, reason
-from .machine import startup
+from .machine import ranks, startup
 from .options.values import short
 from .wrapping import for_stream
 
@@ -66,7 +66,7 @@ def _refused(error: OSError) -> int:
     name = f"{short(error.filename)}: " if error.filename else ""
     # What was saved before the error, for example.
     notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    sys.stderr.write(f"deltatune: {name}{error.strerror or reason(error)}.{notes}\n")
+    ranks.say_error(f"deltatune: {name}{error.strerror or reason(error)}.{notes}")
     return 2
 
 
@@ -103,20 +103,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _say_plainly
+    if ranks.number() is not None:
+        from .machine.rank_warnings import Warnings
+
+        Warnings().install()
     try:
         words = sys.argv[1:] if argv is None else argv
         arguments = parser(words[0] if words else "").parse_args(words)
         startup.check()
         return arguments.call(arguments)
     except UserError as error:
-        sys.stderr.write(for_stream(f"deltatune: {error}", sys.stderr) + "\n")
+        ranks.say_error(f"deltatune: {error}", error.everywhere)
         return 2
     except OSError as error:
         if arguments.call is run.run:
             raise  # The error is that of the program which the command runs.
         return _refused(error)
     except KeyboardInterrupt:
-        sys.stderr.write("deltatune: interrupted.\n")
+        # Every rank of a launched run is interrupted, and the launcher waits for none of them.
+        if not ranks.number():
+            sys.stderr.write("deltatune: interrupted.\n")
         return 2
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))

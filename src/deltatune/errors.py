@@ -5,7 +5,12 @@ class UserError(ValueError):
     """A mistake that the user can correct; its message says what was expected, what came and what to do.
 
     The command line prints the message without a traceback, and exits with code 2.
+
+    Attributes:
+        everywhere: whether every rank of a launched run ends with it; None where that is not known.
     """
+
+    everywhere: bool | None = None
 
 
 def first_line(error: BaseException) -> str:

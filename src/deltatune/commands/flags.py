@@ -12,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from ..errors import UserError
+from ..machine import ranks
 from ..options.chat_template import parsed_options
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..options.values import build, check_values, checked, fields_of
@@ -70,7 +71,7 @@ class Parser(argparse.ArgumentParser):
             known = [word.strip(" '") for word in command[2].split(",")]
             message = message.split(": ", 1)[0] + f": {command[1]!r} is not one of {', '.join(known)}"
             message += nearest(command[1], known)
-        sys.stderr.write(f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+        ranks.say_error(f"{self.prog}: {message}\nSee {self.prog} --help.")
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -23,6 +23,7 @@ from .preferences.preference import Preference
 from .preferences.preference_rows import PreferenceEncoder
 from .rows.row_formats import ALPACA, SHAREGPT, Features
 from .rows.sources import DataTable
+from .rows.unread_columns import MEANINGS
 from .text import TextEncoder
 from .token_cache import Encoded
 from .vision.encoder import VisionEncoder
@@ -112,7 +113,7 @@ class Reader:
             encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
         rows = _with_progress(encoder.stream(table.rows(), table.count), table)
         kinds = encoder.kinds if preferred else text.formats.kinds
-        encoded = Encoded(rows, kinds, text.unwritten, text.prompts)
+        encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten, text.prompts)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -140,10 +141,13 @@ class Reader:
         return VisionEncoder(text, self._vision.spec, reader, names)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
-        """Note how rows of other trainers' formats are read, and which conversations take several rows."""
+        """Note how rows of other trainers' formats are read, what of them is not, and which take several rows."""
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
+        for what, meaning in MEANINGS.items():
+            if count := encoded.unread[what]:
+                self.notes.append(f"{table.name}: {count:,} rows have {meaning}.")
         if encoded.unwritten:
             self.notes.append(
                 f"{table.name}: {encoded.unwritten:,} answers have reasoning that the model's chat template does not "

@@ -16,10 +16,12 @@ from ..upstream import hugging_face_tokenizer
 from .chats.chat import ChatTokenizer
 from .chats.rendering import ChatRow, Item, Rendered, Renderer
 from .example import Example
+from .rows import turn_marks
 from .rows.row_formats import (
     ASSISTANT,
     SYSTEM,
     TOOL,
+    TOOL_CALLS,
     Conversation,
     Features,
     Messages,
@@ -29,6 +31,7 @@ from .rows.row_formats import (
     template_options_of,
     tools_of,
 )
+from .rows.unread_columns import MARKED_TURNS, TOOLS
 
 # The keys under which a message holds the reasoning before its answer.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -90,14 +93,30 @@ class TextEncoder:
                 'use an instruction-tuned model, or lines of the form {"text": ...}.'
             )
         turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
-        counted = [index for index in turns if _weight(messages[index], index, source)]
+        counted = [index for index in turns if turn_marks.counts(messages[index], index + 1, source)]
+        tools, options = tools_of(row, source), template_options_of(row, source)
+        template = self._renderer.template(tools)
+        check_roles(messages, template, source)
+        self._check_tools(messages, tools, template, source)
+        if self._mask_prompt is False:
+            self.formats.unread[MARKED_TURNS] += len(turns) > len(counted)
+            return Conversation(messages, tools, None, False, source, options)
         if self._last_turn:
             counted = counted[-1:]
-        tools, options = tools_of(row, source), template_options_of(row, source)
-        check_roles(messages, self._renderer.template(tools), source)
-        if self._mask_prompt is False:
-            return Conversation(messages, tools, None, False, source, options)
         return Conversation(messages, tools, counted, counted == turns, source, options)
+
+    def _check_tools(self, messages: Messages, tools: list[Any] | None, template: str | None, source: str) -> None:
+        """Refuse calls of tools that the chat template does not write, and count rows whose tools it does not name."""
+        if template is None:
+            return
+        for number, message in enumerate(messages, 1):
+            if message.get(TOOL_CALLS) and TOOL_CALLS not in template:
+                raise UserError(
+                    f"{source}: message {number}: the model's chat template does not write calls of tools "
+                    f"({TOOL_CALLS!r}), so this one would be lost; write it into the content, or use a model whose "
+                    "template writes them."
+                )
+        self.formats.unread[TOOLS] += bool(tools) and TOOLS not in template
 
     def encode_chat(self, conversation: Conversation) -> list[tuple[Example, int]]:
         """Return the examples of one conversation, each with the number of its messages."""
@@ -184,14 +203,6 @@ def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
     reasonings = [message.get(key) for message in messages for key in _REASONING]
     thoughts = [thought.strip() for thought in reasonings if isinstance(thought, str) and thought.strip()]
     return sum(not any(thought in row.text for row in rows) for thought in thoughts)
-
-
-def _weight(message: dict[str, Any], index: int, source: str) -> bool:
-    """Whether a message counts in the loss: its "weight" is 1 or not given."""
-    weight = message.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise UserError(f'{source}: message {index + 1}: expected "weight" 0 or 1, got {weight!r}.')
-    return weight is None or bool(weight)
 
 
 ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]

@@ -38,12 +38,14 @@ class Encoded:
     Args:
         rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
         kinds: how many rows have each format.
+        unread: how many rows have each column that has a meaning and is not read.
         unwritten: how many turns have reasoning that the chat template does not write.
         prompts: how many turns are behind a prompt with each value of enable_thinking.
     """
 
     rows: list[list[Example]]
     kinds: Counter[str]
+    unread: Counter[str]
     unwritten: int
     prompts: Counter[bool]
 
@@ -121,6 +123,7 @@ def read(key: str, name: str) -> Encoded | None:
     return Encoded(
         [list(islice(examples, size)) for size in sizes.tolist()],
         Counter(about["kinds"]),
+        Counter(about["unread"]),
         about["unwritten"],
         Counter(dict(zip((True, False), about["prompts"], strict=True))),
     )
@@ -132,6 +135,7 @@ def keep(key: str, name: str, encoded: Encoded) -> None:
     about = {
         "sources": [example.source.removeprefix(name) for example in examples],
         "kinds": encoded.kinds,
+        "unread": encoded.unread,
         "unwritten": encoded.unwritten,
         "prompts": [encoded.prompts[True], encoded.prompts[False]],
     }

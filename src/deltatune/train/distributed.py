@@ -89,7 +89,9 @@ class World:
         except UserError as error:
             problem = error
         if self.sum_numbers(float(problem is not None))[0]:
-            raise problem or UserError(f"rank 0 could not {task}; its message says why.")
+            problem = problem or UserError(f"rank 0 could not {task}; its message says why.")
+            problem.everywhere = True
+            raise problem
 
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' numbers, in fp32. Waits for every rank."""

@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import UserError
 from ..example import Example
 from ..rows.row_formats import ASSISTANT, messages_in_text
+from ..rows.turn_marks import unmarked
 from ..text import TextEncoder
 from ..vision.encoder import VisionEncoder
 from .preference import Preference
@@ -20,7 +21,7 @@ PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "c
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
 # What a row may hold besides the answers: tools for the chat template, and images or videos.
-_BESIDE = ("tools", "chat_template_kwargs", "images", "image", "videos", "video")
+_BESIDE = ("tools", "functions", "chat_template_kwargs", "images", "image", "videos", "video")
 # Keys of rows whose answers are imitated.
 _IMITATED = {"messages", "conversations", "output", "text", COMPLETION}
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...} (the prompt may be left out)'
@@ -198,7 +199,7 @@ def _conversation(
     """Return the row of a conversation, of which the assistant's messages behind the prompt count."""
     if not answer:
         raise UserError(f"{source}: {side!r} has no message of its own; remove this row.")
-    silent = [{**one, "weight": 0} if _role(one) == ASSISTANT else one for one in prompt]
+    silent = [unmarked(one) if _role(one) == ASSISTANT else one for one in prompt]
     beside = {name: row[name] for name in _BESIDE if name in row}
     return {"messages": [*silent, *answer], **beside}
 

@@ -12,10 +12,12 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
+from .turn_marks import MARKS, WEIGHT
+from .unread_columns import TOOLS, refuse_judged, unread
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 ASSISTANT, TOOL = "assistant", "tool"
-TOOLS, SYSTEM, TOOL_CALLS = "tools", "system", "tool_calls"
+FUNCTIONS, SYSTEM, TOOL_CALLS = "functions", "system", "tool_calls"
 # The variables of the chat template for one row, under the name that TRL gives them.
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 _ALPACA = ("instruction", "input", "output")
@@ -71,7 +73,7 @@ class PlainText:
 
 @dataclass
 class RowFormats:
-    """Reads rows, and counts the formats that it met (`kinds`).
+    """Reads rows, and counts the formats that it met (`kinds`) and the columns that it does not read (`unread`).
 
     Args:
         features: the keys of a row.
@@ -79,6 +81,7 @@ class RowFormats:
 
     features: Features
     kinds: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def messages(self, row: Any, source: str) -> Messages | None:
         """Return the row's messages, or None for plain text; UserError, naming `source`, if it has no known format."""
@@ -106,6 +109,11 @@ class RowFormats:
             messages = [_checked(entry, number, source) for number, entry in enumerate(entries, 1)]
             if not any(message.get("content") or message.get(TOOL_CALLS) for message in messages):
                 raise UserError(f"{source}: empty conversation: no message has content; remove this row.")
+        # Beside plain text, which has no answer, other columns are of no concern.
+        if kind != TEXT:
+            read = {*vars(self.features).values(), *([SYSTEM] if kind in (SHAREGPT, ALPACA) else [])}
+            refuse_judged(row, read, source)
+            self.unread.update(unread(row, read))
         self.kinds[kind] += 1
         return messages
 
@@ -151,9 +159,16 @@ class RowFormats:
 
 
 def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
-    """Return the tools of a row, which may be JSON in a string; None if it has none."""
-    value = json_text(row.get(TOOLS), f"{source}: 'tools'")
-    return None if value is None else typed({TOOLS: value}, TOOLS, list, source)
+    """Return the tools of a row, which may be JSON in a string; None if it has none.
+
+    OpenAI's older form has them as "functions", without what a tool has around its function.
+    """
+    name = TOOLS if row.get(TOOLS) is not None else FUNCTIONS
+    value = json_text(row.get(name), f"{source}: {name!r}")
+    if value is None:
+        return None
+    tools = typed({name: value}, name, list, source)
+    return tools if name == TOOLS else [{"type": "function", "function": function} for function in tools]
 
 
 def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -206,7 +221,17 @@ def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
     if row.get(context):
         prompt["content"] += "\n\n" + typed(row, context, str, source)
     system = [_message(SYSTEM, row, SYSTEM, source)] if row.get(SYSTEM) else []
-    return [*system, prompt, _answer(row, output, source)]
+    return [*system, *_history(row, source), prompt, _answer(row, output, source)]
+
+
+def _history(row: Mapping[str, Any], source: str) -> Messages:
+    """Return the earlier turns of an Alpaca row as LLaMA-Factory writes them, [[question, answer], ...]."""
+    messages: Messages = []
+    for number, turn in enumerate(typed(row, "history", list, source) if row.get("history") else [], 1):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise UserError(f"{source}: 'history' {number}: expected [question, answer], got {short(turn)}.")
+        messages += [{"role": "user", "content": turn[0]}, {"role": ASSISTANT, "content": turn[1], WEIGHT: 0}]
+    return messages
 
 
 def _message(role: str, row: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
@@ -233,7 +258,7 @@ def _spoken(entries: list[Any], source: str) -> Messages:
         if speaker == "function_call":
             calls = _json(value, where) if isinstance(value, str) else value
             message = {"role": ASSISTANT, "content": "", TOOL_CALLS: calls if isinstance(calls, list) else [calls]}
-        messages.append(message | ({"weight": entry["weight"]} if "weight" in entry else {}))
+        messages.append(message | {name: entry[name] for name in MARKS if name in entry})
     return messages
 
 
@@ -309,6 +334,11 @@ def column_hint(row: Mapping[str, Any]) -> str:
     names = [str(key) for key in row]
     if {"chosen", "rejected"} <= set(names):
         return "To learn which of two answers is better, give --loss dpo."
+    if {"preferred_output", "non_preferred_output"} <= set(names):
+        return (
+            'To learn which of two answers is better, write the messages of "input" as "prompt" and the two outputs as '
+            '"chosen" and "rejected", and give --loss dpo.'
+        )
     flags: dict[str, str] = {}
     for kind, words in _MEANT.items():
         matching = [name for name in names if name.lower() in (kind, *words)]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from ...errors import UserError
 from ...machine import environment
 from ..distributed import World
 
@@ -65,9 +66,12 @@ class Peers:
             self._changed.wait_for(lambda: len(self._links) + len(self._gone) == self._world.size - 1, _CONNECT)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._world.size == 1:
             return
+        if isinstance(error, UserError) and error.everywhere is None:
+            # The other ranks take this one for dead at once, so it may not wait for what they say.
+            error.everywhere = self._orderly
         if kind is None or self._orderly:
             self._tell(_GOODBYE, [self._world.rank])
         with self._changed:

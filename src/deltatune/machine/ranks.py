@@ -1,0 +1,92 @@
+"""Prints once what every rank of a launched run says: rank 0 says it, and another rank only what rank 0 did not.
+
+Ranks that end or warn may never meet in a message of MLX again, so they read what rank 0 said from a file, which the
+ranks that a launcher started on one machine share. A rank that reads nothing there speaks for itself, with its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from ..errors import UserError
+from ..wrapping import for_stream
+from .atomic_files import write
+from .environment import cache_directory
+
+# The rank among all of a run, as mlx.launch and Open MPI set it.
+_NUMBERS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
+# Seconds: for rank 0 to say the same; between looks at its file; and the age of a file that another run left.
+WAIT, _LOOK, _OLD = 10.0, 0.05, 600.0
+_ERROR = "error"
+_started = time.time()
+
+
+def number() -> int | None:
+    """Return the rank of this process, or None where no launcher has started it."""
+    return next((int(value) for name in _NUMBERS if (value := os.environ.get(name, "")).isdigit()), None)
+
+
+def say_error(message: str, everywhere: bool | None = None) -> None:
+    """Write the message with which this process ends to standard error, unless rank 0 says it.
+
+    Args:
+        message: The message.
+        everywhere: Whether every rank ends with this error; None where this is not known, so that it has to be waited
+            for what rank 0 says.
+    """
+    rank = number()
+    if rank == 0:
+        note(_ERROR, message)
+    elif rank is not None and everywhere is not False:
+        # A launcher stops the other ranks when one ends, so this one stays until rank 0 has spoken, in any case.
+        heard = _wait_for_error()
+        if everywhere or message in heard:
+            return
+    write_own(message, rank)
+
+
+def write_own(message: str, rank: int | None) -> None:
+    """Write a message to standard error, with the rank that it is of if that is not 0."""
+    name = f"rank {rank}: " if rank else ""
+    sys.stderr.write(for_stream(f"{name}{message}", sys.stderr) + "\n")
+    sys.stderr.flush()
+
+
+def _wait_for_error() -> set[str]:
+    """Return the errors of rank 0, as soon as there is one; an empty set if there is none for WAIT seconds."""
+    until = time.monotonic() + WAIT
+    while not (errors := {text for kind, text in said() if kind == _ERROR}) and time.monotonic() < until:
+        time.sleep(_LOOK)
+    return errors
+
+
+def _path() -> Path:
+    """Return the file of the ranks that were started by this process's parent with these words."""
+    words = hashlib.blake2b(json.dumps([sys.argv, os.getcwd()]).encode(), digest_size=8).hexdigest()
+    return cache_directory() / "ranks" / f"{os.getppid()}-{words}.json"
+
+
+def note(kind: str, text: str) -> None:
+    """Add what rank 0 says to its file; where there can be none, the other ranks speak for themselves."""
+    with contextlib.suppress(OSError, UserError):
+        path = _path()
+        write(path, json.dumps([*said(), (kind, text)]).encode())
+        for other in path.parent.glob("*.json"):
+            if other.stat().st_mtime < time.time() - _OLD:
+                other.unlink(missing_ok=True)
+
+
+def said() -> list[tuple[str, str]]:
+    """Return what rank 0 of this run has said so far."""
+    with contextlib.suppress(OSError, UserError, ValueError):
+        path = _path()
+        # The number of a launcher's process may be that of one that ended long ago.
+        if path.stat().st_mtime > _started - WAIT:
+            return [(kind, text) for kind, text in json.loads(path.read_bytes())]
+    return []
