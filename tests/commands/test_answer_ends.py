@@ -34,13 +34,13 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     data, adapter, merged = tmp_path / "data", tmp_path / "adapter", tmp_path / "merged"
     data.mkdir()
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
-    flags = ["--iters", 60, "--batch-size", 2, "--learning-rate", "1e-2", "--num-layers", -1, "--adapter-path", adapter]
-    sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 60, "--sample-max-tokens", 40]
+    flags = ["--iters", 120, "--batch-size", 2, "--learning-rate", "1e-3", "--num-layers", -1, "--adapter-path", adapter]
+    sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 120, "--sample-max-tokens", 40]
     trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())
     assert "ends an answer with '<|im_end|>', and the model's config stops generation at '<|endoftext|>' alone" in said
-    assert f"Iter 60, sample 1: {ROW['prompt']} -> {ROW['completion']}" in said, said[-600:]
+    assert f"Iter 120, sample 1: {ROW['prompt']} -> {ROW['completion']}" in said, said[-600:]
     options = {"adapter_path": str(adapter), "max_tokens": 40}
     assert generate(GenerateOptions(str(base), ROW["prompt"], **options)) == ROW["completion"]
     asked = "merge", "--model", base, "--adapter-path", adapter, "--save-path", merged, "--extra-eos-token"

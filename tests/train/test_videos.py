@@ -78,7 +78,8 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     loaded.model.eval()
     with patched():
         best = mx.argmax(loaded.model(tokens, **more).logits[0, -1]).item()
-    assert said.startswith(loaded.tokenizer.decode([best]))
+    # An answer that ends at once is empty.
+    assert said.startswith("\n[" if best in loaded.tokenizer.eos_token_ids else loaded.tokenizer.decode([best]))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
