@@ -34,13 +34,18 @@ def weights_of(folder, streamed, config=CONFIG):
     return model, LayerWeights(stored, model, [layer.module for layer in describe(model)], streamed)
 
 
-def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
+def with_arrays(folder):
+    """A model that is set up, what reads its weights, its layers, and the arrays that each holds."""
     model = load(folder, lazy=True).model
     stored = StoredWeights(folder, model)
     prepare(model, CONFIG)
     stored.find(model)
     layers = [layer.module for layer in describe(model)]
-    given = [[place.array for _, place in array_places(layer)] for layer in layers]
+    return model, stored, layers, [[place.array for _, place in array_places(layer)] for layer in layers]
+
+
+def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
+    model, stored, layers, given = with_arrays(folder)
     weights = LayerWeights(stored, model, layers, range(4), on_host=True)
     sizes = [
         sum(place.array.nbytes for path, place in array_places(layer, "") if "lora" not in path) for layer in layers
@@ -160,12 +165,7 @@ def test_no_model_is_built_to_read_weights_again(folder, monkeypatch, rebuilt):
     monkeypatch.setattr(StoredWeights, "_built_again", lambda self: built.append(self) or build(self))
     if rebuilt:
         monkeypatch.setattr(stored_weights, "stored_parameters", lambda model, path: {})
-    model = load(folder, lazy=True).model
-    stored = StoredWeights(folder, model)
-    prepare(model, CONFIG)
-    stored.find(model)
-    layers = [layer.module for layer in describe(model)]
-    given = [[place.array for _, place in array_places(layer)] for layer in layers]
+    model, stored, layers, given = with_arrays(folder)
     weights = LayerWeights(stored, model, layers, range(4))
     for _ in range(2):
         for found, expected in zip(weights.along(range(4)), given, strict=True):
