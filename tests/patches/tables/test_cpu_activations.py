@@ -8,11 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import olmo_hybrid
 
 from deltatune.machine import backend
 from deltatune.ops.attention.blocked import attention_blocked
 from deltatune.ops.pointwise import exponentials
 from deltatune.patches import patched
+from deltatune.patches.small_cases import SmallConfig
 from deltatune.patches.tables import cpu_activations
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="these patches are for CPUs")
@@ -78,6 +80,19 @@ def test_attention_has_its_softmax(served, monkeypatch):
     for ours, wanted in zip(found, results(), strict=True):
         assert mx.allclose(ours, wanted, rtol=1e-5, atol=1e-5).item()
     assert not served
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_an_mlp_calls_each_projection_once(served, monkeypatch, dtype):
+    """An adapter would draw its dropout at each call."""
+    mlp, calls, plain = olmo_hybrid.MLP(SmallConfig()), [], nn.Linear.__call__
+    mlp.set_dtype(dtype)
+    monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: calls.append(self) or plain(self, x))
+    with patched():
+        calls.clear()
+        mx.eval(mlp(mx.ones((1, 5, 16), dtype)))
+    assert len(calls) == 3
+    assert served["swiglu"] == (dtype == mx.float32)
 
 
 def test_a_gelu_is_served_by_its_kind(served):

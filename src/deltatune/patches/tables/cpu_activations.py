@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...ops.pointwise import exponentials
 from ...upstream import GELU_KIND
@@ -43,12 +44,12 @@ def _gated_norm(upstream: Function) -> Function:
     return __call__
 
 
-def _mlp(upstream: Function) -> Function:
+def _mlp(_upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        gate = self.gate_proj(x)
-        if not exponentials.serves(gate):
-            return upstream(self, x)
-        return self.down_proj(exponentials.swiglu(gate, self.up_proj(x)))
+        # Upstream's own code would call gate_proj once more, whose adapter would draw its dropout twice.
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        serves = exponentials.serves(gate, up)
+        return self.down_proj(exponentials.swiglu(gate, up) if serves else nn.silu(gate) * up)
 
     return __call__
 
