@@ -32,15 +32,12 @@ class ChatTokenizer:
         self._inner = hugging_face_tokenizer(tokenizer)
         self._added = {number: token.content for number, token in self._inner.added_tokens_decoder.items()}
         # Few texts stand between the last added token and an answer, such as the name of its role.
-        self.short = lru_cache(4096)(lambda text: self.encode([text])[0])
+        # It holds the inner tokenizer and not this object, which would wait for the collection of cycles otherwise.
+        self.short = lru_cache(4096)(lambda text, inner=self._inner: _encoded(inner, [text])[0])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text."""
-        if not texts:
-            return []
-        return self._inner(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        return _encoded(self._inner, texts)
 
     def targets(self, row: ChatRow, tokens: list[int], source: str) -> tuple[np.ndarray, int]:
         """Return which tokens of a row count, bool [N], and how many turns are behind a prompt of `row.others`.
@@ -89,6 +86,15 @@ class ChatTokenizer:
             f"the start of this answer merges into one token with the end of its prompt ({before!r} became {after!r}), "
             "so the answer is not generated from these prompt tokens; remove white space at the start of the answer."
         )
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the tokens that transformers' tokenizer gives for each text, without special ones of its own."""
+    if not texts:
+        return []
+    return tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]
 
 
 class _Places:
