@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import mlx.core as mx
@@ -110,6 +111,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length():
     def excess(length: int) -> int:
         arrays = [mx.random.normal((1, heads, length, 8), key=mx.random.key(heads)) for heads in (2, 1, 1)]
         mx.eval(arrays)
+        gc.collect()
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 
@@ -141,6 +142,7 @@ def kept(module, run, *inputs) -> int:
         outputs.append(run(module, x, *inputs[1:]))
         return outputs[0].sum()
 
+    gc.collect()
     before = mx.get_active_memory()
     gradient = mx.grad(loss)(inputs[0])
     mx.eval(outputs)
