@@ -15,6 +15,7 @@ from deltatune.models.load import load
 from deltatune.options.config import LoraConfig
 from deltatune.train import dialogue
 from deltatune.train.dialogue import Dialogue
+from deltatune.train.tree import leaves
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
@@ -130,3 +131,12 @@ def test_several_prompts_are_answered_as_each_by_itself():
     expected = [deltatune.generate(found, prompt, max_tokens=8) for prompt in prompts]
     assert deltatune.generate(found, prompts, max_tokens=8) == expected
     assert deltatune.generate(found, [], max_tokens=8) == []
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "two teas"]], ids=["one", "several"])
+def test_damaged_weights_answer_nothing(prompt):
+    found = load(MODEL)
+    _, weight = next((name, leaf) for name, leaf in leaves(found.model.parameters()) if "norm" in name)
+    weight[0] = float("nan")
+    with pytest.raises(UserError, match=r"hold NaN or infinity, the first .* checkpoint is damaged"):
+        deltatune.generate(found, prompt, max_tokens=8)

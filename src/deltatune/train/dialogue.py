@@ -7,14 +7,18 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import Question, conversation_tokens, prompt_tokens
 from ..errors import UserError
+from ..layers import logits_of
+from ..machine.compiling import without_kernels
 from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
+from ..patches import patched
 from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import refuse_damaged
 from .evaluate import inferring
@@ -51,7 +55,8 @@ def generate(
         The text of the answer, or a list of them in the prompts' order.
 
     Raises:
-        UserError: The chat template refuses a prompt, or the model has no row for a token of it.
+        UserError: The chat template refuses a prompt, the model has no row for a token of it, or the model's weights
+            are damaged.
 
     Example:
         >>> loaded = deltatune.load("path/to/model")
@@ -64,6 +69,8 @@ def generate(
     sampling = Sampling(temp, top_p, min_p, top_k)
     with inferring(loaded.model):
         if not isinstance(prompt, str):
+            if rows:
+                refuse_nan(loaded.model, rows[0])
             return answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
         pieces = stream(stopping, rows[0], max_tokens, sampling)
         return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
@@ -151,6 +158,14 @@ class Dialogue:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages = []
+
+
+def refuse_nan(model: nn.Module, tokens: Sequence[int]) -> None:
+    """Raise a UserError if damaged weights make the probabilities of the token behind a prompt NaN."""
+    with without_kernels(), patched():
+        logits = logits_of(model, mx.array([list(tokens)]))[:, -1]
+    if mx.isnan(logits).any().item():
+        refuse_damaged(model)
 
 
 def stopped_at_nan(answer: Iterator[Any], loaded: Loaded, weights: LayerWeights | None = None) -> Iterator[Any]:
