@@ -102,6 +102,17 @@ def test_a_lock_on_a_file_that_was_moved_away_does_not_count(path, monkeypatch):
     lock.release()
 
 
+def test_a_file_that_is_another_one_each_time_ends_with_an_error(path, monkeypatch):
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    lock = FileLock(path)
+    with pytest.raises(OSError, match="another one each time"):
+        lock.acquire()
+    lock.release()
+    monkeypatch.undo()
+    lock.acquire()
+    lock.release()
+
+
 def test_a_file_system_without_locks_excludes_nobody(path, monkeypatch):
     def lockf(*_):
         raise OSError(file_lock._UNSUPPORTED[0], "No locks available")

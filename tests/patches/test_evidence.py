@@ -10,10 +10,12 @@ import textwrap
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import beside
 from deltatune import patches
+from deltatune.errors import UserError
 from deltatune.patches import TRAINING, PatchWarning, evidence, patch
 from deltatune.patches.patch_record import SETTLED
 
@@ -74,6 +76,22 @@ def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
     with patches.patched():
         assert one.update(2) == ("ours", 2)
     assert one.update(2) == 2
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
+def test_a_refusal_leaves_in_force_what_was_before_it(acme, monkeypatch, before):
+    def refuse(*_):
+        raise UserError("a layer is not served")
+
+    monkeypatch.setattr(patches, "_records", lambda: (RECORD,))
+    monkeypatch.setattr(patches, "refuse", refuse)
+    one = acme("acme.one")
+    if before:
+        patches.apply()
+    with pytest.raises(UserError, match="not served"):
+        patches.apply(nn.Linear(2, 2), strict=True)
+    assert one.update(2) == (("ours", 2) if before else 2)
+    patches.revert()
 
 
 def test_what_upstream_has_mended_is_silent(acme):

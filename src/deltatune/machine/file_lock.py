@@ -18,6 +18,9 @@ _held: set[tuple[int, int]] = set()
 # What file systems without locks answer.
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
+# How often a lock is tried while its file is replaced by others who take it and give it back.
+_TRIES = 100
+
 
 class HeldError(Exception):
     """Raised if another holder has the lock; the message names it."""
@@ -45,13 +48,13 @@ class FileLock:
 
         Raises:
             HeldError: If another process, or another FileLock of this one, has it.
-            OSError: If the file cannot be made.
+            OSError: If the file cannot be made, or the file system gives it another number each time it is asked.
         """
         folders = [folder for folder in (self.path.parent, *self.path.parent.parents) if not folder.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._made = folders
-        while not self._try():
-            pass
+        if not any(self._try() for _ in range(_TRIES)):
+            raise OSError(errno.ESTALE, "the file is another one each time it is opened", str(self.path))
 
     def release(self) -> None:
         """Give the lock back, if it was taken."""

@@ -119,9 +119,15 @@ def apply(
         A report of what was patched, what was left alone, and which modules have not been imported yet.
 
     Raises:
-        UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`.
+        UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`. No
+            patch is then in force that was not before.
     """
-    report = _apply(model, announce, strict, uses)
+    try:
+        report = _apply(model, announce, strict, uses)
+    except BaseException:
+        if not _asking:
+            revert()
+        raise
     _asking.add(__name__)
     return report
 
