@@ -2,6 +2,10 @@
 
 Only what decides the memory of a training step is here: sizes, layers, experts, and whether the head is a matrix of its
 own. Vision towers and layers for multi-token prediction, which training on text does not load, are left out.
+
+Source of Qwen3.5-2B, which had been written from memory: scripts/models/qwen3.5-2B.sh of williammtan/miles at ff3c17c
+and of K1XE/BPM at 55093cf, made for Megatron from its config.json; of Kimi-Linear: the config.json of
+Firworks/Kimi-Linear-48B-A3B-Instruct-nvfp4, a quantised copy on the hub. Both equal what stands here.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from deltatune.commands.flags import config_from, option_fields
 from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
 from deltatune.options import config
+from deltatune.train.reports.columns import Columns
 
 # `deltatune ...` in a block, alone or behind a launcher; and in a sentence, where it stands in backticks.
 LINE = re.compile(r"^(?:mlx\.launch .*? )?(?:\.venv/bin/)?deltatune (.*)$", re.MULTILINE)
@@ -65,6 +66,15 @@ def test_python_runs_on_the_bundled_model(block, tmp_path):
     names |= {"q": q, "k": k, "v": v, "log_g": mx.zeros((1, 8, 2)), "beta": mx.ones((1, 8, 2))}
     exec(compile(block.text, str(block.page), "exec"), names)
     mx.eval([value for value in names.values() if isinstance(value, mx.array)])
+
+
+def test_the_figures_of_the_first_fine_tune_are_as_train_prints_them():
+    page = (DOCS / "start/first-fine-tune.md").read_text(encoding="utf-8")
+    names = ("iteration", "train_loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory", "left")
+    columns, lines = Columns(), []
+    for figures in ((10, 5.7382, 14.6, 1e-4, 1028, 0.0448, 7), (20, 2.6533, 9.12, 1e-4, 1278, 0.0448, 3)):
+        lines += columns.rows(dict(zip(names, figures, strict=True)), 80)
+    assert "\n".join(line.plain for line in lines) in page
 
 
 def test_the_environment_page_has_every_variable():

@@ -176,17 +176,6 @@ FILES = {
 }
 
 
-@pytest.fixture
-def file(tmp_path):
-    """file(name, text) -> the path of a file."""
-
-    def write(name, text):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        return tmp_path / name
-
-    return write
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_becomes_options_of_one_meaning(name, file):
     text, options, unsaid = FILES[name]
@@ -287,26 +276,9 @@ def test_a_rate_that_llama_factory_does_not_name_is_transformers_own(file):
     assert not any("learning rate" in line for line in translation.unsaid)
 
 
-def test_nothing_of_a_notebook_is_executed(file, tmp_path):
-    harmful = f"open({str(tmp_path / 'harm')!r}, 'w').close()\n"
-    program = f"{harmful}model, _ = FastModel.from_pretrained(model_name='a', max_seq_length=9 ** 9 ** 9)"
-    assert any("9 ** 9 ** 9" in line for line in translate(file("a.py", program)).unsaid)
-    assert not (tmp_path / "harm").exists()
-
-
 def test_a_notebook_that_learns_every_token_does_so_here(file):
     cells = [cell for cell in CELLS if "train_on_responses_only" not in cell]
     assert yaml.safe_load(translate(file("a.ipynb", notebook(cells))).text)["mask_prompt"] is False
-
-
-def test_a_vision_notebook_trains_its_tower(file):
-    program = "m = FastVisionModel.from_pretrained('a')\nFastVisionModel.get_peft_model(m, finetune_mlp_modules=True)"
-    assert yaml.safe_load(translate(file("a.py", program)).text)["parts"] == "vision,language"
-
-
-def test_a_constant_that_changes_is_not_known(file):
-    program = "rank = 8\nrank = 16\nFastModel.get_peft_model(model, r=rank)"
-    assert "r: rank (computed by the program)" in translate(file("a.py", program)).unsaid
 
 
 @pytest.mark.bad_input("as FILE of `recipes from`: {text}")

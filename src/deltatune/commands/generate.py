@@ -148,11 +148,13 @@ def generate(options: GenerateOptions) -> str:
             parts.append(last.text)
     print()
     if options.verbose and last is not None:
+        from ..train.reports.columns import gigabytes
+
         # MLX counts what stays in the host's memory, too.
         peak = last.peak_memory - (0.0 if weights is None else weights.on_host / 1e9)
         print(
             f"[{last.prompt_tokens} prompt tokens at {last.prompt_tps:.1f}/s; {last.generation_tokens} generated at "
-            f"{last.generation_tps:.1f}/s; peak memory {peak:.2f} GB]"
+            f"{last.generation_tps:.1f}/s; peak memory {gigabytes(peak)}]"
         )
     return "".join(parts)
 

@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         "plan",
         help="print the peak memory and live buffers of a training step, and the largest step that fits",
         usage="deltatune plan --model MODEL --data DATA [-c FILE] [train's options]",
-        description="Plan a run without running a step. The options are those of `deltatune train` (see "
-        "docs/how/memory.md). The exit code is 1 if the run does not fit.",
+        description="Plan a run without running a step. The options are those of `deltatune train`. The exit code is 1 "
+        "if the run does not fit.",
     )
     parser.add_argument("--verbose", action="store_true", help="say which primitives hold the memory, and where")
     add_options(parser)

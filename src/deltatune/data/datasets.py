@@ -277,7 +277,7 @@ def _check(
         if rows < config.batch_size:
             packed = "1 packed row" if rows == 1 else f"{rows} packed rows"
             notes.append(
-                f"training data: {packed} of {row_capacity(config):,} positions, fewer than batch_size "
+                f"Training data: {packed} of {row_capacity(config):,} positions, fewer than batch_size "
                 f"{config.batch_size}, so blank rows complete every batch; a batch_size of {rows} takes less memory."
             )
     elif rows < config.batch_size:

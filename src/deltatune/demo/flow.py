@@ -22,7 +22,7 @@ from ..models.load import Loaded
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Result, Trainer
 from ..train.reports.announce import trainable_count
-from ..train.reports.columns import sparkline
+from ..train.reports.columns import gigabytes, sparkline
 from ..train.reports.report import ReportTable, RunDescription, write_report
 from ..train.setup import ready
 from ..train.tree import leaves
@@ -236,7 +236,7 @@ def _print_training(demo: Demo, screen: DemoScreen, result: Result, config: Trai
     screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
     screen.line(
         f"{result.iterations} iterations of {config.batch_size} {demo.what} in {result.seconds:.0f} s; "
-        f"{result.tokens_per_second:,.0f} tok/s; peak memory {result.peak_memory:.2f} GB."
+        f"{result.tokens_per_second:,.0f} tok/s; peak memory {gigabytes(result.peak_memory)}."
     )
 
 

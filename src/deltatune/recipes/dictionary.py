@@ -133,7 +133,7 @@ ROWS: tuple[Row, ...] = (
 UNNEEDED = {
     "unsloth": """model tokenizer processing_class args train_dataset data_collator dtype token fp16 bf16 random_state
         instruction_part response_part dataset_num_proc fast_inference gpu_memory_utilization remove_unused_columns
-        dataset_kwargs save_strategy load_best_model_at_end run_name lora_bias local_files_only device_map
+        dataset_kwargs save_strategy load_best_model_at_end run_name lora_bias load_in_16bit local_files_only device_map
         attn_implementation dataloader_num_workers gradient_checkpointing_kwargs ref_model logging_dir""",
     "axolotl": """model_type tokenizer_type tokenizer_config processor_type strict bf16 fp16 tf32 bfloat16 float16
         flash_attention xformers_attention sdp_attention eager_attention attn_implementation dataset_prepared_path

@@ -16,7 +16,7 @@ class Rate:
     """What the other trainer says about its learning rate and its length; steps count optimizer updates.
 
     The defaults are those of transformers' TrainingArguments. `unsaid_warmup` is the share of the updates, and the most
-    of them, that warm up where the file names neither steps nor a share.
+    of them (None: any number), that warm up where the file names neither steps nor a share.
     """
 
     peak: float | None = None
@@ -24,7 +24,7 @@ class Rate:
     floor: float = 0.0
     warmup: int | None = None
     warmup_share: float | None = None
-    unsaid_warmup: tuple[float, int] = (0.0, 0)
+    unsaid_warmup: tuple[float, int | None] = (0.0, 0)
     updates: int | None = None
     epochs: float = 3.0
 

@@ -15,9 +15,17 @@ from ..options.values import short
 
 _MODELS = ("FastLanguageModel", "FastVisionModel", "FastModel", "FastTextModel")
 _METHODS = ("from_pretrained", "get_peft_model")
+#: What Unsloth's functions take where a call is silent (translate.py names the source).
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_SILENT: dict[str, dict[str, Any]] = {
+    "FastLanguageModel.get_peft_model": {"target_modules": _TARGETS},
+    "FastVisionModel.get_peft_model": {"finetune_vision_layers": True, "finetune_language_layers": True},
+}
 #: Classes of TRL and transformers whose arguments are options, and the loss that a class stands for.
 _CLASSES = {"SFTConfig": "sft", "SFTTrainer": "sft", "UnslothTrainer": "sft"}
-_CLASSES |= {"TrainingArguments": "", "UnslothTrainingArguments": ""}
+#: Those whose defaults are transformers' own; Unsloth gives TRL's classes others.
+PLAIN_CLASSES = ("TrainingArguments", "UnslothTrainingArguments")
+_CLASSES |= dict.fromkeys(PLAIN_CLASSES, "")
 _CLASSES |= {
     f"{name}{part}": name.lower()
     for name in ("DPO", "ORPO", "KTO", "CPO", "GRPO", "PPO", "RLOO", "Reward")
@@ -97,8 +105,12 @@ def _arguments(tree: ast.Module, path: Path) -> dict[str, Any]:
     constants = _constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls_options: dict[str, Any] = {}
+    methods: set[str] = set()
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         name = _name(call)
+        if name in methods:
+            continue  # A notebook loads its result again at its end; the first call is the training's.
+        methods |= {method for method in _METHODS if method == name}
         arguments = {} if name is None else _call_arguments(call, name, constants)
         if name == "train_on_responses_only":
             calls_options["responses only"] = True
@@ -110,15 +122,19 @@ def _arguments(tree: ast.Module, path: Path) -> dict[str, Any]:
         elif name is not None:
             if _CLASSES.get(name):
                 calls_options.setdefault("the class of the trainer", _CLASSES[name])
-            if _owner(call) == "FastVisionModel" and name == "get_peft_model":
-                arguments = {"finetune_vision_layers": True, "finetune_language_layers": True} | arguments
-            # A notebook loads its result again at its end; the first call is the training's.
+            if name in PLAIN_CLASSES:
+                calls_options[PLAIN_CLASSES[0]] = True
+            arguments = _SILENT.get(f"{_owner(call)}.{name}", {}) | arguments
             calls_options |= {key: value for key, value in arguments.items() if key not in calls_options}
     if not calls_options.keys() - {"load_dataset", "further data sets"}:
         raise UserError(
             f"{path}: none of Unsloth's calls is in it; expected {_MODELS[0]}.from_pretrained(...), "
             "get_peft_model(...) or SFTConfig(...)."
         )
+    if methods:
+        calls_options.setdefault("use_gradient_checkpointing", "unsloth")
+        if not any(calls_options.get(name) for name in ("load_in_8bit", "load_in_16bit", "full_finetuning")):
+            calls_options.setdefault("load_in_4bit", True)
     return calls_options
 
 

@@ -14,7 +14,7 @@ from ..options.values import short
 from ..options.yaml_files import read_yaml
 from .dictionary import UNNEEDED, names
 from .draft import Draft, Rate
-from .notebook import Computed, read_calls
+from .notebook import PLAIN_CLASSES, Computed, read_calls
 
 #: The trainers by the key that only their files have.
 _MARKS = {
@@ -71,8 +71,10 @@ def translate(path: Path) -> Translation:
 def _started(trainer: str, values: dict[str, Any]) -> Draft:
     """A draft with the defaults of a trainer, where they differ from those of deltatune.
 
-    Source: axolotl's utils/schemas and core/builders/base.py (2026-07-24), LLaMA-Factory's hparams (2026-08-18) and
-    transformers' TrainingArguments (5.23).
+    Source: axolotl's utils/schemas and core/builders/base.py (2026-07-24), LLaMA-Factory's hparams (2026-08-18),
+    transformers' TrainingArguments (5.23); for Unsloth's functions and for what it puts in place of TRL's defaults, two
+    public descriptions of its source, read on 2026-11-26: deepwiki.com/unslothai/unsloth (10-api-reference and
+    6.2-reinforcement-learning-integration) and leeroopedia.com (Unslothai_Unsloth_FastLanguageModel_Get_Peft_Model).
     """
     draft = Draft(options={"batch_size": 8, "grad_clip": 1.0})
     if trainer == "axolotl":
@@ -82,6 +84,10 @@ def _started(trainer: str, values: dict[str, Any]) -> Draft:
             draft.options["fine_tune_type"] = "full"
     elif trainer == "unsloth":
         draft.adapters |= {"rank": 16, "alpha": 16.0}
+        if not values.pop(PLAIN_CLASSES[0], False):
+            draft.options |= {"batch_size": 4, "grad_accumulation_steps": 2, "optimizer": "adamw8bit"}
+            draft.adam["weight_decay"] = 0.01
+            draft.rate.unsaid_warmup = (0.1, None)
         if not values.pop("responses only", False) and values.get("the class of the trainer", "sft") == "sft":
             draft.set("mask_prompt", False)
         for name in values.pop("further data sets", []):

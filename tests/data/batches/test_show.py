@@ -12,12 +12,11 @@ ROWS = [
 ]
 
 
-def shown(tokenizer, config, *, terminal: bool) -> str:
+def shown(tokenizer, config, *, terminal: bool, **console) -> str:
     splits = load_datasets(config, tokenizer)
     order = BatchOrder(splits.train, config.batch_size, config.max_seq_length, packed=config.pack)
-    console = Console(
-        file=io.StringIO(), force_terminal=terminal, width=200, color_system="standard" if terminal else None
-    )
+    options = {"force_terminal": terminal, "color_system": "standard" if terminal else None} | console
+    console = Console(file=io.StringIO(), width=200, **options)
     show_batch(next(order), tokenizer, console)
     return console.file.getvalue()
 
@@ -25,7 +24,7 @@ def shown(tokenizer, config, *, terminal: bool) -> str:
 def test_plain_text_marks_what_counts(tokenizer, folder):
     config = folder(train=ROWS, batch_size=2)
     text = shown(tokenizer, config, terminal=False)
-    assert "First batch: 2 rows of 64 positions." in text
+    assert "First batch: 2 rows of 64 positions. What counts in the loss stands in ⟦ ⟧." in text
     assert f"{config.data}/train.jsonl:1: " in text
     assert "<|im_start|>user\\n\na [b]question[/b]<|im_end|>\\n\n" in text
     assert "⟦an \\x1b[31manswer ü😀⟧⟦<|im_end|>⟧⟦\\n\n⟧" in text
@@ -45,6 +44,12 @@ def test_a_terminal_gets_colours_and_no_escape_of_the_datas(tokenizer, folder):
     assert "\x1b[1;32m" in text
     assert "\x1b[31m" not in text
     assert "\\x1b[31manswer" in text
+
+
+@pytest.mark.parametrize("console", [{"color_system": None}, {"no_color": True}], ids=["TERM=dumb", "NO_COLOR"])
+def test_a_terminal_without_colours_gets_brackets(console, tokenizer, folder):
+    text = shown(tokenizer, folder(train=ROWS, batch_size=2), terminal=True, **console)
+    assert "⟦two\\n\nlines⟧" in text.replace("\x1b[0m", "")
 
 
 def test_packed_rows_show_each_document(tokenizer, folder):

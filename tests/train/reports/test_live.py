@@ -342,7 +342,7 @@ def test_a_browser_draws_it_at_any_width(page, tmp_path, width, monkeypatch):
     assert seen["moved"]
     assert {"0", "20", "iteration", "training", "validation"} <= set(seen["labels"])
     assert seen["dots"] == 1
-    assert {"20 of 50 iteration", "0.2500 training loss", "0.7500 validation loss", "0:15 time left"} <= set(
+    assert {"20 of 50 iterations", "0.2500 training loss", "0.7500 validation loss", "0:15 time left"} <= set(
         seen["cards"]
     )
     assert "<img src=x onerror=alert(1)>" in seen["sample"]

@@ -60,6 +60,7 @@ def test_lines_hold_every_figure():
         "Iter 10/20: train loss 1.2346, grad norm -, lr 1e-05, 2.5 it/s, 12,346 tok/s, peak 1.5 GB, 0:04 left"
     )
     assert "grad norm 0.5," in train_line(record | {"grad_norm": 0.5}, 20, 4.0)
+    assert "peak 11.4 MB," in train_line(record | {"peak_memory": 0.0114}, 20, 4.0)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -189,6 +190,14 @@ def test_a_gauge_is_as_full_as_the_memory():
     assert gauge(0.5, plain=True).plain == "##########---------- 50.0%"
     assert gauge(1e-6, plain=True).plain == "#------------------- 0.0%"
     assert gauge(1.5, plain=True).plain == "#################### 150.0%"
+
+
+def test_an_answer_without_spaces_is_shown_from_its_beginning(terminal):
+    screen, lines = terminal(80)
+    answer = "我们早上八点开门" * 15
+    screen.samples({"iteration": 1, "samples": [{"prompt": "几点开门?", "answer": answer}]})
+    assert max(map(cell_len, lines())) <= 80
+    assert "".join(line.strip() for line in lines()[1:]).removeprefix("answer ") == answer
 
 
 def test_long_words_show_their_ends():

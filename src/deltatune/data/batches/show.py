@@ -19,8 +19,9 @@ OPEN, CLOSE = "⟦", "⟧"
 def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:
     """Print the source, the token counts and the text of every document of a batch.
 
-    Text that counts in the loss is marked by colour on a terminal, and by ⟦ ⟧ elsewhere. Special tokens are written
-    out, and control characters are escaped, so that nothing in the data reaches the terminal as a command.
+    Text that counts in the loss is marked by colour where the terminal has colours, and by ⟦ ⟧ elsewhere. Special
+    tokens are written out, and control characters are escaped, so that nothing in the data reaches the terminal as a
+    command.
 
     Args:
         batch: the batch to print.
@@ -28,8 +29,12 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
         console: where to print; None means standard output.
     """
     console = console or Console()
+    # A dumb terminal has no styles at all.
+    coloured = console.is_terminal and console.color_system is not None and not console.no_color
     rows, width = batch.inputs.shape
-    console.print(Text(f"First batch: {rows} row{'s' * (rows > 1)} of {width} positions.", style="bold"))
+    mark = "is green, end tokens underlined" if coloured else f"stands in {OPEN} {CLOSE}"
+    head = f"First batch: {rows} row{'s' * (rows > 1)} of {width} positions. What counts in the loss {mark}."
+    console.print(Text(head, style="bold"))
     for row, (sources, sizes) in enumerate(zip(batch.sources, batch.positions, strict=True)):
         start = 0
         if not sources:
@@ -40,7 +45,7 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
             counts = [False, *(batch.weights[row, start:end] > 0).tolist()]
             head = f"row {row + 1}: {printable(source)}: {size + 1} tokens, {sum(counts)} count in the loss"
             console.print(Text(head, style="bold"), soft_wrap=True)
-            console.print(_marked(tokens, counts, tokenizer, console.is_terminal), soft_wrap=True)
+            console.print(_marked(tokens, counts, tokenizer, coloured), soft_wrap=True)
             start = end
 
 

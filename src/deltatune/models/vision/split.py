@@ -56,7 +56,7 @@ def vision_spec(model: Any) -> VisionSpec:
         raise UserError(
             f"{type(model).__module__}: this layer cannot be trained: the vision tower is not of the kind of Qwen3-VL "
             f"and Qwen3.5, the only one that deltatune trains on images ({what}). Leave images and videos out: if "
-            "mlx-lm knows the model, it can be trained on text (docs/guides/vision.md)."
+            "mlx-lm knows the model, it can be trained on text."
         )
     about = config.vision_config
     return VisionSpec(
@@ -165,7 +165,7 @@ def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
         raise UserError(
             f"{type(model).__module__}: on a small image, its logits differ by {difference:.1e} of their size between "
             f"mlx-vlm and deltatune, and rounding explains at most {limit:.0e}, so it cannot be trained on images. "
-            "Install a version of mlx-vlm that deltatune knows (docs/guides/vision.md)."
+            "Install a version of mlx-vlm that deltatune knows."
         )
     if miscounts:
         warnings.warn(

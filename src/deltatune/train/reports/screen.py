@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ...wrapping import wrapped
 from ..preferences.figures import line as figures_line
-from .columns import Columns, Record, duration, sparkline
+from .columns import Columns, Record, duration, gigabytes, sparkline
 from .log import SAMPLES
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
@@ -115,10 +115,11 @@ class Screen:
         for sample in record[SAMPLES]:
             table = Table.grid(padding=(0, 1, 0, 0))
             table.add_column(width=7, justify="right", style="dim")
-            table.add_column()
+            # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
+            table.add_column(overflow="fold")
             for name, text in (("asked", sample["prompt"]), ("answer", sample["answer"])):
                 # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
-                table.add_row(name, Text(fitted(_beginning(text, _SHOWN_WHOLE), self._width() - 8)))
+                table.add_row(name, Text(_beginning(text, _SHOWN_WHOLE)))
             self._print(table)
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -231,7 +232,7 @@ def train_line(record: Record, total: int, left: float) -> str:
         f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
         f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
         f"{record['iterations_per_second']:.3g} it/s, {record['tokens_per_second']:,.0f} tok/s, "
-        f"peak {record['peak_memory']:.3g} GB, {duration(left)} left"
+        f"peak {gigabytes(record['peak_memory'])}, {duration(left)} left"
     )
 
 
