@@ -162,7 +162,7 @@ REVERSE = replace(
 )
 GRADIENTS = DeltaKernel(
     name="gated_delta_gradients",
-    files=bodies("chunk", "gradients"),
+    files=bodies("chunk", "gradient_slices", "gradient_gates", "gradients"),
     values=(*BASE_VALUES, "OVERLAY", "UNSTAGED", "MASKED", "SEGMENTED"),
     arrays=GRADIENT_ARRAYS,
     memory="GradientMemory",

@@ -35,7 +35,8 @@ _FURTHER = ("solve", "scores", "factors")
 _SCALED = ("queries", "keys", "ends")
 PREPARED = (*_FURTHER, *_SCALED)
 # channel.h calls what the files of kernels with one gate per head hold.
-FILES = bodies("chunk", "prepare", "strips", "scan_memory", "scan", "reverse", "gradients", "channel")
+_OF_SCANS = ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse")
+FILES = bodies(*_OF_SCANS, "gradient_slices", "gradient_gates", "gradients", "channel")
 
 PREPARE = replace(
     fused.PREPARE,

@@ -171,7 +171,6 @@ WIDE_REVERSE = replace(WIDE_SCAN, name="gated_delta_hopper_wide_reverse", arrays
 GRADIENTS = DeltaKernel(
     name="gated_delta_hopper_gradients",
     files=_files(
-        "gradients",
         "hopper_cores",
         "hopper_gradient_memory",
         "hopper_gradient_gates",

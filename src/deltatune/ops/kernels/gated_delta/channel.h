@@ -272,6 +272,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
                                           PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES, UNSTAGED>;
+  using Shape = GradientShape<In, C, DK, DV, SLICE, HK, HV, GROUPS, UNSTAGED, MASKED, true>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, slice_stride = SLICE + 8,
       blocks = C / 16;
   constexpr int columns = padded(DK), key_tiles = columns / 16, parts = GROUPS / blocks,
@@ -306,6 +307,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   threadgroup float* state_dots = reinterpret_cast<threadgroup float*>(memory + Memory::state_dots);
   const auto live = alive<MASKED>(mask, at.z, t0, length);
 
+  const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
   float dq_sums[tasks][16], dk_sums[tasks][16];
   DELTATUNE_UNROLL
   for (int m = 0; m < tasks; ++m) {
@@ -320,9 +322,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
     barrier();
     if (STAGES > 1) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, loads & 1);
-      load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, true>(at, memory + (loads & 1) * Memory::stage,
-          arrival, states, d_states, u_in, d_right, dy_in, mask, length,
-                                                                   hv, chunk, 0);
+      load_slice<Shape, Memory>(at, memory + (loads & 1) * Memory::stage, arrival, arrays, hv, chunk, 0);
       copies_sent(arrival, at.index);
     }
     if (at.index < C) rate[at.index] = factors[chunk * numbers + at.index];
@@ -375,9 +375,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       barrier();
       if (coming * SLICE < DV) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<In, C, DK, DV, SLICE, HV, GROUPS, Memory, UNSTAGED, MASKED, true>(at, memory + turn * Memory::stage,
-            arrival, states, d_states, u_in, d_right, dy_in, mask, length, hv,
-                                                                     chunk, coming * SLICE);
+        load_slice<Shape, Memory>(at, memory + turn * Memory::stage, arrival, arrays, hv, chunk, coming * SLICE);
         copies_sent(arrival, at.index);
       }
       if (STAGES == 1) {

@@ -41,8 +41,8 @@ inline float add_others_of_16(float own, float x, int lane) {
 struct GateSums {
   float on_gate, on_beta;
 };
-// Computes what `ends_by_pairs` and `spanning` of gradients.h do for position t, 64 lanes at a time: 16 positions are
-// summed by lanes, and then the totals of other 16. As there only terms are added whose span contains t.
+// Computes what `ends_by_pairs` and `spanning` of gradient_gates.h do for position t, 64 lanes at a time: 16 positions
+// are summed by lanes, and then the totals of other 16. As there only terms are added whose span contains t.
 template <int DV>
 inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, int t, int lane) {
   using Memory = HopperGradientMemory<DV>;

@@ -1,0 +1,116 @@
+// What both gradients kernels do with what the scans saved: they go through it SLICE rows of DV at a time, and multiply
+// S and u with dY and R, and dS with u.
+
+// The sizes of a call, and how the groups of a block share the tiles of a chunk: a group owns the 16 positions of one
+// row of tiles and, with the other groups of that row, its share of the columns of DK and of the pairs of tiles.
+template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
+          int BLOCK_GROUPS, bool READ_UNSTAGED, bool HAS_MASK, bool GATE_A_CHANNEL>
+struct GradientShape {
+  using In = Element;
+  static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
+  static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
+  static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
+  static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
+  // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
+  static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;
+  static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL>();
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
+  static constexpr constant int blocks = C / 16, columns = padded(DK), key_tiles = columns / 16;
+  static constexpr constant int parts = GROUPS / blocks, column_tiles = (key_tiles + parts - 1) / parts;
+  static constexpr constant int own_pairs = (blocks + parts - 1) / parts;
+  static_assert(GROUPS % blocks == 0, "groups share the columns of a row of tiles");
+  static_assert(padded(DV) % SLICE == 0, "SLICE divides the rows");
+};
+
+// Whether no tile starts at a group's column: where the parts do not divide the columns, the last part lacks some.
+template <typename Shape>
+inline bool is_lacking(int column) {
+  return Shape::key_tiles % Shape::parts != 0 && column >= Shape::columns;
+}
+
+// The arrays that a gradients kernel goes through by slices, in device memory: what the scans saved, and dY.
+template <typename PT, typename PU, typename PR, typename PY, typename PM>
+struct SavedArrays {
+  PT states, d_states;
+  PU u;
+  PR right;
+  PY dy;
+  PM mask;
+  int length;
+};
+template <typename PT, typename PU, typename PR, typename PY, typename PM>
+inline SavedArrays<PT, PU, PR, PY, PM> saved_arrays(PT states, PT d_states, PU u, PR right, PY dy, PM mask,
+                                                    int length) {
+  return SavedArrays<PT, PU, PR, PY, PM>{states, d_states, u, right, dy, mask, length};
+}
+
+// Starts to copy the rows of DV from `first` on of chunk number `chunk`, which is of value head hv, to `memory`.
+template <typename Shape, typename Memory, typename Arrays>
+inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int hv, long chunk,
+                       int first) {
+  using In = typename Shape::In;
+  constexpr int threads = Shape::threads, C = Shape::C, DV = Shape::DV, SLICE = Shape::SLICE, HV = Shape::HV;
+  constexpr int stride = Shape::stride, saved = Shape::saved, value_rows = padded(DV);
+  if (!Shape::UNSTAGED) {
+    copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
+                                        stored_at<Saved<In>>(from.states, chunk, value_rows * stride),
+                                        (long)first * stride, arrival, at.index);
+    copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::d_state, SLICE * stride),
+                                        stored_at<Saved<In>>(from.d_states, chunk, value_rows * stride),
+                                        (long)first * stride, arrival, at.index);
+  }
+  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
+                                     stored_at<Wide<In>>(from.u, chunk, value_rows * saved), (long)first * saved,
+                                     arrival, at.index);
+  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
+                                     stored_at<Wide<In>>(from.right, chunk, value_rows * saved), (long)first * saved,
+                                     arrival, at.index);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
+                               from.dy + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV,
+                               DV - first, alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival,
+                               at.index);
+}
+
+// A group's sums over the rows of DV: from_y is dY S, from_right R^T S and from_end u^T dS, for its columns of DK;
+// y_pairs is dY u and right_pairs R^T u, for its pairs of tiles; rates are <R_i, u_i>, a lane's share of its two rows.
+// They refer to a kernel's own arrays, which stay in registers.
+template <typename Shape>
+struct StateProducts {
+  thread Tile (&from_y)[Shape::column_tiles];
+  thread Tile (&from_right)[Shape::column_tiles];
+  thread Tile (&from_end)[Shape::column_tiles];
+  thread Tile (&y_pairs)[Shape::own_pairs];
+  thread Tile (&right_pairs)[Shape::own_pairs];
+  thread float (&rates)[2];
+};
+
+// Sets the sums of a group's tiles to zero.
+template <typename Shape>
+inline void clear(StateProducts<Shape> sums) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < Shape::column_tiles; ++m) {
+    tile_clear(sums.from_y[m]);
+    tile_clear(sums.from_right[m]);
+    tile_clear(sums.from_end[m]);
+  }
+  DELTATUNE_UNROLL
+  for (int m = 0; m < Shape::own_pairs; ++m) {
+    tile_clear(sums.y_pairs[m]);
+    tile_clear(sums.right_pairs[m]);
+  }
+}
+
+// Adds to the sums of a group's pairs of tiles the products of dY and of R with rows s to s + 15 of u.
+template <typename Shape, typename Store, typename LeftY, typename LeftRight>
+inline void multiply_pairs(Place at, StateProducts<Shape> sums, const thread LeftY& left_y,
+                           const thread LeftRight& left_right, Store u, int s) {
+  const int row = (unsigned)at.group % Shape::blocks, part = (unsigned)at.group / Shape::blocks, lane = at.lane;
+  DELTATUNE_UNROLL
+  for (int m = 0; m < Shape::own_pairs; ++m) {
+    const int column = part + m * Shape::parts;
+    if (column > row) continue;
+    const auto b = right(straight(u, Shape::saved, s, column * 16), lane);
+    multiply(sums.y_pairs[m], left_y, b, lane);
+    multiply(sums.right_pairs[m], left_right, b, lane);
+  }
+}
