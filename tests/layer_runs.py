@@ -11,6 +11,7 @@ from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import frozen_tower
 from deltatune.ops.random_state import drawing_with
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
@@ -57,14 +58,16 @@ def whole(folder, config, given, image=None):
         return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
 
 
-def by_layers(folder, config, given, streamed=None, image=None):
-    """The same by layers, computed twice, and what has been read."""
+def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
+    """The same by layers, computed twice, and what has been read. Layers' inputs go to the folder `inputs`, if any."""
     model, stored = loaded(folder, config, image)
     with training(model, config, compare=False) as trained:
         model.train()
         layers = [layer.module for layer in trained.layers]
         weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
-        passes = LayerPasses(model, layers, trained.loss, weights)
+        if inputs is not None:
+            weights.inputs = InputsOnDisk(inputs, weights.disk)
+        passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
         routers = router_losses(model, config)
         lengths = real_lengths(given) if routers else None
         with passes.served():

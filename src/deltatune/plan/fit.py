@@ -296,10 +296,14 @@ def planned_step(
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
 ) -> Forecast:
-    """The forecast of a step; its images are those of the data, whatever the length."""
+    """The forecast of a step."""
+    return forecast_step(model, config, batch_shape(config, rows, length, splits), layout, checkpoints)
+
+
+def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> BatchShape:
+    """The largest batch of the data of so many rows and tokens; its images are the same whatever the length."""
     documents = [document for example in splits.train for document in example.documents]
-    images, preferences = largest_batch(documents, rows), _preferences(config, rows, length, splits)
-    return forecast_step(model, config, BatchShape(rows, length, images, preferences), layout, checkpoints)
+    return BatchShape(rows, length, largest_batch(documents, rows), _preferences(config, rows, length, splits))
 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:

@@ -54,6 +54,7 @@ class Forecast:
         sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
         unknown: how many primitives of the step have no rule in primitives.py, by kind.
         products: the matrix products of the step.
+        layer_inputs: bytes of layers' inputs that a step by layers keeps between its passes.
         seconds: how long it took to make this plan.
     """
 
@@ -66,6 +67,7 @@ class Forecast:
     sizes: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
+    layer_inputs: int = 0
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -85,6 +87,8 @@ def forecast_step(
     shape: BatchShape,
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
+    *,
+    inputs_on_disk: bool = False,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -94,11 +98,14 @@ def forecast_step(
         shape: the shape of the batch.
         layout: how the loaded MLX stores its arrays.
         checkpoints: what is computed again where `config.grad_checkpoint` is auto.
+        inputs_on_disk: whether a step by layers keeps the inputs of layers in files.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        forecast = _planned(trace_step(model, config, shape, layout, checkpoints), config, layout)
+        built = trace_step(model, config, shape, layout, checkpoints, inputs_on_disk=inputs_on_disk)
+        forecast = _planned(built, config, layout)
+        del built
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
         # while the collector waited is young, so that all other objects need not be looked through.
@@ -127,6 +134,7 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> For
         sizes,
         without_rule(machine.evaluated),
         products(machine.evaluated),
+        built.layer_inputs,
     )
 
 

@@ -24,6 +24,7 @@ from ..machine import backend, disk_rate, host_memory
 from ..models.checkpoint_files import WEIGHTS
 from ..ops.functional import is_floating
 from ..train.by_layer.layer_functions import array_places, lowest_layer
+from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.stored_weights import StoredWeights, cached
 from ..train.reports.screen import Fact
@@ -31,7 +32,8 @@ from ..train.setup import Run
 from ..train.tree import leaves
 from . import arithmetic
 from .array_layout import ArrayLayout
-from .fit import planned_step, shape
+from .fit import batch_shape, planned_step, shape
+from .forecast import forecast_step
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size
@@ -52,6 +54,7 @@ class Placement:
         products: the matrix products of a step; None without one.
         dtype: what they are computed in.
         on_host: whether the host's memory, not the disk, gives them to a GPU.
+        inputs: the bytes of layers' inputs that go to the disk between the passes; 0 where they stay in memory.
     """
 
     memory: int
@@ -64,6 +67,7 @@ class Placement:
     products: arithmetic.Products | None = None
     dtype: mx.Dtype = mx.float32
     on_host: bool = False
+    inputs: int = 0
 
     @property
     def on_disk(self) -> int:
@@ -104,8 +108,9 @@ class Placement:
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
             f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
         )
+        inputs = f"; what layers are given, {size(self.inputs)}, goes to the disk as well" if self.inputs else ""
         if self.on_host:
-            text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}"
+            text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
             return [Fact("memory", text)]
         file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
         rate = disk_rate.measured(file)
@@ -116,9 +121,12 @@ class Placement:
                 f"the system's page cache, so that the disk gives it once, in {self.on_disk / rate:.1f} s {speed}"
             )
         else:
-            seconds = self.read / rate
-            disk = f"{size(self.read)} read for each {unit}, {seconds:.1f} s {speed}; {self._hidden(seconds, unit)}"
-        return [Fact("memory", f"{memory}on the disk"), Fact("disk", disk)]
+            # Layers' inputs are written and read again.
+            seconds = (self.read + 2 * self.inputs) / rate
+            written = f" and {size(self.inputs)} written" if self.inputs else ""
+            read = f"{size(self.read + self.inputs)} read{written} for each {unit}"
+            disk = f"{read}, {seconds:.1f} s {speed}; {self._hidden(seconds, unit)}"
+        return [Fact("memory", f"{memory}on the disk{inputs}"), Fact("disk", disk)]
 
     def _hidden(self, seconds: float, unit: str) -> str:
         """Say when a pass does not wait for the disk, from which it reads for so many seconds."""
@@ -172,6 +180,9 @@ class Placed(NamedTuple):
         weights = self.of(run.model, stack)
         if weights is None:
             run.config = dataclasses.replace(run.config, memory=None)
+        elif self.placement.inputs:
+            folder = Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}"
+            weights.inputs = InputsOnDisk(folder, weights.disk)
         return weights
 
 
@@ -201,11 +212,18 @@ def placed(run: Run) -> Placed:
             fits = plan.bytes.amount <= memory
         if not fits:
             plan = planned_step(model, config, rows, length, run.splits, layout)
-    smaller = "a smaller --batch-size or --max-seq-length"
-    planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
-    placement = chosen(model, stored, memory, planned, run.world.size)
-    placement = dataclasses.replace(placement, products=plan.products, dtype=_most_used_dtype(model))
-    return Placed(placement, lines, stored)
+        smaller = "a smaller --batch-size or --max-seq-length"
+        planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
+        inputs = 0
+        try:
+            placement = chosen(model, stored, memory, planned, run.world.size)
+        except TooLittleMemoryError:
+            batch = batch_shape(config, rows, length, run.splits)
+            plan = forecast_step(model, config, batch, layout, inputs_on_disk=True)
+            planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
+            placement = chosen(model, stored, memory, planned, run.world.size)
+    products, dtype = plan.products, _most_used_dtype(model)
+    return Placed(dataclasses.replace(placement, products=products, dtype=dtype, inputs=inputs), lines, stored)
 
 
 def _most_used_dtype(model: nn.Module) -> mx.Dtype:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import array_places
 from ..train.by_layer.layer_passes import LayerPasses
 from ..train.setup import Training
@@ -33,31 +35,86 @@ class _AsLoaded:
             yield [place.array for _, place in array_places(self._layers[index])]
 
 
-@contextmanager
-def noted_passes(
-    model: nn.Module, trained: Training, *, by_layers: bool
-) -> Iterator[tuple[LayerPasses | None, list[list[mx.array]]]]:
-    """Yield the passes of a step by layers that compute nothing, and the list in which they note what they would.
-
-    A step as a whole has no passes, and notes nothing.
+class NotedInputs:
+    """Stands in for InputsOnDisk in a plan: notes what that would read, and writes nothing.
 
     Args:
-        model: The model, set up by setup.training() with every layer checkpointed.
-        trained: What that yields.
-        by_layers: Whether the step is one by layers.
+        note: Notes the results of an evaluation.
+        on_disk: Whether inputs go to the disk; they are only counted otherwise.
+
+    Attributes:
+        bytes: What is kept between the passes.
+    """
+
+    def __init__(self, note: Callable[..., None], *, on_disk: bool):
+        self._note, self._on_disk, self.bytes = note, on_disk, 0
+        self._kept: list[Callable[[], mx.array]] = []
+        self._ahead: mx.array | None = None
+
+    def clear(self) -> None:
+        """Forget what is kept."""
+        self._kept, self._ahead, self.bytes = [], None, 0
+
+    def keep(self, x: mx.array, computing: Any) -> None:
+        """Count an array."""
+        self.bytes += x.nbytes
+        self._kept.append(partial(self._read, x.shape, x.dtype) if self._on_disk else lambda: x)
+
+    def take(self) -> mx.array:
+        """Return the array that was kept last, or one like it; note the reading of the one before."""
+        array = self._kept.pop()() if self._ahead is None else self._ahead
+        self._ahead = self._kept.pop()() if self._kept else None
+        return array
+
+    def close(self) -> None:
+        """Forget what is kept."""
+        self.clear()
+
+    def _read(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        array = mx.zeros(shape, dtype)
+        self._note(array)
+        return array
+
+
+class NotedPasses(NamedTuple):
+    """What is traced of a step by layers.
+
+    Attributes:
+        passes: Its passes, which compute nothing; None for a step as a whole.
+        noted: The results of what would be evaluated, one evaluation after another.
+        inputs: Keeps the inputs of layers.
+    """
+
+    passes: LayerPasses | None
+    noted: list[list[mx.array]]
+    inputs: NotedInputs
+
+
+@contextmanager
+def noted_passes(
+    model: nn.Module, config: TrainConfig, trained: Training, *, inputs_on_disk: bool
+) -> Iterator[NotedPasses]:
+    """Yield the passes of a step by layers, which note what they would compute. A step as a whole notes nothing.
+
+    Args:
+        model: The model, set up by setup.training(), with every layer checkpointed if the step is one by layers.
+        config: The options of the run.
+        trained: What setup.training() yields.
+        inputs_on_disk: Whether the inputs of layers go to the disk.
     """
     noted: list[list[mx.array]] = []
-    if not by_layers:
-        yield None, noted
-        return
 
     def note(*results: Any) -> None:
         noted.append([array for _, array in leaves(results) if isinstance(array, mx.array)])
 
+    inputs = NotedInputs(note, on_disk=inputs_on_disk)
+    if config.memory is None:
+        yield NotedPasses(None, noted, inputs)
+        return
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, _AsLoaded(layers), note)
+    passes = LayerPasses(model, layers, trained.loss, _AsLoaded(layers), note, inputs)
     with passes.served():
-        yield passes, noted
+        yield NotedPasses(passes, noted, inputs)
 
 
 def parts_read(

@@ -82,6 +82,8 @@ class TracedStep:
     # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
     tower: Phase | None = None
     tower_reads: list[Node] = field(default_factory=list)
+    # The bytes of layers' inputs that a step by layers keeps between its passes.
+    layer_inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,28 +122,28 @@ def trace_step(
     shape: BatchShape,
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
+    *,
+    inputs_on_disk: bool = False,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` are what is computed again where `config.grad_checkpoint` is auto.
-    UserError where options of `config` conflict.
+    `checkpoints` and `inputs_on_disk` are as in forecast_step(). UserError where options of `config` conflict.
     """
     with contextlib.ExitStack() as stack:
         trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
-        passes, noted = stack.enter_context(noted_passes(model, trained, by_layers=config.memory is not None))
-        step = build_step(model, optimizer, trained.loss, config, World(), step_of(passes))
+        traced = stack.enter_context(noted_passes(model, config, trained, inputs_on_disk=inputs_on_disk))
+        step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
         # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
         before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
-
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
-        phases = _gradient_phases(layout, [*noted, first], existing)
+        phases = _gradient_phases(layout, [*traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
         evaluated = existing | {node.address for node in graphs}
         # Nodes without a kind pass through unchanged.
@@ -171,7 +173,7 @@ def trace_step(
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         shape.rows, shape.length, [*existing_arrays, *first, *second, *third, *_leaves(batch), *features],
-        tower, tower_reads,
+        tower, tower_reads, traced.inputs.bytes,
     )  # fmt: skip
 
 

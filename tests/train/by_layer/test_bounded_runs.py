@@ -17,7 +17,9 @@ from deltatune.commands.train import train
 from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.plan import placement
 from deltatune.plan.placement import TooLittleMemoryError
+from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.saved.saving import Saving
@@ -189,6 +191,33 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, whol
     os.utime(weights, ns=(kept, kept))
     train(in_folder(config, tmp_path / "out", resume=True, **options))
     assert adapters(tmp_path / "out") == adapters(whole[0])
+
+
+def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, whole, tmp_path, monkeypatch, capsys):
+    memory, planned = least(config), placement.planned_step
+
+    def too_much(*of_step):
+        plan = planned(*of_step)
+        return dataclasses.replace(plan, bytes=dataclasses.replace(plan.bytes, amount=10**12))
+
+    plain, writes = mx.save_safetensors, []
+
+    def written(file, *content):
+        writes.append(f"/{INPUTS}_0/" in str(file))
+        if writes[-1] and sum(writes) == 11:
+            raise RuntimeError("[write] Unable to write 4096 bytes to file.")
+        return plain(file, *content)
+
+    monkeypatch.setattr(placement, "planned_step", too_much)
+    monkeypatch.setattr(mx, "save_safetensors", written)
+    with pytest.raises(UserError, match=r"kept there .* state after iteration 2 is saved .*; make room there and give"):
+        train(in_folder(config, tmp_path / "out", memory=memory, save_every=100))
+    assert "32 tokens; 6 of 6 layers" in (said := capsys.readouterr().out)
+    assert "; what layers are given, 0.0 MB, goes to the disk as well" in said
+    assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
+    train(in_folder(config, tmp_path / "out", memory=memory, save_every=100, resume=True))
+    assert adapters(tmp_path / "out") == adapters(whole[0])
+    assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
 
 
 @pytest.mark.parametrize("at", [40, 6], ids=["step", "evaluation"])

@@ -12,8 +12,9 @@ from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.by_layer import stored_weights
+from deltatune.train.by_layer.disk_time import DiskTime
 from deltatune.train.by_layer.layer_functions import array_places
-from deltatune.train.by_layer.layer_weights import DiskTime, LayerWeights
+from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
 from deltatune.train.saved.content import weights_digest
 from deltatune.train.setup import prepare

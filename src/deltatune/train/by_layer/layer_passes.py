@@ -32,6 +32,7 @@ from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
 from .between_layers import check_between
 from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import LayerFunction, Told, lowest_layer, signature
+from .layer_inputs import InputsInMemory, KeepsInputs
 from .read_layers import ReadsLayers, reading_calls
 
 
@@ -43,15 +44,13 @@ class Watch(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of a layer needs of its forward pass.
+    """What the backward pass of a layer needs of its forward pass, beside what the layer before has returned.
 
     Attributes:
-        y: What the layer before has returned; for the first, its input.
         key: Its key.
         sides: How many side outputs it has.
     """
 
-    y: mx.array
     key: mx.array
     sides: int
 
@@ -65,6 +64,7 @@ class LayerPasses:
         loss: The loss that is trained.
         weights: What the layers' weights are read from.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
+        inputs: Keeps what layers are given for the backward pass; by default in memory.
 
     Attributes:
         model: The model.
@@ -80,9 +80,10 @@ class LayerPasses:
         loss: LossFunction,
         weights: ReadsLayers,
         compute: Callable[..., None] = mx.eval,
+        inputs: KeepsInputs | None = None,
     ):
         self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
-        self._compute = compute
+        self._compute, self._inputs = compute, inputs or InputsInMemory()
         self._calls = reading_calls(layers, weights)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
@@ -200,26 +201,14 @@ class LayerPasses:
             batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(picture) for picture in pictures]
             self._compute(pictures)
         before_key = key
-        x, key, others = around.before(batch, key)
-        records: list[_Kept] = []
-        sides: list[mx.array] = []
-        for index in range(count):
-            function = self._function(index, around, told)
-            entering = around.between(index, batch, x)
-            y, more, next_key = function.forward(next(reading), entering, others, told, key)
-            self._compute(y, more, next_key)
-            if watch is not None:
-                watch(index, y, backward=False)
-            records.append(_Kept(x, key, len(more)))
-            sides += more
-            x, key = y, next_key
-        del y, entering
+        x, key, others, sides, records = self._forward(batch, around, told, key, reading, watch)
         total, weight, figures, dx, d_sides, d_outer = around.behind(batch, x, key, sides)
         self._compute(total, weight, figures, dx, d_sides, d_outer)
         del x
         gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
-            function, (y, key, number) = self._function(index, around, told), records.pop()
+            function, (key, number) = self._function(index, around, told), records.pop()
+            y = self._inputs.take()
             if watch is not None:
                 watch(index, dx, backward=True)
             cut = len(d_sides) - number
@@ -235,6 +224,7 @@ class LayerPasses:
             gradients |= {
                 f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, d_parameters, strict=True)
             }
+            del x, y
         if d_outer or d_pictures:
             more, of_pictures = around.before_again(batch, before_key, dx)
             d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
@@ -246,6 +236,39 @@ class LayerPasses:
         gradients |= zip(self.outer.paths, d_outer, strict=True)
         gradients |= zip(self.in_tower.paths, in_tower, strict=True)
         return total, weight, tree_unflatten(list(gradients.items())), *figures
+
+    def _forward(
+        self,
+        batch: Arrays,
+        around: AroundLayers,
+        told: Told,
+        key: mx.array,
+        reading: Iterator[list[mx.array]],
+        watch: Watch | None,
+    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[_Kept]]:
+        """Compute the layers, of which the first draws from what follows `key`.
+
+        Returns:
+            What the last layer returns, the key behind it, what all layers are given, their side outputs, and what the
+            backward pass needs of each.
+        """
+        x, key, others = around.before(batch, key)
+        self._inputs.clear()
+        records: list[_Kept] = []
+        sides: list[mx.array] = []
+        for index in range(len(self._layers)):
+            function = self._function(index, around, told)
+            entering = around.between(index, batch, x)
+            y, more, next_key = function.forward(next(reading), entering, others, told, key)
+            if index >= self._lowest:
+                self._inputs.keep(x, (y, more, next_key))
+                records.append(_Kept(key, len(more)))
+            self._compute(y, more, next_key)
+            if watch is not None:
+                watch(index, y, backward=False)
+            sides += more
+            x, key = y, next_key
+        return x, key, others, sides, records
 
     def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
         """Run the model with layers that are only recorded; return these, and the key before the first of them."""

@@ -81,7 +81,8 @@ def by_layers(
         return
     if config.pack:
         check_packing(model, row_capacity(config))
-    passes = LayerPasses(model, [layer.module for layer in trained.layers], trained.loss, weights)
+    layers = [layer.module for layer in trained.layers]
+    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
     assert config.memory is not None
     before = mx.set_memory_limit(config.memory + weights.on_host)
     try:

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..tree import Place
+from .disk_time import DiskTime
 from .layer_functions import array_places
+from .layer_inputs import InputsInMemory, KeepsInputs
 from .stored_weights import StoredWeights
-
-# A run that waits for a larger share of its time is told how to wait less.
-_MUCH = 0.1
-
-
-@dataclass
-class DiskTime:
-    """What reading has cost so far.
-
-    Attributes:
-        waited: The seconds that a pass waited for weights.
-        read: The bytes that were read.
-        of: What was waited for, in words.
-    """
-
-    waited: float = 0.0
-    read: int = 0
-    of: str = "the disk"
-
-    def said(self, seconds: float) -> str:
-        """Return a line for the end of a run that has computed for so many seconds."""
-        share = self.waited / seconds if seconds else 0.0
-        advice = ""
-        if share > _MUCH:
-            advice = " More tokens an iteration (--batch-size, --max-seq-length, --pack) would hide it."
-        return f"Waited {self.waited:.1f} s for {self.of} ({share:.0%}), which gave {self.read / 1e9:,.2f} GB.{advice}"
 
 
 class LayerWeights:
@@ -57,6 +32,7 @@ class LayerWeights:
         disk: What reading has cost.
         on_host: The bytes in the host's memory, which MLX counts as its own.
         between: Is called before a layer is handed out, and may leave the pass by an error.
+        inputs: Keeps the inputs of layers for the backward pass.
     """
 
     def __init__(
@@ -70,6 +46,7 @@ class LayerWeights:
     ):
         self._stored, self.disk = stored, DiskTime()
         self.between: Callable[[], None] = lambda: None
+        self.inputs: KeepsInputs = InputsInMemory()
         self._places: list[list[Place]] = []
         self._names: list[dict[int, str]] = []
         paths = {id(module): path for path, module in model.named_modules()}
@@ -101,6 +78,7 @@ class LayerWeights:
     def close(self) -> None:
         """Let go of what was read, and of the files."""
         self._held = self._ahead = None
+        self.inputs.close()
         self._stored.close()
 
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:

@@ -28,6 +28,8 @@ from .layer_functions import array_places
 class UnreadableWeightsError(UserError):
     """The files of a model have changed or cannot be read any more, while a run reads them."""
 
+    remedy = "mend the files"
+
 
 def cached(path: Path) -> bool:
     """Whether what is read of a checkpoint stays in the system's page cache: its files take half of what is free."""

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from ...errors import UserError
 from ...options.config import TrainConfig
+from ..by_layer.layer_inputs import LostInputsError
 from ..by_layer.stored_weights import UnreadableWeightsError
 from ..distributed import World
 from ..reports.screen import Screen
@@ -104,7 +105,7 @@ class Ending:
 
         Raises:
             StoppedError: If between_layers() has left a step.
-            UserError: If macOS ended a step that took too long, or the model's files cannot be read any more.
+            UserError: If macOS ended a step that took too long, or files are missing that a step by layers reads.
         """
         try:
             yield
@@ -112,11 +113,11 @@ class Ending:
             self.check()
             self._wait_for_end()
             raise
-        except UnreadableWeightsError as error:
+        except (UnreadableWeightsError, LostInputsError) as error:
             self._saving.save_last_update()
             raise UserError(
                 f"{error}. The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}; "
-                "mend the files and give --resume."
+                f"{error.remedy} and give --resume."
             ) from error
         except UserError:
             raise

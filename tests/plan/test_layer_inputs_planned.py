@@ -1,0 +1,38 @@
+"""Tests the plan of a step by layers that keeps the inputs of layers in files."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+
+from deltatune.machine import backend
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.forecast import forecast_step
+from deltatune.plan.traced_step import BatchShape, blank_batch
+from layer_runs import by_layers, loaded, options
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="other devices hold arrays for as long as their queue is")
+@pytest.mark.parametrize("trained", [12, 6])
+@pytest.mark.usefixtures("waiting_queue")
+def test_the_plan_saves_what_a_step_does(tiny_checkpoint, tmp_path, trained):
+    """Of the inputs, two are in memory at a time."""
+    folder = tiny_checkpoint("qwen3_5", num_hidden_layers=12, full_attention_interval=12, hidden_size=128)
+    config, given = options(folder, num_layers=trained, memory=1), blank_batch(2, 512, False)
+    planned, counted = [], []
+    for inputs in (None, tmp_path / "inputs"):
+        model, stored = loaded(folder, config)
+        stored.close()
+        plan = forecast_step(model, config, BatchShape(2, 512), ArrayLayout.measured(), inputs_on_disk=bool(inputs))
+        assert plan.layer_inputs == trained * 2 * 512 * 128 * 4
+        planned.append(plan.bytes.amount)
+        del model, stored
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        by_layers(folder, config, given, streamed=[], inputs=inputs)
+        counted.append(mx.get_peak_memory() - before)
+    # An input more or less, by when MLX reads the next one.
+    saved, really, one = planned[0] - planned[1], counted[0] - counted[1], plan.layer_inputs // trained
+    assert abs(saved - really) < 1.1 * one
+    assert saved > 0.6 * plan.layer_inputs

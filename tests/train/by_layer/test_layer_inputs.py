@@ -1,0 +1,76 @@
+"""Tests that the inputs of layers may go to the disk: the same bits in less memory, and nothing is lost with them."""
+
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from deltatune.data import Batch
+from deltatune.train.by_layer.disk_time import DiskTime
+from deltatune.train.by_layer.layer_inputs import InputsOnDisk, LostInputsError
+from layer_runs import assert_same_bits, by_layers, loaded, options, whole
+
+ROWS, LENGTH = 2, 37
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 120, (ROWS, LENGTH + 1)).astype(np.int32)
+    return Batch(
+        tokens[:, :-1], tokens[:, 1:], np.ones((ROWS, LENGTH), np.float32), None, (("x",),) * ROWS, ((LENGTH,),) * ROWS
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_5", {"dropout": 0.2}),
+        ("qwen3_5_moe", {"router_aux_loss_coef": 0.1}),
+        ("qwen3_next", {"num_layers": 2}),
+    ],
+)
+def test_a_step_has_the_bits_of_a_whole_step(tiny_checkpoint, tmp_path, family, changes):
+    folder = tiny_checkpoint(family, dtype=mx.bfloat16)
+    config, given = options(folder, **changes), batch()
+    found, _, weights, _ = by_layers(folder, config, given, inputs=tmp_path / "inputs")
+    assert_same_bits(whole(folder, config, given)[0], found)
+    *_, without, _ = by_layers(folder, config, given)
+    # Two steps, each of which reads what the layers that train were given.
+    hidden = loaded(folder, config)[0].layers[0].input_layernorm.weight.size
+    assert weights.disk.read - without.disk.read == 2 * changes.get("num_layers", 4) * ROWS * LENGTH * hidden * 2
+    assert not (tmp_path / "inputs").exists()
+
+
+def test_a_pass_that_was_left_leaves_nothing_to_the_next(tmp_path):
+    inputs, arrays = InputsOnDisk(tmp_path / "inputs", DiskTime()), [mx.full((3,), value) for value in range(4)]
+    for array in arrays[:2]:
+        inputs.keep(array, [])
+    assert mx.array_equal(inputs.take(), arrays[1])
+    inputs.clear()
+    for array in arrays[2:]:
+        inputs.keep(array, [])
+    assert [inputs.take().tolist() for _ in range(2)] == [[3] * 3, [2] * 3]
+    assert list((tmp_path / "inputs").iterdir()) == []
+    inputs.close()
+
+
+def test_a_file_that_cannot_be_written_makes_room(tmp_path, monkeypatch):
+    inputs = InputsOnDisk(tmp_path / "inputs", DiskTime())
+    inputs.keep(mx.ones(3), [])
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(LostInputsError, match=str(tmp_path)):
+        inputs.keep(mx.ones(3), [])
+    # The run's state needs it.
+    assert not (tmp_path / "inputs").exists()
+
+
+def test_a_file_that_is_gone_is_said(tmp_path):
+    inputs = InputsOnDisk(tmp_path / "inputs", DiskTime())
+    inputs.keep(mx.ones(3), [])
+    shutil.rmtree(tmp_path / "inputs")
+    with pytest.raises(LostInputsError, match=str(tmp_path)):
+        inputs.take()
+
+
+def full(*_):
+    raise RuntimeError("[write] Unable to write 12 bytes to file.")
