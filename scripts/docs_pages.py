@@ -1,7 +1,7 @@
 """Makes tables of the documentation, such as that of the options, from the code when the site is built.
 
 MkDocs calls `on_page_markdown` for every page (`hooks` in mkdocs.yml). A line `<!-- made here: NAME -->` in a page is
-replaced by what `PARTS[NAME]` returns.
+replaced by what `PARTS[NAME]` returns. `on_page_content` keeps flags such as `--grad-checkpoint` in one line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from deltatune.options.config import LoraConfig
 from deltatune.recipes.dictionary import page_table
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
+_CODE = re.compile(r"<code>[^<]*</code>")
+_FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
 def options() -> str:
@@ -61,6 +63,11 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace every marker of a page."""
     return MARKER.sub(lambda match: PARTS[match[1]](), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the flags within code, which docs/extra.css keeps whole: browsers end a line behind any hyphen."""
+    return _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
 
 
 def _title(group: str) -> str:

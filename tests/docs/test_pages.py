@@ -6,6 +6,8 @@ import pytest
 import yaml
 from pages import DOCS, KEPT, LOG, PAGES, READ, ROOT, anchors, prose
 
+import docs_pages
+
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 # A path in backticks or after a command, beginning at the repository's root or at the package.
 NAMED = re.compile(r"`((?:src|tests|benchmarks|scripts|examples|docs|ops|patches)/[\w/.-]*\w|\w[\w/]*/\w+\.py)`")
@@ -125,6 +127,13 @@ def test_mathematics_within_a_sentence_becomes_mathml_and_code_stays_code():
     for formula in SENTENCES:
         assert docs_math.mathml(formula, "inline").startswith("<math ")
     assert len(SENTENCES) > 40
+
+
+def test_a_flag_within_a_sentence_is_not_broken_into_lines():
+    flag = '<span class="flag">{}</span>'.format
+    shown = docs_pages.on_page_content("<p>with <code>train --grad-checkpoint -c a-b.yaml</code> --not-code")
+    assert shown == f"<p>with <code>train {flag('--grad-checkpoint')} {flag('-c')} a-b.yaml</code> --not-code"
+    assert ".flag { white-space: nowrap; }" in (DOCS / "extra.css").read_text(encoding="utf-8")
 
 
 def test_the_pages_stay_short_enough_to_be_read():

@@ -98,8 +98,8 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.peft_adapter import write_peft
 
     adapter = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
-    parameters = adapter.config.get("target_parameters", [])
-    counts = f"{len(adapter.config['target_modules'])} target modules, {len(parameters)} target parameters"
+    kinds = {name: len(adapter.config.get(f"target_{name}", ())) for name in ("modules", "parameters")}
+    counts = ", ".join(f"{count} target {name}" for name, count in kinds.items() if count)
     line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {adapter.config['base_model_name_or_path']}."
     return [line], adapter.notes
 

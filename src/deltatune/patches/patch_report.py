@@ -98,11 +98,11 @@ class PatchReport:
         """Count the functions that were replaced and name their packages; what was left alone is named in full."""
         count = len(self.applied)
         packages = ", ".join(sorted({f"{applied.patch.package} {applied.version}" for applied in self.applied}))
-        return self._said([f"{count} function{'s' * (count != 1)} of {packages}"])
+        return "; ".join(self._parts([f"{count} function{'s' * (count != 1)} of {packages}"]))
 
     def __str__(self) -> str:
-        return self._said([str(applied) for applied in self.applied])
+        return "\n".join(self._parts([str(applied) for applied in self.applied]))
 
-    def _said(self, applied: list[str]) -> str:
+    def _parts(self, applied: list[str]) -> list[str]:
         parts = applied if self.applied else ["nothing patched yet"]
-        return "; ".join([*parts, *self.untried, *map(str, self.left_alone), *self.unreached])
+        return [*parts, *self.untried, *map(str, self.left_alone), *self.unreached]
