@@ -3,9 +3,10 @@
 usage: python benchmarks/layers_cpu.py [--tokens 512 2048 8192] [--times 3] [--width 512] [--layers 6]
 
 A model of Qwen3.5's form with random fp32 weights trains one row with LoRA r=8 on every linear. Its steps are taken by
-turns: as a whole with every layer checkpointed, by layers with all weights in memory, and by layers with all of them in
-the file, which is as likely as not in the system's page cache. Printed are the CPU seconds of a step, the least of so
-many, and how long the last kind waited for the file.
+turns: as a whole with every layer checkpointed, by layers with all weights in memory, by layers with all of them in the
+file, which is as likely as not in the system's page cache, and with the inputs of layers in files too. Printed are the
+CPU seconds of a step, the least of so many, MLX's peak above what the kinds hold together, and how long those that read
+files waited for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mlx.utils import tree_flatten
 import processes
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
@@ -69,7 +71,9 @@ def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape]
 
         return step, None
     weights = LayerWeights(stored, model, layers, range(len(layers)) if "file" in kind else ())
-    passes = LayerPasses(model, layers, trained.loss, weights)
+    if "inputs" in kind:
+        weights.inputs = InputsOnDisk(folder / "inputs", weights.disk)
+    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
     stack.enter_context(passes.served())
     return lambda shape: float(
         passes.gradients(arrays(batch_of(shape.rows())), model.trainable_parameters(), key)[0]
@@ -86,7 +90,7 @@ def main() -> None:
     width = options.width
     heads = width // 64
     print(f"{heading()}\n", flush=True)
-    kinds = ("as a whole", "by layers", "by layers, from the file")
+    kinds = ("as a whole", "by layers", "by layers, from the file", "by layers, from the file, and inputs in files")
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         shape = Shape("small", width, 3 * width, options.layers, (heads, heads // 2, 64), (heads, heads, 64), 2048, 1,
                       512, "float32", interval=3)  # fmt: skip
@@ -97,17 +101,28 @@ def main() -> None:
             losses = {kind: step(row) for kind, (step, _) in steps.items()}
             assert len(set(losses.values())) == 1, losses
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            waited = []
+            waited: dict[str, list[float]] = {kind: [] for kind in kinds if "file" in kind}
+            peaks: dict[str, int] = {}
             for _ in range(options.times):
                 for kind, (step, weights) in steps.items():
                     started, before = time.process_time(), 0.0 if weights is None else weights.disk.waited
+                    held = mx.get_active_memory()
+                    mx.reset_peak_memory()
                     step(row)
+                    peaks[kind] = mx.get_peak_memory() - held
                     seconds[kind].append(time.process_time() - started)
                     if "file" in kind and weights is not None:
-                        waited.append(weights.disk.waited - before)
+                        waited[kind].append(weights.disk.waited - before)
             least = {kind: min(each) for kind, each in seconds.items()}
-            said = ", ".join(f"{kind} {each:.2f} ({each / least['as a whole']:.2f})" for kind, each in least.items())
-            print(f"{tokens:,} tokens: CPU seconds {said}; waited {min(waited):.2f} s", flush=True)
+            for kind, each in least.items():
+                ratio, wait = (
+                    each / least["as a whole"],
+                    f"; waited {min(waited[kind]):.2f} s" if kind in waited else "",
+                )
+                print(
+                    f"{tokens:,} tokens, {kind}: {each:.2f} CPU s ({ratio:.2f}), {peaks[kind] / 1e6:,.0f} MB{wait}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
