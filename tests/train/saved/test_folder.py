@@ -8,6 +8,7 @@ from console import started
 from deltatune import cli
 from deltatune.errors import UserError
 from deltatune.train import setup
+from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.saved import state
 
 HOLDER = """
@@ -214,3 +215,12 @@ def test_two_ranks_are_refused_together(launch, options, holder, tmp_path):
     assert f"in use by another run (process {holder.pid}" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Loading" not in done.stdout
+
+
+def test_what_only_a_killed_run_needed_is_removed(train, tmp_path):
+    folder = tmp_path / "out"
+    assert train("--adapter-path", "out", "--save-every", "1", loads=True)[0] == 0
+    (folder / f"{INPUTS}_0").mkdir()
+    (folder / f"{INPUTS}_0" / "3.safetensors").write_bytes(b"3")
+    assert train("--adapter-path", "out", "--resume", "--iters", "3", loads=True)[0] == 0
+    assert not (folder / f"{INPUTS}_0").exists()

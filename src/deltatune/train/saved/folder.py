@@ -10,6 +10,7 @@ from pathlib import Path
 from ...errors import UserError
 from ...machine.file_lock import FileLock, HeldError
 from ...options.config import TrainConfig
+from ..by_layer.layer_inputs import INPUTS
 from ..distributed import World
 from . import state
 
@@ -57,12 +58,17 @@ class RunFolder:
     def make_room(self) -> list[str]:
         """Move an earlier run to a folder beside this one, or delete it if the options say so; rank 0 calls it.
 
+        What a run needs only while it goes on is removed.
+
         Returns:
             Lines that say what was done.
 
         Raises:
             UserError: If the file system refuses.
         """
+        # A run that was killed could not remove them.
+        for inputs in self.path.glob(f"{INPUTS}_*"):
+            shutil.rmtree(inputs, ignore_errors=True)
         lines = []
         if not self._lock.supported:
             lines.append(f"Note: the file system of {self.path} has no locks, so a second run in it is not noticed.")
