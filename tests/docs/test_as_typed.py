@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from pages import ROOT, blocks
 
@@ -38,7 +39,6 @@ NOT_RUN = {
     "deltatune export --to mlx --model Qwen/Qwen3.5-0.8B --adapter-path adapters --save-path to-share --push-to-hub": (
         "it needs the hub; tests/export/test_hub.py"
     ),
-    "deltatune generate --model PATH --adapter-path adapters --video": "tests/train/test_videos.py",
     "deltatune run -- ": "a console script, a module and a file; tests/commands/test_run.py",
     "mlx.launch -n 2 deltatune train": "tests/train/test_distributed.py starts two processes",
     "mlx.launch --hosts": "it needs two machines",
@@ -93,6 +93,13 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
 
     for name in ("a.png", "b.png"):
         Image.new("RGB", (32, 32), "red").save(picture / name)
+    import cv2
+
+    film = cv2.VideoWriter(str(picture / "a.mp4"), cv2.VideoWriter_fourcc(*"mp4v"), 2, (48, 32))
+    for shade in range(0, 240, 30):
+        film.write(np.full((32, 48, 3), shade, np.uint8))
+    assert film.isOpened()
+    film.release()
     return {
         "Qwen/Qwen3.5-0.8B": dense,
         "PATH": dense,
@@ -102,6 +109,7 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
         "vision: DIR": data,
         "vision: a.png": picture / "a.png",
         "vision: b.png": picture / "b.png",
+        "vision: a.mp4": picture / "a.mp4",
         "mlx-community/Qwen3.5-0.8B-4bit": packed,
         "model-4bit": packed,
         "DIR": write_lines(folder / "rows", rows),

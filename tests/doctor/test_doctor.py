@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_on_a_cpu(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
     text, names = " ".join(" ".join(lines).split()), len(upstream.NAMES) + 1
     for part in (
         "This machine chip ",
@@ -96,6 +98,7 @@ def test_on_a_cpu(capsys):
         "--json names each",
     ):
         assert part in text
+    assert re.search(r"1/2 heads of 8 x 8 error \d+e-\d\d, \de-\d\d allowed ", text)
     assert lines[-1].strip() == "Nothing here would train wrong."
 
 
