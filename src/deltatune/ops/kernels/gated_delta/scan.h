@@ -16,8 +16,8 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, false>;
   using Room = Rooms<In, C, DK, CHANNEL>;
   using Types = ScanTypes<In, CHANNEL, false>;
-  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8, blocks = C / 16,
-      key_tiles = padded(DK) / 16;
+  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8;
+  constexpr int blocks = C / 16, key_tiles = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
       tiles = blocks / SPLIT;
   constexpr int tails = tails_of<In, DK, CHANNEL>();
@@ -80,19 +80,8 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, value_rows * stride);
     const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, value_rows * square);
 
-    if (SPLIT > 1) {
-      DELTATUNE_UNROLL
-      for (int m = 0; m < state_tiles; ++m) {
-        Rough<In> s;
-        hold(s, state[m]);
-        keep(state_room, (part * state_tiles + m) * 16, stride, s, lane);
-      }
-      copies_fence();
-      pair_barrier(strip);
-      if (part == 0 && first < value_rows) write_strip<16 * stride>(states_out, (long)first * stride, state_room, lane);
-    } else if (first < value_rows) {
-      write_tiles<state_tiles>(states_out, (long)first * stride, stride, state, rooms, lane);
-    }
+    save_state<Rough<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
+                                                                  part, lane);
     Tile x[tiles], out[tiles];
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {

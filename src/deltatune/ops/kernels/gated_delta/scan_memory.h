@@ -120,6 +120,26 @@ inline void store_state(thread const Tile* state, GLOBAL float* to, long head, i
   }
 }
 
+// Writes the strip of a state from row `first` on to its rows of `to`. Where two groups share a strip, each leaves its
+// part in `room` for both, as `Held`.
+template <typename Held, int SPLIT, int STATE_TILES, int STRIDE, int ROWS, typename Target, typename Store>
+inline void save_state(Target to, thread const Tile* state, Store room, threadgroup char* rooms, int first, int strip,
+                       int part, int lane) {
+  if (SPLIT > 1) {
+    DELTATUNE_UNROLL
+    for (int m = 0; m < STATE_TILES; ++m) {
+      Held s;
+      hold(s, state[m]);
+      keep(room, (part * STATE_TILES + m) * 16, STRIDE, s, lane);
+    }
+    copies_fence();
+    pair_barrier(strip);
+    if (part == 0 && first < ROWS) write_strip<16 * STRIDE>(to, (long)first * STRIDE, room, lane);
+  } else if (first < ROWS) {
+    write_tiles<STATE_TILES>(to, (long)first * STRIDE, STRIDE, state, rooms, lane);
+  }
+}
+
 // Multiplies a tile of the state by the product of the chunk's gates: one number, or one per channel.
 template <bool CHANNEL, int C>
 inline void scale_state(thread Tile& tile, threadgroup const float* factors, int m, int lane) {
