@@ -1,14 +1,28 @@
 """Tests the plan of a step by layers; benchmarks/layers_planned.py compares such plans with what MLX counts."""
 
 import dataclasses
+import gc
+import json
 import re
 
-from deltatune.options.config import TrainConfig
-from deltatune.plan import simulate
+import mlx.core as mx
+import pytest
+
+from deltatune.commands.train import train
+from deltatune.machine import backend
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.plan import placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.setup import prepare
+from deltatune.train.setup import prepare, ready
+
+TOKENS = 128
+SHAPES = {
+    "dense": ("qwen3_5", {"intermediate_size": 512}, None),
+    "a mixture": ("qwen3_5_moe", {}, None),
+    "4 bits": ("qwen3_5", {"intermediate_size": 512}, {"bits": 4}),
+}
 
 
 def test_what_a_queue_holds_ends_with_a_layer(tiny_model, monkeypatch):
@@ -25,3 +39,43 @@ def test_what_a_queue_holds_ends_with_a_layer(tiny_model, monkeypatch):
     assert by_layers.products == whole.products
     assert by_layers.bytes.amount < 0.8 * whole.bytes.amount
     assert re.match("the (forward|backward) pass, near ", by_layers.bytes.where)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A folder with two rows of more than TOKENS tokens."""
+    folder = tmp_path_factory.mktemp("rows")
+    row = json.dumps({"text": "a fox and a dog " * TOKENS})
+    (folder / "train.jsonl").write_text(f"{row}\n{row}\n")
+    return folder
+
+
+@pytest.fixture
+def all_on_disk(monkeypatch):
+    """Leaves all layers on the disk, whatever is planned."""
+    monkeypatch.setattr(placement, "left_on_disk", lambda _, sizes, *__, **___: tuple(range(len(sizes))))
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's queue does not wait for each operation")
+@pytest.mark.usefixtures("waiting_queue", "all_on_disk")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_run_takes_what_is_planned(tiny_checkpoint, rows, tmp_path, monkeypatch, name):
+    """Measured on two cores: 0.98 to 1.03. MLX frees the inputs of an operation late, which are 5 % at most here."""
+    family, shape, quantize = SHAPES[name]
+    model = tiny_checkpoint(family, quantize=quantize, num_hidden_layers=3, full_attention_interval=2, **shape)
+    config = TrainConfig(
+        model=str(model), data=str(rows), adapter_path=str(tmp_path / "out"), iters=2, batch_size=1, num_layers=-1,
+        max_seq_length=TOKENS, optimizer="adamw", val_batches=0, grad_checkpoint=True, memory=1000,
+        lora_parameters=LoraConfig(rank=4),
+    )  # fmt: skip
+    planned = placement.placed(ready(config, lazy=True)).placement.bytes
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    with monkeypatch.context() as patches:
+        # A run would let MLX hold what is planned before it waits.
+        patches.setattr(mx, "set_memory_limit", lambda limit: limit)
+        mx.reset_peak_memory()
+        train(dataclasses.replace(config, memory=planned))
+        counted = mx.get_peak_memory() - before
+    assert 0.9 * planned < counted < 1.07 * planned
