@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UserError
 from ..options.chat_template import parsed_options
@@ -15,7 +15,22 @@ from .flags import size
 if TYPE_CHECKING:
     from ..models.generate import Sampling
     from ..models.load import Loaded
+    from ..plan.forward_placement import Prompt
+    from ..plan.placement import Placed
+    from ..train.by_layer.layer_calls import LayerCalls
     from ..train.by_layer.layer_weights import LayerWeights
+
+
+class Reading(NamedTuple):
+    """Layers that read their weights.
+
+    Attributes:
+        weights: What they read them from.
+        calls: Their calls.
+    """
+
+    weights: LayerWeights
+    calls: LayerCalls
 
 
 def add_sampling(add: Any, max_tokens: int) -> None:
@@ -98,39 +113,52 @@ def check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
             raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
 
 
-def placed(options: AnswerOptions, loaded: Loaded, tokens: int, stack: ExitStack) -> LayerWeights | None:
+def reading(where: Placed, loaded: Loaded, memory: int, unit: str, stack: ExitStack) -> Reading | None:
+    """Let the layers of a model read their weights until `stack` ends, and say on standard error which of them do.
+
+    Args:
+        where: Which layers stay on the disk.
+        loaded: The model, loaded lazily, with its adapter.
+        memory: What may be held, in bytes.
+        unit: What reads all of them once.
+        stack: Closes the files when it ends.
+
+    Returns:
+        What they are read from, and their calls; None where all stay in memory.
+    """
+    import mlx.core as mx
+
+    from ..layers import describe
+    from ..train.by_layer.read_layers import reading_calls
+
+    for fact in where.placement.said(unit):
+        print(fact, file=sys.stderr)
+    weights = where.of(loaded.model, stack)
+    beside = 0 if weights is None else weights.on_host
+    stack.callback(mx.set_memory_limit, mx.set_memory_limit(memory + beside))
+    if weights is None:
+        return None
+    calls = reading_calls([layer.module for layer in describe(loaded.model)], weights)
+    stack.enter_context(calls.watched())
+    return Reading(weights, calls)
+
+
+def placed(options: AnswerOptions, loaded: Loaded, prompt: Prompt, stack: ExitStack) -> LayerWeights | None:
     """Put the adapter on a model that was loaded lazily, whose layers read their weights until `stack` ends.
 
     Args:
         options: The options of the command, with a bound of memory.
         loaded: The model, without its adapter.
-        tokens: How many tokens are read at once, before the answer.
+        prompt: What is answered.
         stack: Closes the files when it ends.
 
     Returns:
         What they are read from; None where all stay in memory.
     """
-    import mlx.core as mx
-
-    from ..layers import describe
     from ..plan.forward_placement import placed_answer
-    from ..train.by_layer.read_layers import reading_calls
 
     assert options.memory is not None
-    where = placed_answer(
-        loaded,
-        options.adapter_path,
-        options.memory,
-        tokens,
-        options.max_tokens,
-        trust_remote_code=options.trust_remote_code,
-    )
-    for fact in where.placement.said("token"):
-        print(fact, file=sys.stderr)
-    weights = where.of(loaded.model, stack)
-    beside = 0 if weights is None else weights.on_host
-    stack.callback(mx.set_memory_limit, mx.set_memory_limit(options.memory + beside))
-    if weights is not None:
-        layers = [layer.module for layer in describe(loaded.model)]
-        stack.enter_context(reading_calls(layers, weights).watched())
-    return weights
+    trusted = options.trust_remote_code
+    where = placed_answer(loaded, options.adapter_path, options.memory, prompt, trust_remote_code=trusted)
+    found = reading(where, loaded, options.memory, "token", stack)
+    return None if found is None else found.weights

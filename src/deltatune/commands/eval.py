@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, first_line
 from ..machine import startup
 from ..options.config import TrainConfig
 from ..options.values import Range, fix
 from .flags import add_adapter, add_options, config_from, given_flags, require
+
+if TYPE_CHECKING:
+    from ..models.load import Loaded
+    from ..train.by_layer.layer_calls import LayerCalls
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
@@ -48,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments)
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
-        if config.memory is not None:
-            raise UserError("--memory: tasks of lm-eval read all weights into memory; leave --memory or --tasks out.")
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:
@@ -107,23 +109,40 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
     if not config.force:
         folder = folder_of(config.model, adapter_path)
         refuse_unserved(folder, (INFERENCE,), trust_remote_code=config.trust_remote_code)
-    loaded = load_with_adapter(config.model, adapter_path, trust_remote_code=config.trust_remote_code)
+    bounded, trusted = config.memory is not None, config.trust_remote_code
+    loaded = load_with_adapter(config.model, adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted)
     if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
     if options.apply_chat_template:
         loaded.tokenizer = ending_answers(loaded.tokenizer)
     variables = template_options(adapter_path, config.chat_template_config)
-    model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables)
-    figures, table = put_tasks(
-        model,
-        tasks,
-        manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        apply_chat_template=options.apply_chat_template,
-    )
+    with contextlib.ExitStack() as stack:
+        calls = _placed(config, loaded, adapter_path, stack) if bounded else None
+        model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables, calls)
+        figures, table = put_tasks(
+            model,
+            tasks,
+            manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.apply_chat_template,
+        )
     print(table)
     return figures
+
+
+def _placed(
+    config: TrainConfig, loaded: Loaded, adapter_path: str | None, stack: contextlib.ExitStack
+) -> LayerCalls | None:
+    """Put the adapter on a model whose layers read their weights until `stack` ends; return their calls, if they do."""
+    from ..plan.forward_placement import placed_tasks
+    from .answering import reading
+
+    assert config.memory is not None
+    rows, length, trusted = config.batch_size, config.max_seq_length, config.trust_remote_code
+    where = placed_tasks(loaded, adapter_path, config.memory, rows, length, trust_remote_code=trusted)
+    found = reading(where, loaded, config.memory, "pass", stack)
+    return None if found is None else found.calls
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
-import mlx.core as mx
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -17,11 +17,13 @@ from ..data.prompts import conversation_text
 from ..errors import UserError, first_line
 from ..machine.compiling import without_kernels
 from ..models.answer import answer_all
+from ..models.continuations import scored
 from ..models.head import split_head
 from ..models.load import Loaded
 from ..options.config import nearest
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
+from ..train.by_layer.layer_calls import LayerCalls, passed_on
 from ..train.evaluate import evaluating
 
 # The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.
@@ -39,16 +41,25 @@ class HarnessModel(TemplateLM):
         batch_size: The number of rows that are scored at once.
         max_length: The largest number of tokens that the model reads; earlier ones are cut off.
         template_options: Variables for the chat template.
+        calls: The calls of layers that read their weights; None where all stay in memory. Then so many prompts as rows
+            are answered at once, too.
     """
 
     def __init__(
-        self, loaded: Loaded, batch_size: int, max_length: int, template_options: Mapping[str, Any] | None = None
+        self,
+        loaded: Loaded,
+        batch_size: int,
+        max_length: int,
+        template_options: Mapping[str, Any] | None = None,
+        calls: LayerCalls | None = None,
     ):
         super().__init__()
         self._template_options = template_options
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
         self._batch_size, self.max_length = batch_size, max_length
-        with without_kernels(), patched(), evaluating(self._model):
+        self._answering: dict[str, Any] = {} if calls is None else {"rows": batch_size, "compiled": False}
+        passing_on = contextlib.nullcontext() if calls is None else calls.served_by(passed_on)
+        with without_kernels(), patched(), evaluating(self._model), passing_on:
             self._split = split_head(self._model)
 
     @property
@@ -82,26 +93,10 @@ class HarnessModel(TemplateLM):
         with without_kernels(), patched(), evaluating(self._model), whole_rows():
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
-                scores = self._scores([rows[number] for number in chosen], [counts[number] for number in chosen])
-                for number, score in zip(chosen, scores, strict=True):
+                texts, scored_tokens = [rows[number] for number in chosen], [counts[number] for number in chosen]
+                for number, score in zip(chosen, scored(self._model, self._split, texts, scored_tokens), strict=True):
                     answers[number] = score
         return answers
-
-    def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Score the last `counts` tokens of each row."""
-        width = max(map(len, rows)) - 1
-        tokens = mx.array([row[:-1] + [0] * (width + 1 - len(row)) for row in rows], mx.int32)
-        backbone, head = self._split.backbone, self._split.head
-        outputs = self._model(tokens) if backbone is None or head is None else backbone(tokens)
-        scores = []
-        for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            part = outputs[number, len(row) - 1 - count : len(row) - 1]
-            logits = (part if head is None else head(part)).astype(mx.float32)
-            targets = mx.array(row[len(row) - count :], mx.int32)
-            of_targets = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
-            scores.append((of_targets.sum(), (logits.argmax(axis=-1) == targets).all()))
-        mx.eval(scores)
-        return [(total.item(), greedy.item()) for total, greedy in scores]  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, in windows of `max_length` tokens."""
@@ -128,7 +123,7 @@ class HarnessModel(TemplateLM):
         answers = [""] * len(requests)
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
-            texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most)
+            texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
             for number, text in zip(numbers, texts, strict=True):
                 answers[number] = _until(text, requests[number].args[1].get("until") or [])
         return answers

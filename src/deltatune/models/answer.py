@@ -27,6 +27,8 @@ def answer_all(
     *,
     max_tokens: int,
     sampler: Sampler | None = None,
+    rows: int = ROWS,
+    compiled: bool = True,
 ) -> list[str]:
     """Continue each prompt until the model ends its answer.
 
@@ -36,6 +38,8 @@ def answer_all(
         prompts: The tokens of each prompt. Lengths may differ.
         max_tokens: The largest number of tokens in an answer.
         sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
+        rows: How many prompts are continued at a time, at most.
+        compiled: Whether a step may be compiled, which layers that read their weights cannot be.
 
     Returns:
         The text of each answer.
@@ -44,9 +48,10 @@ def answer_all(
     # Building kernels would take longer than all the answers of an evaluation take without them.
     with without_kernels(), patched():
         if is_covered(model):
-            decoder = BatchDecoder(model, min(ROWS, len(prompts)), tokenizer.eos_token_ids, max_tokens, sampler)
+            rows = min(rows, len(prompts))
+            decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, sampler, compiled=compiled)
             return [tokenizer.decode(tokens) for tokens in decoder.run(prompts)]
-        batch_size = _ROWS_OF_MLX_LM.get(backend.device(), ROWS)
+        batch_size = min(rows, _ROWS_OF_MLX_LM.get(backend.device(), ROWS))
         response = batch_generate(
             model,
             tokenizer,

@@ -68,6 +68,7 @@ class BatchDecoder:
         ends: The tokens that end an answer.
         max_tokens: The largest number of tokens in an answer.
         sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
+        compiled: Whether a step is compiled, which layers that read their weights cannot be.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class BatchDecoder:
         ends: Collection[int],
         max_tokens: int,
         sampler: Sampler | None = None,
+        *,
+        compiled: bool = True,
     ):
         self._model, self._ends, self._max_tokens, self._sampler = model, frozenset(ends), max_tokens, sampler
         self._rows: list[_Row | None] = [None] * rows
@@ -87,7 +90,9 @@ class BatchDecoder:
         self._room = LEAST_ROOM
         # Whether prompts of different lengths can be read together; None until that was tried.
         self._padding_is_right: bool | None = None
-        self._step = _compiled(model, self._kinds)
+        self._step = _step_of(model, self._kinds)
+        if compiled:
+            self._step = mx.compile(self._step)
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens that follow each prompt, without the one that ended it."""
@@ -137,8 +142,7 @@ class BatchDecoder:
         most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
         if most <= self._room:
             return
-        while self._room < most:
-            self._room *= 2
+        self._room = _doubled(self._room, most)
         for kind, layer_arrays in zip(self._kinds, self._arrays, strict=True):
             if kind is KVCache:
                 layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]
@@ -221,8 +225,19 @@ class BatchDecoder:
         mx.eval(self._arrays, self._tokens, self._offset)
 
 
-def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
-    """The compiled step: the logits after one token of each row, and what the rows then keep."""
+def room_for(tokens: int) -> int:
+    """Return for how many tokens a row has room that gets so many."""
+    return _doubled(LEAST_ROOM, tokens + 2)
+
+
+def _doubled(room: int, least: int) -> int:
+    while room < least:
+        room *= 2
+    return room
+
+
+def _step_of(model: nn.Module, kinds: Sequence[type]) -> Step:
+    """The step: the logits after one token of each row, and what the rows then keep."""
 
     def step(
         tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
@@ -237,7 +252,7 @@ def _compiled(model: nn.Module, kinds: Sequence[type]) -> Step:
             logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
         return logits, [cache.handed for cache in caches], offset + 1
 
-    return mx.compile(step)
+    return step
 
 
 def _states_of(cache: Any) -> list[mx.array]:

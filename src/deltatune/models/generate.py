@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ..layers import logits_of
@@ -19,7 +19,7 @@ from ..patches import patched
 from .load import Loaded
 
 # stream_generate() gives a model so many tokens of a prompt at a time.
-_PIECE = 2048
+PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,57 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
         )
 
 
-def first_piece(model: nn.Module, tokens: int) -> tuple[int, list[mx.array], list[mx.array]]:
-    """Let a model read the first piece of a prompt, without computing anything.
+def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE) -> Iterator[list[mx.array]]:
+    """Let a model read the first piece of prompts, and one more token, without computing anything.
 
     Args:
-        model: The model.
-        tokens: How many tokens the prompt has.
+        model: The model, or the language model of one that sees.
+        tokens: How many tokens each prompt has.
+        rows: How many prompts are read at once.
+        piece: How many of their tokens are read at once, at most.
 
-    Returns:
-        The number of tokens in the piece, the logits behind it as a list of one array, and what the caches then hold.
+    Yields:
+        What is computed at once: what the caches hold then, and behind the last token the logits, too.
     """
-    piece, cache = min(tokens, _PIECE), make_prompt_cache(model)
-    logits = logits_of(model, mx.zeros((1, piece), mx.int32), cache=cache)[:, -1]
+    cache: Any = make_prompt_cache(model)
+    if first := min(tokens - 1, piece):
+        logits_of(model, mx.zeros((rows, first), mx.int32), cache=cache)
+        yield _held(cache)
+    logits = logits_of(model, mx.zeros((rows, 1), mx.int32), cache=cache)[:, -1]
+    yield [*_held(cache), logits]
+
+
+class CacheBytes(NamedTuple):
+    """What the caches of a model take.
+
+    Attributes:
+        fixed: The bytes of a row, however many tokens it has.
+        token: The bytes that each token adds.
+    """
+
+    fixed: int
+    token: int
+
+    def added(self, tokens: int, before: int) -> int:
+        """Return the bytes that caches of one row grow by, from so many tokens before to so many now."""
+        return self.token * max(0, _roomy(tokens) - _roomy(before))
+
+
+def cache_bytes(model: nn.Module) -> CacheBytes:
+    """Find what caches take, without computing anything."""
+
+    def after(tokens: int) -> int:
+        return sum(array.nbytes for array in next(begun(model, tokens + 1)))
+
+    one, two = after(1), after(2)
+    return CacheBytes(2 * one - two, two - one)
+
+
+def _roomy(tokens: int) -> int:
+    """Return for how many tokens keys and values have room where there are so many."""
+    return -(-tokens // KVCache.step) * KVCache.step
+
+
+def _held(cache: Sequence[Any]) -> list[mx.array]:
     held: Any = tree_flatten([layer_cache.state for layer_cache in cache])
-    return piece, [logits], [array for _, array in held if isinstance(array, mx.array)]
+    return [array for _, array in held if isinstance(array, mx.array)]

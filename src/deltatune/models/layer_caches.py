@@ -1,10 +1,10 @@
-"""Says what each layer hands from one piece of a row to the next, by the caches with which its model decodes."""
+"""Says what layers hand from one piece of a row to the next, and keep, by the caches with which a model decodes."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..layers import LayerInfo, logits_of
 from ..ops.functional import undisturbed
-from ..ops.pieces import Carry
+from ..ops.pieces import Carry, States
 from ..ops.random_state import drawing_from
 from ..ops.segments import segments
 from ..ops.watched_calls import calls_through
@@ -38,6 +38,21 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
     return [
         _carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, caches, strict=True)
     ]
+
+
+def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
+    """Return what the caches among some values keep for a recurrence, which a layer's output need not be computed from.
+
+    Until they are computed, they hold what they are computed from: the inputs of a convolution over a whole prompt.
+    """
+    kept: list[mx.array] = []
+    for value in values:
+        # mlx-lm and mlx-vlm have a class of this name each.
+        if any(base.__name__ == ArraysCache.__name__ for base in type(value).__mro__):
+            kept += [array for array in value.cache if array is not None]
+        elif isinstance(value, States):
+            kept += value.handed
+    return kept
 
 
 def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:

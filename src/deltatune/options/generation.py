@@ -68,10 +68,6 @@ class GenerateOptions(AnswerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.memory is not None and (self.image or self.video):
-            raise UserError(
-                "--memory: answers to --image and --video read all weights into memory; leave it or these out."
-            )
         if self.ignore_chat_template and self.chat_template_config is not None:
             raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
 

@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..data.vision.media import largest_batch
+from ..data.vision.prompt import PromptPictures
+from ..layers import describe
+from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import put_adapter
-from ..models.generate import first_piece
+from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
+from ..models.continuations import PIECE, before_head, of_piece
+from ..models.generate import PIECE as ANSWER_PIECE
+from ..models.generate import begun, cache_bytes
+from ..models.head import split_head
 from ..models.load import Loaded
 from ..models.trained_checkpoint import is_trained_checkpoint
 from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.generate import embedded
+from ..models.vision.split import has_vision
+from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.stored_weights import StoredWeights
-from ..train.evaluate import evaluating
+from ..train.evaluate import evaluating, inferring
 from ..train.setup import Run, training
 from ..train.step import loss_of
+from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .placement import Placed, PlannedPass, chosen, refusing_layouts
+from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
+
+
+class Prompt(NamedTuple):
+    """A prompt that is answered.
+
+    Attributes:
+        tokens: Its tokens.
+        most: The largest number of tokens in the answer.
+        pictures: Its images and videos; None without.
+    """
+
+    tokens: Sequence[int]
+    most: int
+    pictures: PromptPictures | None = None
 
 
 def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
@@ -46,16 +76,20 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
         documents = [document for example in run.splits.test for document in example.documents]
         blank, shapes = blank_batch(rows, length, config.pack), largest_batch(documents, rows)
         batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
-        with drawing_from(mx.random.key(0)):
-            outputs = loss_of(trained.loss, batch)
-        forwards = [simulate_forward(ArrayLayout.measured(), model.state, results) for results in (outputs, features)]
-        peak = max(forward.bytes.amount for forward in forwards)
-    smaller = "a smaller --batch-size or --max-seq-length"
-    return Placed(chosen(model, stored, config.memory, PlannedPass(peak, (rows, length), smaller)), [], stored)
+
+        def peak(by_layers: bool) -> int:
+            bounded = plain if by_layers else dataclasses.replace(plain, memory=None)
+            with noted_passes(model, bounded, trained, inputs_on_disk=False) as (passes, noted, _):
+                with drawing_from(mx.random.key(0)):
+                    outputs = loss_of(trained.loss, batch) if passes is None else passes.evaluate(batch)
+                return max(_peak(model, [*noted, outputs]), _peak(model, [features]))
+
+        planned = _planned(model, config.memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
+    return Placed(chosen(model, stored, config.memory, planned), [], stored)
 
 
 def placed_answer(
-    loaded: Loaded, adapter_path: str | None, memory: int, tokens: int, most: int, *, trust_remote_code: bool
+    loaded: Loaded, adapter_path: str | None, memory: int, prompt: Prompt, *, trust_remote_code: bool
 ) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
@@ -63,8 +97,40 @@ def placed_answer(
         loaded: A model that was loaded lazily, without an adapter.
         adapter_path: The folder of the adapter, which is put on it; None for the model alone.
         memory: What may be held, in bytes.
-        tokens: How many tokens the prompt has.
-        most: The largest number of tokens in the answer.
+        prompt: The prompt.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+
+    Raises:
+        UserError: `memory` is too little.
+    """
+    model, tokens = loaded.model, len(prompt.tokens)
+    stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
+    decoder, at_once = model["language_model"] if has_vision(model) else model, min(tokens, ANSWER_PIECE)
+    with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started():
+        growth = cache_bytes(decoder).added(tokens + prompt.most, at_once)
+
+        def peak(by_layers: bool) -> int:
+            with _noted(model, by_layers) as noted:
+                held = _embedded(model, prompt)
+                noted.append(held)
+                noted += [[*results, *held] for results in begun(decoder, tokens)]
+                return _peak(model, noted) + growth
+
+        planned = _planned(model, memory, peak, (1, at_once), "a shorter prompt")
+    return Placed(chosen(model, stored, memory, planned), [], stored)
+
+
+def placed_tasks(
+    loaded: Loaded, adapter_path: str | None, memory: int, rows: int, length: int, *, trust_remote_code: bool
+) -> Placed:
+    """Choose which layers stay on the disk while tasks of lm-eval are put to a model. Nothing is read.
+
+    Args:
+        loaded: A model that was loaded lazily, without an adapter.
+        adapter_path: The folder of the adapter, which is put on it; None for the model alone.
+        memory: What may be held, in bytes.
+        rows: How many texts are scored, or prompts answered, at once.
+        length: The largest number of tokens of one, the answer's included.
         trust_remote_code: Whether Python code in the checkpoint may run.
 
     Raises:
@@ -73,11 +139,74 @@ def placed_answer(
     model = loaded.model
     stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
     with refusing_layouts(), without_kernels(), patched():
-        piece, outputs, caches = first_piece(model, tokens)
-        peak = simulate_forward(ArrayLayout.measured(), model.state, [*outputs, *caches]).bytes.amount
-    # Caches grow with the tokens that follow; those of recurrent layers do not, and are counted as if they did.
-    peak += sum(array.nbytes for array in caches) * (tokens + most - piece) // piece
-    return Placed(chosen(model, stored, memory, PlannedPass(peak, (1, piece), "a shorter prompt")), [], stored)
+
+        def peak(by_layers: bool) -> int:
+            return max(_scoring(model, rows, length, by_layers), _answering(model, rows, length, by_layers))
+
+        planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
+    return Placed(chosen(model, stored, memory, planned), [], stored)
+
+
+def _scoring(model: nn.Module, rows: int, length: int, by_layers: bool) -> int:
+    """Return what continuations of so many texts take, which models.continuations scores."""
+    with evaluating(model), whole_rows():
+        split, piece = split_head(model, compare=False), min(PIECE, length)
+        with _noted(model, by_layers) as noted:
+            outputs = before_head(model, split, mx.zeros((rows, length), mx.int32))
+            noted.append([outputs])
+            noted.append([outputs, *of_piece(split, outputs[0, :piece], mx.zeros(piece, mx.int32))])
+            return _peak(model, noted)
+
+
+def _answering(model: nn.Module, rows: int, length: int, by_layers: bool) -> int:
+    """Return what answers take that models.answer gives to so many prompts at once."""
+    most = PROMPT_TOKENS[backend.device()]
+    read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
+    with inferring(model):
+        caches = cache_bytes(model)
+        # A step makes new caches of all rows from those before it.
+        kept = 2 * rows * (caches.fixed + caches.token * room_for(length))
+        with _noted(model, by_layers) as noted:
+            noted += begun(model, length, read_at_once, most)
+            return _peak(model, noted) + kept
+
+
+def _embedded(model: nn.Module, prompt: Prompt) -> list[mx.array]:
+    """Return what is made of a prompt's pictures before the layers, not computed."""
+    pictures = prompt.pictures
+    return [] if pictures is None else embedded(model, prompt.tokens, pictures.images, pictures.videos)
+
+
+@contextmanager
+def _noted(model: nn.Module, by_layers: bool) -> Iterator[list[list[mx.array]]]:
+    """Yield a list of evaluations; if `by_layers`, the model's layers note theirs in it when they are called."""
+    if not by_layers:
+        yield []
+        return
+    with noted_calls([layer.module for layer in describe(model)]) as noted:
+        yield noted
+
+
+def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]]) -> int:
+    """Return what evaluations that follow each other hold at most, all weights included."""
+    return simulate_forward(ArrayLayout.measured(), model.state, noted).bytes.amount
+
+
+def _planned(
+    model: nn.Module, memory: int, peak: Callable[[bool], int], tokens: tuple[int, int], smaller: str
+) -> PlannedPass:
+    """Plan a pass as a whole, as it is computed where it fits, and else by layers.
+
+    Args:
+        model: The model.
+        memory: What may be held, in bytes.
+        peak: Returns what the pass holds with all weights in memory, by layers or not.
+        tokens: Rows, and tokens of a row.
+        smaller: What would take less memory, in words.
+    """
+    if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(False)) <= memory:
+        return PlannedPass(whole, tokens, smaller)
+    return PlannedPass(peak(True), tokens, smaller, whole=False)
 
 
 def _prepared(loaded: Loaded, adapter_path: str | None, *, trust_remote_code: bool) -> StoredWeights:

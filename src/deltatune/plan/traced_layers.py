@@ -13,6 +13,7 @@ import mlx.nn as nn
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import array_places
 from ..train.by_layer.layer_passes import LayerPasses
+from ..train.by_layer.read_layers import reading_calls
 from ..train.setup import Training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
@@ -103,10 +104,7 @@ def noted_passes(
         inputs_on_disk: Whether the inputs of layers go to the disk.
     """
     noted: list[list[mx.array]] = []
-
-    def note(*results: Any) -> None:
-        noted.append([array for _, array in leaves(results) if isinstance(array, mx.array)])
-
+    note = _noting(noted)
     inputs = NotedInputs(note, on_disk=inputs_on_disk)
     if config.memory is None:
         yield NotedPasses(None, noted, inputs)
@@ -115,6 +113,41 @@ def noted_passes(
     passes = LayerPasses(model, layers, trained.loss, _AsLoaded(layers), note, inputs)
     with passes.served():
         yield NotedPasses(passes, noted, inputs)
+
+
+@contextmanager
+def noted_calls(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
+    """Within the context, layers that are called one after another compute nothing; yield the list of what they would.
+
+    Args:
+        layers: The layers of a model that answers, or that tasks are put to.
+    """
+    noted: list[list[mx.array]] = []
+    with reading_calls(layers, _AsLoaded(layers), _noting(noted)).watched():
+        yield noted
+
+
+@contextmanager
+def nothing_started() -> Iterator[None]:
+    """Within the context, mx.async_eval does nothing.
+
+    A forward pass of mlx-vlm starts to compute its recurrences, for which it would read the weights that are planned.
+    """
+    original = mx.async_eval
+    mx.async_eval = lambda *_: None
+    try:
+        yield
+    finally:
+        mx.async_eval = original
+
+
+def _noting(noted: list[list[mx.array]]) -> Callable[..., None]:
+    """Return what notes arrays in the place of computing them."""
+
+    def note(*results: Any) -> None:
+        noted.append([array for _, array in leaves(results) if isinstance(array, mx.array)])
+
+    return note
 
 
 def parts_read(

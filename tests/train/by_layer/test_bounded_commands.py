@@ -2,13 +2,14 @@
 
 import gc
 import io
+import os
 import re
 import sys
 
 import mlx.core as mx
 import pytest
 
-from console import called
+from console import deltatune
 from deltatune import cli
 from deltatune.commands.train import train
 from deltatune.lora import convert_to_lora, save_adapters
@@ -54,13 +55,47 @@ def commands(trained):
         "generate": ["generate", "--model", model, "--adapter-path", adapter, "--prompt", "question 3", "-m", "3",
                      "--verbose", "false"],
         "chat": ["chat", "--model", model, "--adapter-path", adapter, "-m", "3"],
+        "tasks": ["eval", "--model", model, "--adapter-path", adapter, "--tasks", "dogs", "--batch-size", "2",
+                  "--max-seq-length", "32"],
         "comparing chat": ["chat", "--model", model, "--adapter-path", adapter, "-m", "3", "--compare"],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "chat", "comparing chat"])
-def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, read, capsys, monkeypatch, command):
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """A folder with a stand-in for lm-eval, which need not be installed. Its table is all that it was answered."""
+    folder = tmp_path_factory.mktemp("harness")
+    (folder / "lm_eval/api").mkdir(parents=True)
+    for module, text in HARNESS.items():
+        (folder / "lm_eval" / module).write_text(text)
+    return folder
+
+
+HARNESS = {
+    "__init__.py": """
+from types import SimpleNamespace
+
+def simple_evaluate(model, **_):
+    rows = [(None, model.tok_encode("the quick"), model.tok_encode(" fox" * more)) for more in (1, 2, 9)]
+    asked = [SimpleNamespace(args=("the " * more, {"max_gen_toks": 4})) for more in (1, 5, 3)]
+    return {"results": [model._loglikelihood_tokens(rows), model.generate_until(asked)]}
+""",
+    "api/__init__.py": "",
+    "api/model.py": "class TemplateLM: pass",
+    "tasks.py": "class TaskManager:\n    def __init__(self, **_): pass\n    def match_tasks(self, names): return names",
+    "utils.py": "get_rolling_token_windows = make_disjoint_window = None\ndef make_table(found): return repr(found)",
+}
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "chat", "comparing chat", "tasks"])
+def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
+    if command == "tasks":
+        monkeypatch.syspath_prepend(harness)
+        for name in [
+            name for name in sys.modules if name.split(".")[0] == "lm_eval" or name.endswith("commands.harness")
+        ]:
+            monkeypatch.delitem(sys.modules, name)
 
     def main(flags):
         monkeypatch.setattr(sys, "stdin", io.StringIO("question 3\n"))
@@ -78,7 +113,9 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, read, c
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     assert main([*flags, "--memory", str(memory)]) == 0
-    assert mx.get_peak_memory() - before < memory
+    peak = mx.get_peak_memory() - before
+    # A chat is planned for a longer one, and tasks for longer texts than are asked here.
+    assert (0.8 * memory if command in ("eval", "generate") else 0) < peak < memory
     found = capsys.readouterr()
     said = found.out + found.err
     assert re.search(r"6 of 6 layers, [\d.]+ MB, stay on the disk", said)
@@ -111,19 +148,12 @@ def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
     assert mx.get_peak_memory() - before < 8_000_000
 
 
-@pytest.mark.bad_input("`--memory` together with `eval --tasks` or `generate --image`")
-def test_what_does_not_stay_on_the_disk_is_refused(trained, tmp_path):
-    flags = commands(trained)
-    model = str(trained[0])
-    tasks = called("eval", "--model", model, "--tasks", "arc_easy", "--memory", "1GB")
-    assert tasks.returncode == 2
-    assert "--memory" in tasks.stderr
-    assert "--tasks" in tasks.stderr
-    (tmp_path / "picture.png").touch()
-    picture = called(*flags["generate"], "--image", tmp_path / "picture.png", "--memory", "1GB")
-    assert picture.returncode == 2
-    assert "--memory" in picture.stderr
-    assert "--image" in picture.stderr
+def test_tasks_run_within_a_bound_through_the_console_script(trained, harness):
+    environment = {"PYTHONPATH": os.pathsep.join([str(harness), os.environ["PYTHONPATH"]])}
+    bounded = deltatune(*commands(trained)["tasks"], "--memory", "7MB", **environment)
+    assert bounded.returncode == 0, bounded.stderr
+    assert re.search(r"of 6 layers, [\d.]+ MB, stay on the disk", bounded.stderr)
+    assert "Score(total=" in bounded.stdout.splitlines()[-1]
 
 
 @pytest.mark.bad_input("`chat --compare` together with `--memory`, for a fully trained model")

@@ -1,11 +1,14 @@
 """Tests that a step by layers on images has the bits of a step as a whole, whatever of the vision tower trains."""
 
+import gc
 import json
 import re
 
+import mlx.core as mx
 import pytest
 from PIL import Image
 
+from console import called, deltatune
 from deltatune.cli import main
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
@@ -92,6 +95,39 @@ def test_a_bounded_run_on_images_has_the_bits_of_one_without(tiny_vision_checkpo
     found = capsys.readouterr().out
     assert "4 of 4 layers" in found
     assert found.splitlines()[-1] == expected.splitlines()[-1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_an_answer_to_pictures_within_a_bound_is_the_one_without(tiny_vision_checkpoint, pictures, capsys, family):
+    """Layers of 0.8 MB each."""
+    model = tiny_vision_checkpoint(family, intermediate_size=1024)
+    files = [pictures / "0_0.png", pictures / "0_1.png"]
+    flags = ["generate", "--model", model, "--prompt", "which?", "-m", "3", "--verbose", "false", "--image", *files]
+    flags = list(map(str, flags))
+    assert main(flags) == 0
+    expected = capsys.readouterr().out
+    assert main([*flags, "--memory", "1MB"]) == 2
+    least = re.search(r"take ([\d.]+) MB", capsys.readouterr().err)
+    memory = int(float(least[1]) * 1e6) + 100_000
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert main([*flags, "--memory", str(memory)]) == 0
+    assert mx.get_peak_memory() - before < memory
+    found = capsys.readouterr()
+    assert re.search(r"(\d) of \1 layers", found.err)
+    assert found.out == expected
+
+
+def test_pictures_are_looked_at_within_a_bound_through_the_console_script(tiny_vision_checkpoint, pictures):
+    model = tiny_vision_checkpoint("qwen3_5", intermediate_size=1024)
+    flags = ["generate", "--model", model, "--prompt", "which?", "-m", "2", "--image", pictures / "0_0.png"]
+    flags += ["--verbose", "false"]
+    bounded = deltatune(*flags, "--memory", "4MB")
+    assert bounded.returncode == 0, bounded.stderr
+    assert "stay on the disk" in bounded.stderr
+    assert bounded.stdout == called(*flags).stdout
 
 
 def adapters(folder):

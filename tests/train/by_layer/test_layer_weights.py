@@ -5,16 +5,19 @@ import shutil
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
 from deltatune.machine import host_memory
 from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.plan.array_layout import ArrayLayout
 from deltatune.train.by_layer import stored_weights
 from deltatune.train.by_layer.disk_time import DiskTime
 from deltatune.train.by_layer.layer_functions import array_places
 from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.by_layer.read_layers import reading_calls
 from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
 from deltatune.train.saved.content import weights_digest
 from deltatune.train.setup import prepare
@@ -43,6 +46,23 @@ def with_arrays(folder):
     stored.find(model)
     layers = [layer.module for layer in describe(model)]
     return model, stored, layers, [[place.array for _, place in array_places(layer)] for layer in layers]
+
+
+def test_what_recurrent_layers_keep_is_computed_with_them(folder):
+    """What it is computed from, the inputs of a convolution over a whole prompt, would be held until the last layer."""
+    model, weights = weights_of(folder, range(4))
+    computed, layout = [], ArrayLayout.measured()
+
+    def compute(y, kept):
+        mx.eval(y, kept)
+        computed.append([layout.describe(layout.address(array)).primitive for array in kept])
+
+    cache, layers = make_prompt_cache(model), [layer.module for layer in describe(model)]
+    with reading_calls(layers, weights, compute).watched():
+        model(mx.zeros((1, 8), mx.int32), cache=cache)
+    weights.close()
+    # Three recurrent layers keep a state and the inputs of a convolution each; an attention's keys are in its output.
+    assert computed == [[0, 0], [0, 0], [0, 0], []]
 
 
 def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):

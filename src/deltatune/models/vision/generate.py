@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from ...machine.compiling import without_kernels
 from ...ops.functional import undisturbed
@@ -44,14 +45,7 @@ def stream_with_pictures(
     """
     from mlx_vlm import stream_generate
 
-    inputs: dict[str, Any] = {"input_ids": mx.array([list(prompt)])}
-    if images:
-        inputs["pixel_values"] = mx.array(np.concatenate([image.patches for image in images]))
-        inputs["image_grid_thw"] = mx.array([image.grid for image in images])
-    if videos:
-        inputs["pixel_values_videos"] = mx.array(np.concatenate([video.patches for video in videos]))
-        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
-        inputs["video_grid_thw"] = mx.array(single_frames([video.grid for video in videos]))
+    inputs = _inputs(prompt, images, videos)
     options: dict[str, Any] = {
         "temperature": sampling.temp,
         "top_p": sampling.top_p,
@@ -60,6 +54,31 @@ def stream_with_pictures(
     }
     with without_kernels(), patched(), _stopping(loaded), undisturbed(loaded.model):
         yield from stream_generate(loaded.model, loaded.processor, "", max_tokens=max_tokens, **inputs, **options)
+
+
+def _inputs(prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[Picture]) -> dict[str, Any]:
+    """Return a prompt with images or videos as mlx-vlm takes it."""
+    inputs: dict[str, Any] = {"input_ids": mx.array([list(prompt)])}
+    if images:
+        inputs["pixel_values"] = mx.array(np.concatenate([image.patches for image in images]))
+        inputs["image_grid_thw"] = mx.array([image.grid for image in images])
+    if videos:
+        inputs["pixel_values_videos"] = mx.array(np.concatenate([video.patches for video in videos]))
+        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
+        inputs["video_grid_thw"] = mx.array(single_frames([video.grid for video in videos]))
+    return inputs
+
+
+def embedded(model: Any, prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[Picture]) -> list[mx.array]:
+    """Return what mlx-vlm makes of a prompt with images or videos before the layers, not computed.
+
+    It is held while all pieces of the prompt are read. The arguments are those of stream_with_pictures().
+    """
+    inputs = _inputs(prompt, images, videos)
+    rows, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
+    found = model.get_input_embeddings(rows, pixels, mask=None, **inputs)
+    leaves: Any = tree_flatten(found.to_dict())
+    return [array for _, array in leaves if isinstance(array, mx.array)]
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class LayerPasses:
     ):
         self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
         self._compute, self._inputs = compute, inputs or InputsInMemory()
-        self._calls = reading_calls(layers, weights)
+        self._calls = reading_calls(layers, weights, compute)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
@@ -159,7 +159,7 @@ class LayerPasses:
             for index in range(len(self._layers)):
                 x = around.between(index, batch, x)
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
-                mx.eval(x, key)
+                self._compute(x, key)
             return around.loss(loss or self.loss)(batch, x, key)
 
     def gradients(

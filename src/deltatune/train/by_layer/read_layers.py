@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...models.layer_caches import kept_by_recurrence
 from ...ops.functional import undisturbed
 from .layer_calls import LayerCalls
 from .layer_functions import array_places
@@ -20,10 +21,13 @@ class ReadsLayers(Protocol):
         """Yield the arrays of the layers in `order`, as array_places() lists them."""
 
 
-def reading_calls(layers: Sequence[nn.Module], weights: ReadsLayers) -> LayerCalls:
+def reading_calls(
+    layers: Sequence[nn.Module], weights: ReadsLayers, compute: Callable[..., None] = mx.eval
+) -> LayerCalls:
     """Return the calls of `layers`; one that nobody else serves reads the layer's weights, and is computed.
 
-    Weights are put where the layers have them now, also while adapters around them are taken away.
+    Weights are put where the layers have them now, also while adapters around them are taken away. `compute` computes
+    what a layer gives before the next one begins; a plan only notes it.
     """
     count = len(layers)
     places = [[place for _, place in array_places(layer)] for layer in layers]
@@ -35,7 +39,7 @@ def reading_calls(layers: Sequence[nn.Module], weights: ReadsLayers) -> LayerCal
             for place, array in zip(places[index], arrays, strict=True):
                 place.array = array
             y = call(*arguments, **options)
-            mx.eval(y)
+            compute(y, kept_by_recurrence([*arguments, *options.values()]))
         return y
 
     return LayerCalls(layers, read)
