@@ -10,8 +10,9 @@ import pytest
 
 from deltatune.commands.train import train
 from deltatune.machine import backend
+from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.plan import placement, simulate
+from deltatune.plan import forward_placement, placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
@@ -39,6 +40,28 @@ def test_what_a_queue_holds_ends_with_a_layer(tiny_model, monkeypatch):
     assert by_layers.products == whole.products
     assert by_layers.bytes.amount < 0.8 * whole.bytes.amount
     assert re.match("the (forward|backward) pass, near ", by_layers.bytes.where)
+
+
+@pytest.mark.parametrize("asked", ["a prompt", "tasks"])
+def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, asked):
+    """Where all fits, they are planned as they are computed, as a whole, and hold what the queue holds."""
+    monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
+    folder = tiny_checkpoint("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
+
+    def planned(memory):
+        loaded, trusted = load(folder, lazy=True), {"trust_remote_code": False}
+        if asked == "tasks":
+            return forward_placement.placed_tasks(loaded, None, memory, 2, 64, **trusted).placement
+        prompt = forward_placement.Prompt([0] * 64, 8)
+        return forward_placement.placed_answer(loaded, None, memory, prompt, **trusted).placement
+
+    active = mx.get_active_memory()
+    whole = planned(1 << 40)
+    by_layers = planned(whole.peak - 1)
+    assert (len(whole.streamed), len(by_layers.streamed)) == (0, 1)
+    assert by_layers.peak < 0.8 * whole.peak
+    # Nothing was read.
+    assert mx.get_active_memory() - active < 1 << 16
 
 
 @pytest.fixture(scope="module")
