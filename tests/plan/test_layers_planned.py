@@ -52,7 +52,7 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
         loaded, trusted = load(folder, lazy=True), {"trust_remote_code": False}
         if asked == "tasks":
             return forward_placement.placed_tasks(loaded, None, memory, 2, 64, **trusted).placement
-        prompt = forward_placement.Prompt([0] * 64, 8)
+        prompt = forward_placement.AskedPrompt([0] * 64, 8)
         return forward_placement.placed_answer(loaded, None, memory, prompt, **trusted).placement
 
     active = mx.get_active_memory()

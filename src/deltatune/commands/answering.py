@@ -13,9 +13,11 @@ from ..options.values import short
 from .flags import size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..data.vision.prompt import PromptPictures
     from ..models.generate import Sampling
     from ..models.load import Loaded
-    from ..plan.forward_placement import Prompt
     from ..plan.placement import Placed
     from ..train.by_layer.layer_calls import LayerCalls
     from ..train.by_layer.layer_weights import LayerWeights
@@ -143,22 +145,25 @@ def reading(where: Placed, loaded: Loaded, memory: int, unit: str, stack: ExitSt
     return Reading(weights, calls)
 
 
-def placed(options: AnswerOptions, loaded: Loaded, prompt: Prompt, stack: ExitStack) -> LayerWeights | None:
+def placed(
+    options: AnswerOptions, loaded: Loaded, tokens: Sequence[int], pictures: PromptPictures | None, stack: ExitStack
+) -> LayerWeights | None:
     """Put the adapter on a model that was loaded lazily, whose layers read their weights until `stack` ends.
 
     Args:
         options: The options of the command, with a bound of memory.
         loaded: The model, without its adapter.
-        prompt: What is answered.
+        tokens: Those of the prompt.
+        pictures: Its images and videos; None without.
         stack: Closes the files when it ends.
 
     Returns:
         What they are read from; None where all stay in memory.
     """
-    from ..plan.forward_placement import placed_answer
+    from ..plan.forward_placement import AskedPrompt, placed_answer
 
     assert options.memory is not None
-    trusted = options.trust_remote_code
+    trusted, prompt = options.trust_remote_code, AskedPrompt(tokens, options.max_tokens, pictures)
     where = placed_answer(loaded, options.adapter_path, options.memory, prompt, trust_remote_code=trusted)
-    found = reading(where, loaded, options.memory, "token", stack)
-    return None if found is None else found.weights
+    read_layers = reading(where, loaded, options.memory, "token", stack)
+    return None if read_layers is None else read_layers.weights

@@ -81,11 +81,7 @@ class Chat:
         )
         check_tokens(options, self._loaded)
         self._stack = contextlib.ExitStack()
-        weights = None
-        if bounded:
-            from ..plan.forward_placement import Prompt
-
-            weights = placed(options, self._loaded, Prompt([0] * _TOKENS, options.max_tokens), self._stack)
+        weights = placed(options, self._loaded, [0] * _TOKENS, None, self._stack) if bounded else None
         self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._loaded.model))
         if options.compare and not self._can_compare:
             self._stack.close()

@@ -141,8 +141,8 @@ def _placed(
     assert config.memory is not None
     rows, length, trusted = config.batch_size, config.max_seq_length, config.trust_remote_code
     where = placed_tasks(loaded, adapter_path, config.memory, rows, length, trust_remote_code=trusted)
-    found = reading(where, loaded, config.memory, "pass", stack)
-    return None if found is None else found.calls
+    read_layers = reading(where, loaded, config.memory, "pass", stack)
+    return None if read_layers is None else read_layers.calls
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:

@@ -142,11 +142,7 @@ def generate(options: GenerateOptions) -> str:
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
     with contextlib.ExitStack() as stack:
-        weights = None
-        if bounded:
-            from ..plan.forward_placement import Prompt
-
-            weights = placed(options, loaded, Prompt(tokens, options.max_tokens, pictures), stack)
+        weights = placed(options, loaded, tokens, pictures, stack) if bounded else None
         for last in stopped_at_nan(answer, loaded, weights):
             print(last.text, end="", flush=True)
             parts.append(last.text)

@@ -15,7 +15,7 @@ from .head import Split
 PIECE = 256
 
 
-class Score(NamedTuple):
+class Likelihood(NamedTuple):
     """How likely a continuation is.
 
     Attributes:
@@ -27,7 +27,7 @@ class Score(NamedTuple):
     greedy: bool
 
 
-def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Score]:
+def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Likelihood]:
     """Score the last `counts` tokens of each row of tokens.
 
     Args:
@@ -47,7 +47,7 @@ def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts
             pieces = of_piece(split, outputs[number, start:end], mx.array(list(row[start + 1 : end + 1]), mx.int32))
             mx.eval(pieces)
             total, greedy = total + float(pieces[0]), greedy and bool(pieces[1].item())
-        scores.append(Score(total, greedy))
+        scores.append(Likelihood(total, greedy))
     return scores
 
 

@@ -45,14 +45,14 @@ def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
 
     Until they are computed, they hold what they are computed from: the inputs of a convolution over a whole prompt.
     """
-    kept: list[mx.array] = []
+    states: list[mx.array] = []
     for value in values:
         # mlx-lm and mlx-vlm have a class of this name each.
         if any(base.__name__ == ArraysCache.__name__ for base in type(value).__mro__):
-            kept += [array for array in value.cache if array is not None]
+            states += [array for array in value.cache if array is not None]
         elif isinstance(value, States):
-            kept += value.handed
-    return kept
+            states += value.handed
+    return states
 
 
 def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:

@@ -42,7 +42,7 @@ from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
-class Prompt(NamedTuple):
+class AskedPrompt(NamedTuple):
     """A prompt that is answered.
 
     Attributes:
@@ -89,7 +89,7 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
 
 
 def placed_answer(
-    loaded: Loaded, adapter_path: str | None, memory: int, prompt: Prompt, *, trust_remote_code: bool
+    loaded: Loaded, adapter_path: str | None, memory: int, prompt: AskedPrompt, *, trust_remote_code: bool
 ) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
@@ -165,13 +165,13 @@ def _answering(model: nn.Module, rows: int, length: int, by_layers: bool) -> int
     with inferring(model):
         caches = cache_bytes(model)
         # A step makes new caches of all rows from those before it.
-        kept = 2 * rows * (caches.fixed + caches.token * room_for(length))
+        of_rows = 2 * rows * (caches.fixed + caches.token * room_for(length))
         with _noted(model, by_layers) as noted:
             noted += begun(model, length, read_at_once, most)
-            return _peak(model, noted) + kept
+            return _peak(model, noted) + of_rows
 
 
-def _embedded(model: nn.Module, prompt: Prompt) -> list[mx.array]:
+def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
     """Return what is made of a prompt's pictures before the layers, not computed."""
     pictures = prompt.pictures
     return [] if pictures is None else embedded(model, prompt.tokens, pictures.images, pictures.videos)

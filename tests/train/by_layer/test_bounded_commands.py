@@ -153,7 +153,7 @@ def test_tasks_run_within_a_bound_through_the_console_script(trained, harness):
     bounded = deltatune(*commands(trained)["tasks"], "--memory", "7MB", **environment)
     assert bounded.returncode == 0, bounded.stderr
     assert re.search(r"of 6 layers, [\d.]+ MB, stay on the disk", bounded.stderr)
-    assert "Score(total=" in bounded.stdout.splitlines()[-1]
+    assert "Likelihood(total=" in bounded.stdout.splitlines()[-1]
 
 
 @pytest.mark.bad_input("`chat --compare` together with `--memory`, for a fully trained model")

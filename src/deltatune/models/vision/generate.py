@@ -76,8 +76,8 @@ def embedded(model: Any, prompt: Sequence[int], images: Sequence[Picture], video
     """
     inputs = _inputs(prompt, images, videos)
     rows, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
-    found = model.get_input_embeddings(rows, pixels, mask=None, **inputs)
-    leaves: Any = tree_flatten(found.to_dict())
+    features = model.get_input_embeddings(rows, pixels, mask=None, **inputs)
+    leaves: Any = tree_flatten(features.to_dict())
     return [array for _, array in leaves if isinstance(array, mx.array)]
 
 
