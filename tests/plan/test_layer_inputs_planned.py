@@ -32,7 +32,7 @@ def test_the_plan_saves_what_a_step_does(tiny_checkpoint, tmp_path, trained):
         mx.reset_peak_memory()
         by_layers(folder, config, given, streamed=[], inputs=inputs)
         counted.append(mx.get_peak_memory() - before)
-    # An input more or less, by when MLX reads the next one.
+    # Files are read beside what computes: one input more or less is held when it reads, and one when it lets go.
     saved, really, one = planned[0] - planned[1], counted[0] - counted[1], plan.layer_inputs // trained
-    assert abs(saved - really) < 1.1 * one
+    assert abs(saved - really) < 2.1 * one
     assert saved > 0.6 * plan.layer_inputs
