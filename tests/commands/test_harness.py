@@ -193,6 +193,14 @@ def test_answers_are_those_of_generate_up_to_a_stop(asked, checkpoint, adapter, 
     assert len(found[2]) < len(answer)
 
 
+@pytest.mark.parametrize("question", ["loglikelihood", "generate_until"])
+def test_damaged_weights_are_asked_nothing(asked, question):
+    asked._model.layers[1].post_attention_layernorm.weight[0] = float("nan")
+    arguments = PAIRS[0] if question == "loglikelihood" else ("the quick", {"max_gen_toks": 3})
+    with pytest.raises(UserError, match=r"post_attention_layernorm\.weight: its checkpoint is damaged"):
+        getattr(asked, question)([request(*arguments)])
+
+
 def test_chats_are_written_by_the_template(asked):
     chat = [{"role": "user", "content": "why"}]
     template = asked.tokenizer.apply_chat_template

@@ -15,7 +15,7 @@ from .flags import add_adapter, add_options, config_from, given_flags, require
 
 if TYPE_CHECKING:
     from ..models.load import Loaded
-    from ..train.by_layer.layer_calls import LayerCalls
+    from .answering import Reading
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
@@ -117,8 +117,8 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         loaded.tokenizer = ending_answers(loaded.tokenizer)
     variables = template_options(adapter_path, config.chat_template_config)
     with contextlib.ExitStack() as stack:
-        calls = _placed(config, loaded, adapter_path, stack) if bounded else None
-        model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables, calls)
+        layers = _placed(config, loaded, adapter_path, stack) if bounded else None
+        model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables, layers)
         figures, table = put_tasks(
             model,
             tasks,
@@ -133,16 +133,15 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
 
 def _placed(
     config: TrainConfig, loaded: Loaded, adapter_path: str | None, stack: contextlib.ExitStack
-) -> LayerCalls | None:
-    """Put the adapter on a model whose layers read their weights until `stack` ends; return their calls, if they do."""
+) -> Reading | None:
+    """Put the adapter on a model whose layers read their weights until `stack` ends; return these, if they do."""
     from ..plan.forward_placement import placed_tasks
     from .answering import reading
 
     assert config.memory is not None
     rows, length, trusted = config.batch_size, config.max_seq_length, config.trust_remote_code
     where = placed_tasks(loaded, adapter_path, config.memory, rows, length, trust_remote_code=trusted)
-    read_layers = reading(where, loaded, config.memory, "pass", stack)
-    return None if read_layers is None else read_layers.calls
+    return reading(where, loaded, config.memory, "pass", stack)
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +24,11 @@ from ..models.load import Loaded
 from ..options.config import nearest
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
-from ..train.by_layer.layer_calls import LayerCalls, passed_on
+from ..train.by_layer.layer_calls import passed_on
+from ..train.dialogue import refuse_nan
+from ..train.ending.nonfinite import refuse_damaged
 from ..train.evaluate import evaluating
+from .answering import Reading
 
 # The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.
 _ANSWER_TOKENS = 256
@@ -41,8 +45,10 @@ class HarnessModel(TemplateLM):
         batch_size: The number of rows that are scored at once.
         max_length: The largest number of tokens that the model reads; earlier ones are cut off.
         template_options: Variables for the chat template.
-        calls: The calls of layers that read their weights; None where all stay in memory. Then so many prompts as rows
-            are answered at once, too.
+        reading: Layers that read their weights, where so many prompts as rows are answered at once, too; None where all
+            stay in memory.
+
+    What is asked of damaged weights ends with a UserError.
     """
 
     def __init__(
@@ -51,14 +57,15 @@ class HarnessModel(TemplateLM):
         batch_size: int,
         max_length: int,
         template_options: Mapping[str, Any] | None = None,
-        calls: LayerCalls | None = None,
+        reading: Reading | None = None,
     ):
         super().__init__()
         self._template_options = template_options
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
         self._batch_size, self.max_length = batch_size, max_length
-        self._answering: dict[str, Any] = {} if calls is None else {"rows": batch_size, "compiled": False}
-        passing_on = contextlib.nullcontext() if calls is None else calls.served_by(passed_on)
+        self._weights = None if reading is None else reading.weights
+        self._answering: dict[str, Any] = {} if reading is None else {"rows": batch_size, "compiled": False}
+        passing_on = contextlib.nullcontext() if reading is None else reading.calls.served_by(passed_on)
         with without_kernels(), patched(), evaluating(self._model), passing_on:
             self._split = split_head(self._model)
 
@@ -95,6 +102,8 @@ class HarnessModel(TemplateLM):
                 chosen = order[start : start + self._batch_size]
                 texts, scored_tokens = [rows[number] for number in chosen], [counts[number] for number in chosen]
                 for number, score in zip(chosen, scored(self._model, self._split, texts, scored_tokens), strict=True):
+                    if math.isnan(score.total):
+                        refuse_damaged(self._model, self._weights)
                     answers[number] = score
         return answers
 
@@ -123,6 +132,7 @@ class HarnessModel(TemplateLM):
         answers = [""] * len(requests)
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
+            refuse_nan(self._model, prompts[0], self._weights)
             texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
             for number, text in zip(numbers, texts, strict=True):
                 answers[number] = _until(text, requests[number].args[1].get("until") or [])

@@ -160,12 +160,15 @@ class Dialogue:
         self.messages = []
 
 
-def refuse_nan(model: nn.Module, tokens: Sequence[int]) -> None:
-    """Raise a UserError if damaged weights make the probabilities of the token behind a prompt NaN."""
+def refuse_nan(model: nn.Module, tokens: Sequence[int], weights: LayerWeights | None = None) -> None:
+    """Raise a UserError if damaged weights make the probabilities of the token behind a prompt NaN.
+
+    Layers read their weights from `weights`, where these stay on the disk.
+    """
     with without_kernels(), patched():
         logits = logits_of(model, mx.array([list(tokens)]))[:, -1]
     if mx.isnan(logits).any().item():
-        refuse_damaged(model)
+        refuse_damaged(model, weights)
 
 
 def stopped_at_nan(answer: Iterator[Any], loaded: Loaded, weights: LayerWeights | None = None) -> Iterator[Any]:

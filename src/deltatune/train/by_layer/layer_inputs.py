@@ -90,6 +90,7 @@ class InputsOnDisk:
             LostInputsError: It cannot be written, because the disk is full for example.
         """
         mx.async_eval(computing)
+        mx.eval(x)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             mx.save_safetensors(str(self._file), {"x": x})
