@@ -113,9 +113,7 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     assert main([*flags, "--memory", str(memory)]) == 0
-    peak = mx.get_peak_memory() - before
-    # A chat is planned for a longer one, and tasks for longer texts than are asked here.
-    assert (0.8 * memory if command in ("eval", "generate") else 0) < peak < memory
+    assert mx.get_peak_memory() - before < memory
     found = capsys.readouterr()
     said = found.out + found.err
     assert re.search(r"6 of 6 layers, [\d.]+ MB, stay on the disk", said)
