@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     ):
         super().__init__()
         self._template_options = template_options
-        self._model, self.tokenizer = loaded.model, loaded.tokenizer
+        self._loaded, self._model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         self._batch_size, self.max_length = batch_size, max_length
         self._weights = None if reading is None else reading.weights
         self._answering: dict[str, Any] = {} if reading is None else {"rows": batch_size, "compiled": False}
@@ -132,7 +132,7 @@ class HarnessModel(TemplateLM):
         answers = [""] * len(requests)
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
-            refuse_nan(self._model, prompts[0], self._weights)
+            refuse_nan(self._loaded, prompts[0], self._weights)
             texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
             for number, text in zip(numbers, texts, strict=True):
                 answers[number] = _until(text, requests[number].args[1].get("until") or [])

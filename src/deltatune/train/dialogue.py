@@ -7,18 +7,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import Question, conversation_tokens, prompt_tokens
 from ..errors import UserError
-from ..layers import logits_of
-from ..machine.compiling import without_kernels
 from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
-from ..patches import patched
 from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import refuse_damaged
 from .evaluate import inferring
@@ -70,7 +66,7 @@ def generate(
     with inferring(loaded.model):
         if not isinstance(prompt, str):
             if rows:
-                refuse_nan(loaded.model, rows[0])
+                refuse_nan(stopping, rows[0])
             return answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
         pieces = stream(stopping, rows[0], max_tokens, sampling)
         return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
@@ -160,15 +156,13 @@ class Dialogue:
         self.messages = []
 
 
-def refuse_nan(model: nn.Module, tokens: Sequence[int], weights: LayerWeights | None = None) -> None:
+def refuse_nan(loaded: Loaded, tokens: list[int], weights: LayerWeights | None = None) -> None:
     """Raise a UserError if damaged weights make the probabilities of the token behind a prompt NaN.
 
     Layers read their weights from `weights`, where these stay on the disk.
     """
-    with without_kernels(), patched():
-        logits = logits_of(model, mx.array([list(tokens)]))[:, -1]
-    if mx.isnan(logits).any().item():
-        refuse_damaged(model, weights)
+    for _ in stopped_at_nan(stream(loaded, tokens, 1, Sampling()), loaded, weights):
+        pass
 
 
 def stopped_at_nan(answer: Iterator[Any], loaded: Loaded, weights: LayerWeights | None = None) -> Iterator[Any]:

@@ -13,7 +13,7 @@ class DiskTime:
     """What reading has cost so far.
 
     Attributes:
-        waited: The seconds that a pass waited for weights.
+        waited: The seconds that passes waited for weights, and for inputs of layers in files.
         read: The bytes that were read.
         of: What was waited for, in words.
     """
