@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_map_with_path
 
+from deltatune.data import Batch
 from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import frozen_tower
 from deltatune.ops.random_state import drawing_with
@@ -22,6 +24,19 @@ from deltatune.train.setup import prepare, training
 from deltatune.train.step import arrays, mean_loss_and_gradients
 from deltatune.train.tree import leaves
 from deltatune.train.updates.routers import real_lengths, router_losses
+
+ROWS, LENGTH = 2, 24
+
+
+def batch(packed=False, seed=0):
+    """Two rows: three documents in each, or one that fills its row and one that does not."""
+    tokens = np.random.default_rng(seed).integers(3, 300, (ROWS, LENGTH + 1)).astype(np.int32)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    if packed:
+        segments = np.repeat(np.arange(3, dtype=np.int32), 8)[None].repeat(ROWS, 0)
+        return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, (("x",),) * ROWS, ((8, 8, 8),) * ROWS)
+    weights[1, 17:] = 0
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, None, (("x",),) * ROWS, ((LENGTH,), (17,)))
 
 
 def loaded(folder, config, image=None):

@@ -3,22 +3,11 @@
 import shutil
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from deltatune.data import Batch
 from deltatune.train.by_layer.disk_time import DiskTime
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk, LostInputsError
-from layer_runs import assert_same_bits, by_layers, loaded, options, whole
-
-ROWS, LENGTH = 2, 37
-
-
-def batch():
-    tokens = np.random.default_rng(0).integers(0, 120, (ROWS, LENGTH + 1)).astype(np.int32)
-    return Batch(
-        tokens[:, :-1], tokens[:, 1:], np.ones((ROWS, LENGTH), np.float32), None, (("x",),) * ROWS, ((LENGTH,),) * ROWS
-    )
+from layer_runs import LENGTH, ROWS, assert_same_bits, batch, by_layers, loaded, options, whole
 
 
 @pytest.mark.parametrize(

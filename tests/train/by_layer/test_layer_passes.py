@@ -2,10 +2,8 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 
-from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.layers import describe
 from deltatune.models.load import load
@@ -15,21 +13,7 @@ from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.ending.nonfinite import first_place
 from deltatune.train.setup import training
 from deltatune.train.step import arrays, mean_loss_and_gradients
-from layer_runs import assert_same_bits, by_layers, loaded, options, whole
-
-ROWS, LENGTH = 2, 24
-
-
-def batch(packed=False, seed=0):
-    """Two rows: three documents in each, or one that fills its row and one that does not."""
-    tokens = np.random.default_rng(seed).integers(3, 300, (ROWS, LENGTH + 1)).astype(np.int32)
-    weights = np.ones((ROWS, LENGTH), np.float32)
-    if packed:
-        segments = np.repeat(np.arange(3, dtype=np.int32), 8)[None].repeat(ROWS, 0)
-        return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, (("x",),) * ROWS, ((8, 8, 8),) * ROWS)
-    weights[1, 17:] = 0
-    return Batch(tokens[:, :-1], tokens[:, 1:], weights, None, (("x",),) * ROWS, ((LENGTH,), (17,)))
-
+from layer_runs import assert_same_bits, batch, by_layers, loaded, options, whole
 
 CASES = {
     "dense": ("qwen3_5", {}),
