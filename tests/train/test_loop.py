@@ -40,7 +40,7 @@ def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_t
     }
     assert adapters(out) == (out / "0000008_adapters.safetensors").read_bytes()
     text = screen_text.text()
-    for said in ("1 delta, 1 attention", "Gated delta: ", "Patches: ", "completions only", "32, 64 tokens"):
+    for said in ("1 delta, 1 attention", "Gated delta: ", "Patches: ", "completions only", "32 and 64 tokens"):
         assert said in text
     assert "Iter 8/8: train loss" in text
     assert re.search(r"peak [\d.]+ [MG]B, 0:00 left", text)

@@ -107,7 +107,8 @@ def check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
     known = loaded.tokenizer.get_vocab()
     if options.top_k >= len(known):
         raise UserError(
-            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known)} tokens; got {options.top_k}."
+            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known):,} tokens; "
+            f"got {options.top_k}."
         )
     numbers = {str(number) for number in known.values()}
     for token in options.extra_eos_token:

@@ -131,7 +131,7 @@ def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     if before is not None:
         after = _loss(arguments, str(done.path), None)
         notes.append(f"Test loss: {before:.4f} with the adapter, {after:.4f} merged ({after - before:+.4f}).")
-    return [f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged."], notes
+    return [f"Merged into {done.path}: {len(done.changed):,} tensors changed; all others were copied unchanged."], notes
 
 
 def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -> float:

@@ -153,8 +153,8 @@ def generate(options: GenerateOptions) -> str:
         # MLX counts what stays in the host's memory, too.
         peak = last.peak_memory - (0.0 if weights is None else weights.on_host / 1e9)
         print(
-            f"[{last.prompt_tokens} prompt tokens at {last.prompt_tps:.1f}/s; {last.generation_tokens} generated at "
-            f"{last.generation_tps:.1f}/s; peak memory {gigabytes(peak)}]"
+            f"[{last.prompt_tokens:,} prompt tokens at {last.prompt_tps:,.1f}/s; {last.generation_tokens:,} generated "
+            f"at {last.generation_tps:,.1f}/s; peak memory {gigabytes(peak)}]"
         )
     return "".join(parts)
 

@@ -28,6 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     adapter = import_peft(arguments.model, arguments.peft, arguments.save_path)
     kind = "DoRA" if adapter.dora else "LoRA"
     count = len(next(iter(adapter.new_rows.values()), ()))
-    rows = f" and rows for {count} new tokens" if count else ""
-    say(f"The adapter is in {arguments.save_path}: {kind} on {len(adapter.factors)} modules{rows}.")
+    rows = f" and rows for {count:,} new tokens" if count else ""
+    say(f"The adapter is in {arguments.save_path}: {kind} on {len(adapter.factors):,} modules{rows}.")
     return 0

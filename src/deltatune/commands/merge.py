@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)
     if ends:
         write_ends(done.path, ends)
-    say(f"Merged into {done.path}: {len(done.changed)} tensors changed; all others were copied unchanged.")
+    say(f"Merged into {done.path}: {len(done.changed):,} tensors changed; all others were copied unchanged.")
     if done.pictures is not None:
         say(done.pictures)
     if done.rounding is not None:

@@ -219,8 +219,8 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
-        line = f"{ours} traced calls of gated_delta_update{f' and {attended} of attention' if attended else ''}"
-        decoding = f"{counts[recurrence.UPSTREAM]} decoding calls stayed upstream's."
+        line = f"{ours:,} traced calls of gated_delta_update{f' and {attended:,} of attention' if attended else ''}"
+        decoding = f"{counts[recurrence.UPSTREAM]:,} decoding calls stayed upstream's."
         say(f"deltatune: {line} got deltatune's gradients; {decoding}", sys.stderr)
     elif left_alone:
         say(
@@ -230,7 +230,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
         )
     elif attended:
         say(
-            f"deltatune: {attended} traced calls of attention got deltatune's gradients; the program has no "
+            f"deltatune: {attended:,} traced calls of attention got deltatune's gradients; the program has no "
             "gated-delta layer, runs it in another process, or replaces it itself.",
             sys.stderr,
         )

@@ -275,7 +275,7 @@ def _check(
     if config.pack:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
         if rows < config.batch_size:
-            packed = "1 packed row" if rows == 1 else f"{rows} packed rows"
+            packed = "1 packed row" if rows == 1 else f"{rows:,} packed rows"
             notes.append(
                 f"Training data: {packed} of {row_capacity(config):,} positions, fewer than batch_size "
                 f"{config.batch_size}, so blank rows complete every batch; a batch_size of {rows} takes less memory."

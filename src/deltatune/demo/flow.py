@@ -130,7 +130,7 @@ def demonstrate(
     with screen.working(f"{demo.loader}(model, adapter_path=…)"):
         reloaded = demo.ask_upstream(output, items[:RELOADED])
     same = sum(a == b for a, b in zip(reloaded, after.answers, strict=False))
-    screen.line(f"{demo.loader} reads the adapter; {same} of {len(reloaded)} answers are the same.")
+    screen.line(f"{demo.loader} reads the adapter; {same} of {len(reloaded):,} answers are the same.")
 
     _write_report(demo, trainer, config, result, before, after, f"{same} of {len(reloaded)}")
     screen.end(
@@ -235,7 +235,7 @@ def _print_training(demo: Demo, screen: DemoScreen, result: Result, config: Trai
     curve = sparkline([math.log(loss) for loss in losses], 40)
     screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
     screen.line(
-        f"{result.iterations} iterations of {config.batch_size} {demo.what} in {result.seconds:.0f} s; "
+        f"{result.iterations:,} iterations of {config.batch_size} {demo.what} in {result.seconds:.0f} s; "
         f"{result.tokens_per_second:,.0f} tok/s; peak memory {gigabytes(result.peak_memory)}."
     )
 

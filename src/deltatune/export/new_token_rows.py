@@ -58,7 +58,7 @@ def to_peft_rows(
         return {}, {}, []
     resize = f"call model.resize_token_embeddings({rows}) before PeftModel.from_pretrained, and " if grows else ""
     count = len(next(iter(indices.values())))
-    return tensors, indices, [f"The adapter has rows for {count} new tokens: {resize}take the tokenizer of the run."]
+    return tensors, indices, [f"The adapter has rows for {count:,} new tokens: {resize}take the tokenizer of the run."]
 
 
 def take_rows(

@@ -189,7 +189,7 @@ def from_peft_adapter(
         collected.add(module, leaves)
     collected.join_single_experts()
     if collected.strangers:
-        more = f" and {len(collected.strangers) - _NAMED} more" if len(collected.strangers) > _NAMED else ""
+        more = f" and {len(collected.strangers) - _NAMED:,} more" if len(collected.strangers) > _NAMED else ""
         raise UserError(
             f"adapter {where} is for another model, or on modules that MLX has no adapter for: no place for "
             f"{', '.join(collected.strangers[:_NAMED])}{more}."

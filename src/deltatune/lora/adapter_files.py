@@ -330,7 +330,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     not_finite = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if not_finite:
         raise UserError(
-            f"adapter {path}: {len(not_finite)} of its {len(tensors)} tensors hold NaN or infinity: "
+            f"adapter {path}: {len(not_finite):,} of its {len(tensors):,} tensors hold NaN or infinity: "
             f"{_first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
         )
     return tensors
@@ -383,11 +383,11 @@ def _misfits(tensors: dict[str, mx.array], expected: dict[str, mx.array]) -> lis
 def _refuse(where: Path, misfits: list[str], count: int) -> None:
     if misfits:
         raise UserError(
-            f"adapter {where} is for another model: {len(misfits)} of its {count} tensors do not fit: "
+            f"adapter {where} is for another model: {len(misfits):,} of its {count:,} tensors do not fit: "
             f"{_first_few(misfits)}."
         )
 
 
 def _first_few(items: list[str]) -> str:
-    more = f" and {len(items) - _NAMED_TENSORS} more" if len(items) > _NAMED_TENSORS else ""
+    more = f" and {len(items) - _NAMED_TENSORS:,} more" if len(items) > _NAMED_TENSORS else ""
     return "; ".join(items[:_NAMED_TENSORS]) + more

@@ -48,7 +48,7 @@ class Rounding:
     def __str__(self) -> str:
         worst = max(self.errors, key=lambda path: self.errors[path])
         return (
-            f"Quantising the {len(self.errors)} merged matrices again changed them by {self.error:.2%} of their norm, "
-            f"at most by {self.errors[worst]:.2%} ({worst}); the adapter had changed them by {self.update:.2%}. "
+            f"Quantising the {len(self.errors):,} merged matrices again changed them by {self.error:.2%} of their "
+            f"norm, at most by {self.errors[worst]:.2%} ({worst}); the adapter had changed them by {self.update:.2%}. "
             "--dequantize writes them as they are."
         )

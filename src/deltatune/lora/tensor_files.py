@@ -106,7 +106,7 @@ def read_header(path: Path) -> Header:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-                raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes); download it again.")
+                raise UserError(f"{path}: not a safetensors file, or cut short ({size:,} bytes); download it again.")
             header = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
@@ -147,7 +147,7 @@ def _check_extents(path: Path, entries: list[tuple[str, StoredTensor]], begin: i
         expected = stored.start + stored.size
     if expected != size:
         fault = "is cut short" if size < expected else "has bytes that belong to no tensor"
-        raise UserError(f"{path}: {fault}: {expected} bytes expected, {size} found; download it again.")
+        raise UserError(f"{path}: {fault}: {expected:,} bytes expected, {size:,} found; download it again.")
 
 
 @dataclass(frozen=True)

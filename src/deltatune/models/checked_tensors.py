@@ -74,5 +74,5 @@ def _compare(path: Path, stored: dict[str, mx.array], expected: dict[str, mx.arr
 
 
 def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    more = f" and {len(names) - _NAMED_TENSORS:,} more" if len(names) > _NAMED_TENSORS else ""
     return ", ".join(names[:_NAMED_TENSORS]) + more

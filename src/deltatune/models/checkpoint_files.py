@@ -190,6 +190,6 @@ def _check_index(path: Path, headers: dict[str, Header]) -> None:
     if missing:
         file = weight_map[missing[0]]
         raise UserError(
-            f"{path / file}: {len(missing)} tensors that the index places in it are missing, such as {missing[0]}; "
+            f"{path / file}: {len(missing):,} tensors that the index places in it are missing, such as {missing[0]}; "
             "download it again."
         )

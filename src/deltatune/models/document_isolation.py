@@ -67,7 +67,7 @@ def check_packing(model: nn.Module, longest: int) -> None:
     # What is not finite is no number below a limit either.
     raise UserError(
         f"packing: a document that follows another in its row gets logits {min(influences):.1%} off those that it has "
-        f"alone (measured in fp32 with drawn weights, on rows of {first + second} tokens), so a layer of "
+        f"alone (measured in fp32 with drawn weights, on rows of {first + second:,} tokens), so a layer of "
         f"{type(model).__module__} sees across documents or counts positions from the row's start. Train this model "
         "without packing."
     )

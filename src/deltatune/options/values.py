@@ -186,7 +186,7 @@ def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[st
     unknown = [name for name in names if name not in known]
     if len(unknown) > _NAMED:
         few = ", ".join(map(short, unknown[:_NAMED]))
-        return [f"{before}unknown keys {few} and {len(unknown) - _NAMED} more."]
+        return [f"{before}unknown keys {few} and {len(unknown) - _NAMED:,} more."]
     return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in unknown]
 
 

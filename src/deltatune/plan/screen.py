@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from ..train.reports.columns import three_digits
 from ..train.reports.screen import WIDEST, Fact, panel
 from .checkpoints import Choice
 from .device_limits import DeviceLimits
@@ -151,7 +152,11 @@ def verdict(run_forecast: RunForecast) -> str:
     need, most = plan.bytes.amount, limits.bytes
     if most is None:
         return f"{word}: {size(need)}"
-    of = f"{need / 1e9:.3g} of {most / 1e9:.3g} GB" if min(need, most) >= 1e9 else f"{size(need)} of {size(most)}"
+    of = (
+        f"{three_digits(need / 1e9)} of {three_digits(most / 1e9)} GB"
+        if min(need, most) >= 1e9
+        else f"{size(need)} of {size(most)}"
+    )
     buffers = limits.buffers is not None and plan.buffers.amount > limits.buffers
     return f"{word}: {of}" + (f"; {plan.buffers.amount:,} of {limits.buffers:,} live buffers" if buffers else "")
 
@@ -207,7 +212,7 @@ def _shape(rows: int, length: int, max_seq_length: int) -> str:
 
 
 def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
-    """What the step of the run needs, and whether it fits; with the primitives that hold it where `verbose`."""
+    """What the step of the run needs; with the primitives that hold it where `verbose`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
@@ -216,7 +221,8 @@ def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
     limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in the {_where(plan.buffers, verbose)}.")
     lines.append(f"  {_counts(plan)}{_alive(plan.buffers) if verbose else ''}.")
-    lines.append(("It fits." if fits(plan, limits) else "It does not fit.") + unknown(plan))
+    if plan.unknown:
+        lines.append(unknown(plan).strip())
     lines.append("Largest that fits, one at a time:")
     return "\n".join(lines)
 

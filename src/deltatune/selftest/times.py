@@ -148,7 +148,7 @@ def _checked(name: str, function: Callable, quick: bool, timings: list[Timing]) 
     measured = measure(name, function, quick)
     timings += measured
     facts = {"timings": [asdict(timing) for timing in measured]}
-    figures = [f"{t.milliseconds:,.1f} ms at {t.tokens} tokens" for t in measured if t.milliseconds is not None]
+    figures = [f"{t.milliseconds:,.1f} ms at {t.tokens:,} tokens" for t in measured if t.milliseconds is not None]
     detail = ", ".join(figures) or measured[0].skipped or ""
     return Outcome(PASSED, detail, outcome.errors, outcome.bounds, facts)
 

@@ -135,10 +135,10 @@ def stopped_and_resumed(from_scratch: bool) -> Outcome:
         again = _losses(Path(folder) / "parts")
     differing = [name for name in whole if not np.array_equal(whole[name], parts[name])]
     if not differing and again == losses:
-        return Outcome(PASSED, f"the same bits in {len(whole)} weights and {len(losses)} losses")
+        return Outcome(PASSED, f"the same bits in {len(whole):,} weights and {len(losses):,} losses")
     if from_scratch and backend.device() != "cpu":
         return _compare((again, parts), (losses, whole), _start(**options))
-    return Outcome(FAILED, f"{len(differing)} of {len(whole)} weights differ; losses {again}, in one go {losses}")
+    return Outcome(FAILED, f"{len(differing):,} of {len(whole):,} weights differ; losses {again}, in one go {losses}")
 
 
 def two_ranks() -> Outcome:

@@ -176,8 +176,8 @@ class Iterations:
             progress.evaluations_without_gain += 1
         if self.out_of_patience():
             parts.screen.say(
-                f"Stopping early after iteration {progress.iteration}: {progress.evaluations_without_gain} evaluations "
-                f"without a loss below {progress.best_loss:.4f}."
+                f"Stopping early after iteration {progress.iteration:,}: {progress.evaluations_without_gain:,} "
+                f"evaluations without a loss below {progress.best_loss:.4f}."
             )
         return True
 
@@ -228,7 +228,7 @@ class Iterations:
             self._ending.in_order()
             self._saving.save_last_update()
             raise UserError(
-                f"{error} The state after iteration {self.progress.iteration} is saved in "
+                f"{error} The state after iteration {self.progress.iteration:,} is saved in "
                 f"{self.parts.outputs.state.parent}; mend the data and give --resume."
             ) from error
 
@@ -274,7 +274,7 @@ class Iterations:
             self._saving.save_last_update()
         if damage is not None:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
-            raise UserError(f"iteration {at}: {what}: {damage}{saved}")
+            raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
         cause = nonfinite.cause(parts.model, self._loss, self._batches, self._watched, self._passes)
-        saved = f"the state after iteration {self.progress.iteration} is saved in {parts.outputs.state.parent}"
-        raise nonfinite.refusal(f"iteration {at}: {what}: {cause}", saved)
+        saved = f"the state after iteration {self.progress.iteration:,} is saved in {parts.outputs.state.parent}"
+        raise nonfinite.refusal(f"iteration {at:,}: {what}: {cause}", saved)

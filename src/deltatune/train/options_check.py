@@ -45,8 +45,8 @@ def check_updates(config: TrainConfig) -> None:
     accumulated, iterations = config.grad_accumulation_steps, config.iters
     if iterations < accumulated:
         raise UserError(
-            f"grad_accumulation_steps: {accumulated} iterations make one update, and the run has {iterations}, so it "
-            f"would change nothing. Give {iterations} or fewer, or more iters or epochs."
+            f"grad_accumulation_steps: {accumulated:,} iterations make one update, and the run has {iterations:,}, so "
+            f"it would change nothing. Give {iterations} or fewer, or more iters or epochs."
         )
     if iterations // accumulated == 1 and build_optimizer(config).learning_rate.item() == 0:
         raise UserError(

@@ -246,7 +246,7 @@ def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
             if "Iter 2/" in line:
                 break
         report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-        assert "0 of 100000 iterations of 4 rows; just begun" in report
+        assert "0 of 100,000 iterations of 4 rows; just begun" in report
         found = json.loads(ask(address, "data")[2])
         assert (found["running"], found["iterations"]) == (True, 100_000)
         assert found["records"][1]["iteration"] == 2
@@ -257,7 +257,7 @@ def test_train_serves_the_run_and_the_page_dies_with_it(checkpoint, tmp_path):
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=10)
     assert re.search(
-        r"\d+ of 100000 iterations of 4 rows; stopped", (tmp_path / "out" / "report.html").read_text("utf-8")
+        r"[\d,]+ of 100,000 iterations of 4 rows; stopped", (tmp_path / "out" / "report.html").read_text("utf-8")
     )
 
 

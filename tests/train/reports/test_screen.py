@@ -61,6 +61,10 @@ def test_lines_hold_every_figure():
     )
     assert "grad norm 0.5," in train_line(record | {"grad_norm": 0.5}, 20, 4.0)
     assert "peak 11.4 MB," in train_line(record | {"peak_memory": 0.0114}, 20, 4.0)
+    long = train_line(record | {"iteration": 1200, "iterations_per_second": 1234.5, "peak_memory": 0.9998}, 40000, 4.0)
+    assert long.startswith("Iter 1,200/40,000: ")
+    assert ", 1,234 it/s, " in long
+    assert ", peak 1 GB, " in long
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -93,7 +93,7 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> B
         for number, example in enumerate(row):
             end = start + example.positions
             if end > width:
-                raise ValueError(f"row {index} needs {end} positions and has {width}.")
+                raise ValueError(f"row {index} needs {end:,} positions and has {width:,}.")
             inputs[index, start:end] = example.tokens[:-1]
             targets[index, start:end] = example.tokens[1:]
             weights[index, start:end] = example.targets[1:]

@@ -78,7 +78,9 @@ class BatchOrder:
         buckets = bucket_widths(max_seq_length)
         if max(needed) > buckets[-1]:
             longest = max(examples, key=lambda example: example.positions)
-            raise ValueError(f"{longest.source}: {longest.positions} positions, max_seq_length is {max_seq_length}.")
+            raise ValueError(
+                f"{longest.source}: {longest.positions:,} positions, max_seq_length is {max_seq_length:,}."
+            )
         self._widths = np.array([buckets[bisect_left(buckets, size)] for size in needed])
         self._digest: str | None = None
         self._epoch, self._step = 0, 0

@@ -42,7 +42,7 @@ def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     for number in sorted(range(len(positions)), key=lambda number: -positions[number]):
         size = positions[number]
         if size > capacity:
-            raise ValueError(f"document {number} has {size} positions, and a row holds {capacity}.")
+            raise ValueError(f"document {number} has {size:,} positions, and a row holds {capacity:,}.")
         place = bisect_left(room, (size, -1))
         if place < len(room):
             left, row = room.pop(place)

@@ -33,7 +33,7 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     rows, width = batch.inputs.shape
     mark = "is green, end tokens underlined" if coloured else f"stands in {OPEN} {CLOSE}"
-    head = f"First batch: {rows} row{'s' * (rows > 1)} of {width} positions. What counts in the loss {mark}."
+    head = f"First batch: {rows} row{'s' * (rows > 1)} of {width:,} positions. What counts in the loss {mark}."
     console.print(Text(head, style="bold"))
     for row, (sources, sizes) in enumerate(zip(batch.sources, batch.positions, strict=True)):
         start = 0
@@ -43,7 +43,7 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
             end = start + size
             tokens = [int(batch.inputs[row, start]), *batch.targets[row, start:end].tolist()]
             counts = [False, *(batch.weights[row, start:end] > 0).tolist()]
-            head = f"row {row + 1}: {printable(source)}: {size + 1} tokens, {sum(counts)} count in the loss"
+            head = f"row {row + 1}: {printable(source)}: {size + 1:,} tokens, {sum(counts):,} count in the loss"
             console.print(Text(head, style="bold"), soft_wrap=True)
             console.print(_marked(tokens, counts, tokenizer, coloured), soft_wrap=True)
             start = end

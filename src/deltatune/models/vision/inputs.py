@@ -133,12 +133,12 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec)
             at, following = at + 1, following + 1
             continue
         if not remaining:
-            raise ValueError(f"token {at} belongs to an image, but there are only {len(grids)} images.")
+            raise ValueError(f"token {at:,} belongs to an image, but there are only {len(grids)} images.")
         frames, rows, columns = remaining.pop(0)
         size = (frames, rows // spec.merge, columns // spec.merge)
         count = int(np.prod(size))
         if not marks[at : at + count].all() or at + count > len(tokens):
-            raise ValueError(f"the image at token {at} needs {count} tokens.")
+            raise ValueError(f"the image at token {at:,} needs {count:,} tokens.")
         positions[:, at : at + count] = np.indices(size).reshape(3, -1) + following
         at, following = at + count, following + max(size)
     return positions
@@ -185,7 +185,7 @@ def vision_batch(
         batch.positions[:, row, : len(tokens)] = positions
         slots = np.flatnonzero((tokens == spec.image_token) | (tokens == spec.video_token))
         if len(slots) != len(features[row]):
-            raise ValueError(f"row {row} has {len(slots)} image tokens and {len(features[row])} features.")
+            raise ValueError(f"row {row} has {len(slots):,} image tokens and {len(features[row]):,} features.")
         batch.feature_rows[row, slots] = features[row]
     return batch
 

@@ -68,7 +68,7 @@ def attention_mask(upstream: Function) -> Function:
         if cache is not None and not (isinstance(cache, list) and all(layer_cache is None for layer_cache in cache)):
             raise ValueError("create_attention_mask: packed documents are for training; pass no cache with segments.")
         if documents.shape[1] != h.shape[1]:
-            raise ValueError(f"segments are for {documents.shape[1]} positions, and the model runs {h.shape[1]}.")
+            raise ValueError(f"segments are for {documents.shape[1]:,} positions, and the model runs {h.shape[1]:,}.")
         return segments.attention_mask(documents, window_size, read=return_array)
 
     return create_attention_mask

@@ -68,7 +68,7 @@ class Ending:
     def stopped(self) -> StoppedError:
         """Return the exception for a run that was asked to stop and has saved its state."""
         return StoppedError(
-            f"stopped after iteration {self._saving.saved} of {self._config.iters}; the state is saved in "
+            f"stopped after iteration {self._saving.saved:,} of {self._config.iters:,}; the state is saved in "
             f"{self._outputs.state.parent}. Run the same command with --resume to continue."
         )
 
@@ -116,7 +116,7 @@ class Ending:
         except (UnreadableWeightsError, LostInputsError) as error:
             self._saving.save_last_update()
             raise UserError(
-                f"{error}. The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}; "
+                f"{error}. The state after iteration {self._saving.saved:,} is saved in {self._outputs.state.parent}; "
                 f"{error.remedy} and give --resume."
             ) from error
         except UserError:
@@ -132,7 +132,7 @@ class Ending:
             else:
                 if not self._world.main:
                     raise
-                saved = f"The state after iteration {self._saving.saved} is saved in {self._outputs.state.parent}."
+                saved = f"The state after iteration {self._saving.saved:,} is saved in {self._outputs.state.parent}."
                 too_long = _too_long_for_macos(error, self._config, saved)
                 if too_long is not None:
                     raise UserError(too_long) from error
@@ -191,7 +191,7 @@ class Ending:
         progress = state.peek(self._outputs.state)
         saved = f"no state was saved yet in {folder}, so the same command starts from the beginning"
         if progress is not None:
-            saved = f"the state after iteration {progress.iteration} is saved in {folder}"
+            saved = f"the state after iteration {progress.iteration:,} is saved in {folder}"
             saved += ". Run the same command with --resume to continue"
         return (
             f"{ended} of {self._world.size} ended before the run did: killed, out of memory, or its machine is gone. "

@@ -38,7 +38,7 @@ def damage(model: nn.Module, weights: LayerWeights | None = None) -> str | None:
     if not damaged:
         return None
     return (
-        f"{len(damaged)} of the model's {len(tensors)} tensors hold NaN or infinity, the first "
+        f"{len(damaged):,} of the model's {len(tensors):,} tensors hold NaN or infinity, the first "
         f"{_name_without_adapter(model, damaged[0])}: its checkpoint is damaged. Download or convert it again."
     )
 

@@ -63,8 +63,8 @@ def what_trains(model: nn.Module, config: TrainConfig) -> str:
 def examples(splits: Splits) -> str:
     """Describe the data, such as `44 training, 6 validation examples`."""
     if isinstance(splits, StreamedSplits):
-        return f"training examples as they are read, {len(splits.valid)} validation examples"
-    return f"{len(splits.train)} training, {len(splits.valid)} validation examples"
+        return f"training examples as they are read, {len(splits.valid):,} validation examples"
+    return f"{len(splits.train):,} training, {len(splits.valid):,} validation examples"
 
 
 def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Training) -> dict[str, str]:
@@ -96,12 +96,12 @@ def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
     if progress.iteration >= config.iters:
         flag, number = "--iters", str(config.iters)
         if config.epochs is not None:
-            flag, number = "--epochs", f"{config.epochs:g} ({config.iters} iterations)"
+            flag, number = "--epochs", f"{config.epochs:g} ({config.iters:,} iterations)"
         return [
-            f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration} iterations, and "
-            f"{flag} is {number}. To train further, give {flag} a larger number."
+            f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration:,} iterations, "
+            f"and {flag} is {number}. To train further, give {flag} a larger number."
         ]
-    lines = [f"Resuming after iteration {progress.iteration} of {config.iters}."]
+    lines = [f"Resuming after iteration {progress.iteration:,} of {config.iters:,}."]
     if progress.ranks not in (None, world.size):
         lines.append(
             f"The number of ranks is {world.size}; it was {progress.ranks} when the state was saved. The batches stay "
@@ -144,25 +144,26 @@ def facts(
         )
     loss = f"{(splits.rule or 'Loss on the tokens that the examples name').rstrip('.')}; {trained.loss_kind}"
     opening.append(Fact("loss", loss.removeprefix("Loss "), line=f"{loss}."))
-    widths = ", ".join(str(width) for width in order.widths)
+    *narrower, widest = (f"{width:,}" for width in order.widths)
+    widths = f"{', '.join(narrower)} and {widest}" if narrower else widest
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     if isinstance(order, StreamOrder):
         rows = f"{order.window_rows:,} rows are read and shuffled at a time"
     else:
-        rows = f"{order.rows} {'row' if order.rows == 1 else 'rows'} an epoch"
+        rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
     opening.append(Fact("data", f"{examples(splits)}; {rows}, {config.batch_size} a batch{share}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
         per_epoch = order.batches_per_epoch
         opening.append(
-            Fact("epochs", f"{config.epochs:g} of {per_epoch} iterations each, so {config.iters} iterations")
+            Fact("epochs", f"{config.epochs:g} of {per_epoch:,} iterations each, so {config.iters:,} iterations")
         )
     opening.append(Fact("step", f"{trained.compiled}, once for each width of {widths} tokens"))
     opening += splits.notes
     left_over = config.iters % config.grad_accumulation_steps
     if left_over:
         opening.append(
-            f"Note: {config.iters} iterations are no multiple of {config.grad_accumulation_steps} accumulation steps: "
-            f"the last {left_over} will wait in the state for an update that a longer run would make."
+            f"Note: {config.iters:,} iterations are no multiple of {config.grad_accumulation_steps:,} accumulation "
+            f"steps: the last {left_over:,} will wait in the state for an update that a longer run would make."
         )
     return opening
 

@@ -65,9 +65,14 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def three_digits(value: float) -> str:
+    """Format a number as `1,234`, `12.3` or `0.0123`: three digits, or as many as stand before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def gigabytes(amount: float) -> str:
     """Format gigabytes as `12.3 GB` or `45.6 MB`."""
-    return f"{amount:.3g} GB" if amount >= 1 else f"{amount * 1000:.3g} MB"
+    return f"{three_digits(amount)} GB" if amount >= 0.9995 else f"{three_digits(amount * 1000)} MB"
 
 
 # In the order in which they stand.
@@ -81,7 +86,7 @@ _COLUMNS = (
     Column("routers", 9, "aux_loss", _short, always=False),
     Column("grad", 10, "grad_norm", _short),
     Column("lr", 10, "learning_rate", _short),
-    Column("it/s", 8, "iterations_per_second", _short),
+    Column("it/s", 8, "iterations_per_second", three_digits),
     Column("tok/s", 9, "tokens_per_second", "{:,.0f}".format),
     Column("memory", 10, "peak_memory", gigabytes),
     Column("left", 9, "left", duration),

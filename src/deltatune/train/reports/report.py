@@ -185,7 +185,7 @@ def write_report(
         UserError: If the file system refuses.
     """
     records, damaged = read_metrics(metrics)
-    done = f"{result['iterations']} of {config.iters}"
+    done = f"{result['iterations']:,} of {config.iters:,}"
     problems = []
     if damaged or not metrics.is_file():
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
@@ -194,7 +194,7 @@ def write_report(
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
     report = RunReport(
         title=f"{description.title or Path(config.model or '').name}: training report",
-        subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size} rows; {description.state}",
+        subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size:,} rows; {description.state}",
         headline={**description.headline, **_headline(result)},
         notes=problems,
         metrics=records,
@@ -242,7 +242,7 @@ def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
         ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
         tables.append(ReportTable(title, columns, ends, note=prompt, folded=True, shown=True))
         if len(rows) > 2:
-            tables.append(ReportTable(f"{title}: all {len(rows)} answers", columns, rows, folded=True))
+            tables.append(ReportTable(f"{title}: all {len(rows):,} answers", columns, rows, folded=True))
     return tables
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from ...wrapping import wrapped
 from ..preferences.figures import line as figures_line
-from .columns import Columns, Record, duration, gigabytes, sparkline
+from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
 from .log import SAMPLES
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
@@ -138,7 +138,7 @@ class Screen:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:,}/{task.total:,}", style="progress.download"),
             TextColumn("{task.fields[note]}"),
         )
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
@@ -229,9 +229,9 @@ def train_line(record: Record, total: int, left: float) -> str:
     """Format a training record as a line; `left` is the estimated remaining time in seconds."""
     norm = record["grad_norm"]
     return (
-        f"Iter {record['iteration']}/{total}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
+        f"Iter {record['iteration']:,}/{total:,}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
         f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
-        f"{record['iterations_per_second']:.3g} it/s, {record['tokens_per_second']:,.0f} tok/s, "
+        f"{three_digits(record['iterations_per_second'])} it/s, {record['tokens_per_second']:,.0f} tok/s, "
         f"peak {gigabytes(record['peak_memory'])}, {duration(left)} left"
     )
 
@@ -239,13 +239,14 @@ def train_line(record: Record, total: int, left: float) -> str:
 def validation_line(record: Record) -> str:
     """Format the record of an evaluation as a line."""
     figures = figures_line(record, "val_")
-    return f"Iter {record['iteration']}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
+    return f"Iter {record['iteration']:,}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
 
 
 def sample_lines(record: Record) -> str:
     """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
     return "\n".join(
-        f"Iter {record['iteration']}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}"
+        f"Iter {record['iteration']:,}, sample {number}: {_beginning(sample['prompt'])} -> "
+        f"{_beginning(sample['answer'])}"
         for number, sample in enumerate(record[SAMPLES], 1)
     )
 

@@ -78,7 +78,7 @@ class RunFolder:
         before = state.peek(state.state_path(self.path))
         earlier = f"the earlier run in {self.path}"
         if before is not None and not before.finished:
-            earlier += f", stopped after iteration {before.iteration},"
+            earlier += f", stopped after iteration {before.iteration:,},"
         try:
             if self._config.overwrite:
                 self._delete()

@@ -344,5 +344,7 @@ def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> A
     odd = sorted(expected.keys() ^ stored.keys())
     odd += [key for key in expected.keys() & stored.keys() if expected[key].shape != stored[key].shape]
     if odd:
-        raise UserError(f"--resume: {path} does not fit this model: {len(odd)} tensors differ, the first is {odd[0]}.")
+        raise UserError(
+            f"--resume: {path} does not fit this model: {len(odd):,} tensors differ, the first is {odd[0]}."
+        )
     return tree_map_with_path(lambda name, _: stored[f"{prefix}/{name}"], like)
