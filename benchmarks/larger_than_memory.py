@@ -1,12 +1,16 @@
 """Measures training whose frozen layers stay on the disk, beside the same run with all weights in memory.
 
 usage: python benchmarks/larger_than_memory.py --shape 35B-A3B --bits 4 --memory 8GB --tokens 4096 16384 [--beside]
+       python benchmarks/larger_than_memory.py --shape 35B-A3B --memory 24GB --from host --folder /data /dev/shm
        python benchmarks/larger_than_memory.py --shape tiny --memory 3MB --tokens 64 --beside
 
 A checkpoint with random weights is written first: the layers of one kind hold the same numbers under their own names,
-so that writing is all that it costs. It has fewer layers where the disk has no room for all. Then `deltatune train`
-runs a few iterations of one row in a process of its own, with and (--beside) without --memory. Printed are the plan,
-MLX's peak of memory, tokens a second of the last iteration, and how long the run waited for the disk.
+so that writing is all that it costs. Where the first folder has no room for all layers, the next ones take the rest,
+and the checkpoint has links to them; what fits nowhere is left out. /dev/shm is the host's memory in place of a disk.
+Then observed_training.py runs a few iterations of one row in a process of its own, with and (--beside) without
+--memory. What it says is printed as it says it, with the seconds since its start.
+
+What trains is LoRA of rank 8 on every linear, experts included; with --no-experts on every linear but the routed ones.
 """
 
 from __future__ import annotations
@@ -19,8 +23,12 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +42,19 @@ from mlx.utils import tree_flatten
 
 import processes
 from long_rows import write_rows
-from machine import heading
+from machine import gpu, heading
+from observed_training import SOURCES
 from recipe import write_tokenizer
 from trainers import SHAPES, Shape, lazy_model
 
 # What of the disk stays free.
 SPARE = 3e9
 NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.uint32: "U32"}
-# Runs the command line with what it reads left in the system's page cache, or with all layers on the disk whatever the
-# plan says.
-KEEPS_CACHE = "from deltatune.machine.page_cache import PageCache; PageCache.drop = lambda self: None"
-ALL_ON_DISK = (
-    "from deltatune.plan import placement; placement.left_on_disk = lambda _, sizes, *a, **b: range(len(sizes))"
-)
-MAIN = "import sys; from deltatune.cli import main; sys.exit(main(sys.argv[1:]))"
+OBSERVED = Path(__file__).with_name("observed_training.py")
+# The file that ends a checkpoint.
+WRITTEN = "written.txt"
+# What of a run's output is printed.
+SAYS = re.compile(r"Memory|Disk|Waited|Plan: |step \d|memory:|error", re.IGNORECASE)
 
 
 def drawn(name: str, array: mx.array, bits: int) -> mx.array:
@@ -90,7 +97,21 @@ def write_file(path: Path, tensors: dict[str, tuple[memoryview, dict[str, Any]]]
                 written += file.write(data[written : written + (1 << 26)]) or 0
 
 
-def write_model(folder: Path, shape: Shape, bits: int) -> tuple[int, int]:
+def placed_layers(folders: list[Path], sizes: list[int], outside: int) -> list[Path]:
+    """The folder of each layer, as many layers as there is room for; the first folder also holds what is outside."""
+    room = {folder: shutil.disk_usage(folder).free - SPARE for folder in folders}
+    room[folders[0]] -= outside
+    places: list[Path] = []
+    for size in sizes:
+        folder = next((folder for folder in folders if room[folder] >= size), None)
+        if folder is None:
+            break
+        room[folder] -= size
+        places.append(folder)
+    return places
+
+
+def write_model(folder: Path, shape: Shape, bits: int, others: list[Path] | None = None) -> tuple[int, int]:
     """Write a checkpoint; returns how many layers it has, and its bytes."""
     model = lazy_model({**shape.config(), "num_hidden_layers": shape.interval}, bits)
     by_layer: dict[int | None, dict[str, mx.array]] = {}
@@ -99,28 +120,45 @@ def write_model(folder: Path, shape: Shape, bits: int) -> tuple[int, int]:
         by_layer.setdefault(int(found[1]) if found else None, {})[path.removeprefix("language_model.")] = array
     made = {at: {name: raw(drawn(name, a, bits)) for name, a in arrays.items()} for at, arrays in by_layer.items()}
     sizes = {at: sum(len(data) for data, _ in tensors.values()) for at, tensors in made.items()}
-    room = shutil.disk_usage(folder).free - SPARE - sizes[None]
-    layers = 0
-    while layers < shape.layers and (room := room - sizes[layers % shape.interval]) > 0:
-        layers += 1
+    of_layers = [sizes[layer % shape.interval] for layer in range(shape.layers)]
+    places = placed_layers([folder, *(others or [])], of_layers, sizes[None])
+    layers = len(places)
     config: dict[str, Any] = shape.config() | {"num_hidden_layers": layers, "eos_token_id": 2}
     config["max_position_embeddings"] = 1 << 20
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
-    files = {"model-outside.safetensors": made[None]}
-    for layer in range(layers):
+    files = {folder / "model-outside.safetensors": made[None]}
+    for layer, place in enumerate(places):
         source = layer % shape.interval
         tensors = {name.replace(f".layers.{source}.", f".layers.{layer}."): t for name, t in made[source].items()}
-        files[f"model-{layer:05}.safetensors"] = tensors
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda item: write_file(folder / item[0], item[1]), files.items()))
-    return layers, sum(len(data) for tensors in files.values() for data, _ in tensors.values())
+        path = place / f"model-{layer:05}.safetensors"
+        files[path] = tensors
+        if place != folder:
+            (folder / path.name).symlink_to(path)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda item: write_file(*item), files.items()))
+    return layers, sizes[None] + sum(of_layers[:layers])
 
 
-def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, memory: str | None) -> str:
-    """Run `deltatune train`; returns what it said of its memory, its disk and its speed."""
+@contextmanager
+def watched_card() -> Iterator[None]:
+    """Print the most memory of the GPU that was in use within the context, as NVIDIA's driver counts it."""
+    if gpu() is None:
+        yield
+        return
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
+        yield
+        process.terminate()
+        assert process.stdout is not None
+        most = max((float(line) for line in process.stdout if line.strip().isdigit()), default=0.0)
+    print(f"             the driver counted {most * 2**20 / 1e9:.2f} GB on the card at most", flush=True)
+
+
+def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, memory: str | None) -> None:
+    """Run `deltatune train`, and print what it says of its memory, its disk and its speed, when it says it."""
     folder.mkdir()
     write_rows(folder / "data", tokens, options.iters)
     lora: dict[str, Any] = {"rank": 8, "scale": 20.0, "dropout": 0.0}
@@ -129,29 +167,35 @@ def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, m
     (folder / "lora.yaml").write_text(json.dumps({"lora_parameters": lora}))
     flags: dict[str, Any] = {
         "config": folder / "lora.yaml", "model": model, "data": folder / "data", "adapter-path": folder / "adapters",
-        "batch-size": 1, "iters": options.iters, "max-seq-length": tokens, "num-layers": -1, "optimizer": "adamw",
-        "steps-per-report": 1, "val-batches": 0,
+        "batch-size": 1, "iters": options.iters, "max-seq-length": tokens, "num-layers": -1,
+        "optimizer": options.optimizer, "steps-per-report": 1, "val-batches": 0,
     }  # fmt: skip
-    changes = [KEEPS_CACHE] * options.keep_cache + [ALL_ON_DISK] * options.all_on_disk
-    command = [sys.executable, "-c", "; ".join([*changes, MAIN]), "train", "--grad-checkpoint", "--force"]
+    command = [
+        sys.executable,
+        "-u",
+        str(OBSERVED),
+        *["--all-on-disk"] * options.all_on_disk,
+        *["--try"] * options.tried,
+    ]
+    command += [f"--from={options.source}", "train", "--grad-checkpoint", "--force"]
     command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     command += ["--memory", memory] if memory else []
     started = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
-    except subprocess.TimeoutExpired as error:
-        return f"stopped after {options.seconds:.0f} s: {(error.stdout or b'')[-600:]!r}"
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        return f"failed after {seconds:.0f} s:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
-    (metrics,) = (folder / "adapters").rglob("metrics.jsonl")
-    reports = [json.loads(line) for line in metrics.read_text().splitlines()]
-    reports = [report for report in reports if "tokens_per_second" in report]
-    said = [line for line in done.stdout.splitlines() if re.match("Memory|Disk|Waited|Plan: ", line)]
-    rates = ", ".join(f"{report['tokens_per_second']:,.0f}" for report in reports)
-    losses = ", ".join(f"{report['train_loss']:.6f}" for report in reports)
-    said += [f"tokens/s {rates}; peak {reports[-1]['peak_memory']:.2f} GB; losses {losses}; {seconds:.0f} s in all"]
-    return "\n".join(f"    {line}" for line in said)
+    last: deque[str] = deque(maxlen=30)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with watched_card(), subprocess.Popen(command, **streams) as process:
+        stop = threading.Timer(options.seconds, process.kill)
+        stop.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            last.append(line)
+            if SAYS.match(line):
+                print(f"    {time.perf_counter() - started:5.1f} s  {line.rstrip()}", flush=True)
+        process.wait()
+        stop.cancel()
+    print(f"    {time.perf_counter() - started:5.1f} s  ended with exit code {process.returncode}", flush=True)
+    if process.returncode:
+        print("".join(last), flush=True)
 
 
 def main() -> None:
@@ -164,27 +208,45 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=3)
     parser.add_argument("--beside", action="store_true", help="also with all weights in memory")
     parser.add_argument("--no-experts", action="store_true", help="without adapters on experts")
-    parser.add_argument("--keep-cache", action="store_true", help="leave what was read in the system's page cache")
+    parser.add_argument("--try", dest="tried", action="store_true", help="what the plan refuses, too")
+    parser.add_argument("--from", dest="source", choices=SOURCES, default="plan", help="where layers come from")
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--all-on-disk", action="store_true", help="leave all layers on the disk, whatever is planned")
-    parser.add_argument("--seconds", type=float, default=100, help="of one training")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written; a temporary folder by default")
+    parser.add_argument("--seconds", type=float, default=150, help="of one training")
+    parser.add_argument("--folder", type=Path, nargs="+", default=[Path(tempfile.gettempdir())], help="of the layers")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint there, and use one that was kept")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     shape = replace(shape, layers=options.layers or shape.layers)
     print(f"{heading()}\n{shape}\n", flush=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        model = Path(temporary, "model")
-        model.mkdir()
-        started = time.perf_counter()
-        layers, size = write_model(model, shape, options.bits)
-        seconds = time.perf_counter() - started
-        print(f"{layers} of {shape.layers} layers, {size / 1e9:.2f} GB, written in {seconds:.0f} s", flush=True)
-        mx.clear_cache()
+    for folder in options.folder:
+        print(f"{folder}: {shutil.disk_usage(folder).free / 1e9:.1f} GB free", flush=True)
+    name = f"deltatune-{shape.name}-{shape.layers}-{options.bits}".replace(" ", "-")
+    kept = [folder / name for folder in options.folder if (folder / name / WRITTEN).exists()]
+    with ExitStack() as stack:
+
+        def temporary(folder: Path) -> Path:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+
+        if not kept:
+            large = [folder for folder in options.folder if shutil.disk_usage(folder).free > 2 * SPARE]
+            kept = [(folder if options.keep else temporary(folder)) / name for folder in large or options.folder]
+            for folder in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            started = time.perf_counter()
+            layers, size = write_model(kept[0], shape, options.bits, kept[1:])
+            seconds = time.perf_counter() - started
+            (kept[0] / WRITTEN).write_text(f"{layers} of {shape.layers} layers, {size / 1e9:.2f} GB")
+            print(f"written in {seconds:.0f} s", flush=True)
+            mx.clear_cache()
+        model = kept[0]
+        results = temporary(max(options.folder, key=lambda folder: shutil.disk_usage(folder).free))
+        print((model / WRITTEN).read_text(), flush=True)
         for tokens in options.tokens:
             for memory in (options.memory, None) if options.beside else (options.memory,):
-                folder = Path(temporary, f"{tokens}-{memory}")
                 print(f"{tokens:,} tokens, {memory or 'in memory'}:", flush=True)
-                print(train(options, model, folder, tokens, memory), flush=True)
+                train(options, model, results / f"{tokens}-{memory}", tokens, memory)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ class PageCache:
         """Let the system forget what it holds of the files. Linux alone has to be told each time."""
         if hasattr(os, "posix_fadvise"):
             for descriptor in self._open:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                # A file system in memory has no such cache, and some others refuse the advice.
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Let the files be cached again."""

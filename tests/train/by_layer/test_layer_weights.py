@@ -1,14 +1,16 @@
 """Tests what is read, when, and what happens where it cannot be read any more."""
 
+import errno
 import os
 import shutil
+import tempfile
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
-from deltatune.machine import host_memory
+from deltatune.machine import disk_rate, host_memory
 from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -89,6 +91,28 @@ def test_what_was_read_stays_in_the_page_cache_where_it_fits(folder, monkeypatch
     list(weights.along(range(4)))
     assert bool(dropped) == drops
     weights.close()
+
+
+def test_a_file_system_that_refuses_advice_is_read_all_the_same(folder, monkeypatch):
+    """Some refuse it, and one in memory (/dev/shm) has no disk behind it; files may be links to several folders."""
+    advised = []
+
+    def refuse(*given):
+        advised.append(given)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    monkeypatch.setattr(host_memory, "free", lambda: None)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as memory:
+        linked = folder / "model.safetensors"
+        linked.symlink_to(shutil.move(linked, memory))
+        model, stored, layers, given = with_arrays(folder)
+        weights = LayerWeights(stored, model, layers, range(4))
+        for found, expected in zip(weights.along(range(4)), given, strict=True):
+            assert all(map(mx.array_equal, found, expected))
+        weights.close()
+        assert len(advised) == 4
+        assert disk_rate.measured(linked, 0.01) > 0
 
 
 def started(weights, monkeypatch):

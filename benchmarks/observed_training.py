@@ -1,0 +1,106 @@
+"""Runs `deltatune train`, and prints after each iteration its time, MLX's peak and what it waited for weights.
+
+usage: python benchmarks/observed_training.py [--from disk] [--all-on-disk] [--try] train --model DIR --data DIR ...
+
+--from says where the weights come from that do not stay in the device's memory, whatever would be chosen: the disk,
+past the system's page cache; the page cache; or arrays in the host's memory, which a GPU copies. --try runs what the
+plan refuses, too, with no layer's weights in memory: what is planned is more than what is counted, for some shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
+
+# isort: split
+import processes
+from deltatune.cli import main as command_line
+from deltatune.machine.page_cache import PageCache
+from deltatune.plan import placement
+from deltatune.train.by_layer import stored_weights
+from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.reports.reporting import Reporting
+
+SOURCES = ("plan", "disk", "cache", "host")
+
+
+def replacements(source: str, all_on_disk: bool, tried: bool) -> list[tuple[Any, str, Any]]:
+    """What is replaced so that weights come from `source`, and so that no layer stays in memory."""
+    found: list[tuple[Any, str, Any]] = []
+    choose, refused = placement.left_on_disk, 0
+
+    def left_on_disk(peak: int, sizes: Sequence[int], memory: int, **least: int) -> tuple[int, ...] | None:
+        nonlocal refused
+        chosen = tuple(range(len(sizes))) if all_on_disk else choose(peak, sizes, memory, **least)
+        refused += chosen is None
+        # The first refusal is answered by a plan with the inputs of layers in files.
+        return tuple(range(len(sizes))) if refused > 1 else chosen
+
+    if all_on_disk or tried:
+        found.append((placement, "left_on_disk", left_on_disk))
+    if source != "plan":
+        found.append((placement, "fits_on_host", lambda _: source == "host"))
+    if source in ("disk", "cache"):
+        found += [(module, "cached", lambda _: source == "cache") for module in (placement, stored_weights)]
+    if source == "cache":
+        found.append((PageCache, "drop", lambda _: None))
+    return found
+
+
+class Observed:
+    """Prints each iteration of a run."""
+
+    def __init__(self) -> None:
+        self._weights: LayerWeights | None = None
+        self._waited, self._read, self._count = 0.0, 0, 0
+
+    def reading(self, made: Callable[..., None]) -> Callable[..., None]:
+        """LayerWeights.__init__, of which the object is kept."""
+
+        def wrapped(weights: LayerWeights, *given: Any, **options: Any) -> None:
+            made(weights, *given, **options)
+            self._weights = weights
+
+        return wrapped
+
+    def iteration(self, counted: Callable[..., None]) -> Callable[..., None]:
+        """Reporting.iteration, which also prints."""
+
+        def wrapped(reporting: Reporting, progress: Any, seconds: float, tokens: int, loss: float | None) -> None:
+            counted(reporting, progress, seconds, tokens, loss)
+            self._count += 1
+            line = f"step {self._count}: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+            line += f", peak {reporting.peak_memory:.2f} GB, loss {'none' if loss is None else format(loss, '.6f')}"
+            if self._weights is not None:
+                disk = self._weights.disk
+                waited, read = disk.waited - self._waited, disk.read - self._read
+                self._waited, self._read = disk.waited, disk.read
+                line += f", waited {waited:.2f} s ({waited / seconds:.0%}), read {read / 1e9:.2f} GB"
+                line += f" ({read / seconds / 1e9:.2f} GB a second of the step)"
+            print(line, flush=True)
+
+        return wrapped
+
+
+def main() -> int:
+    parser = processes.parser(__doc__)
+    parser.add_argument("--from", dest="source", choices=SOURCES, default="plan")
+    parser.add_argument("--all-on-disk", action="store_true", help="no layer stays in memory, whatever is planned")
+    parser.add_argument("--try", dest="tried", action="store_true", help="what the plan refuses, too")
+    options, arguments = parser.parse_known_args()
+    observed = Observed()
+    with ExitStack() as stack:
+        for target, name, value in replacements(options.source, options.all_on_disk, options.tried):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch.object(LayerWeights, "__init__", observed.reading(LayerWeights.__init__)))
+        stack.enter_context(patch.object(Reporting, "iteration", observed.iteration(Reporting.iteration)))
+        return command_line(arguments) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
