@@ -6,7 +6,8 @@ The model has random bf16 weights and LoRA r=8 on every linear, and trains with 
 process of its own, one after another. Its gradients on a short batch are first compared with those of mlx-lm's own
 model and loop in fp32: a trainer whose error is more than twice that of the same model and loop in bf16 gets no figure.
 (transformers has other weights; tests/oracle compares it.) The time to the first step starts with the finished weights,
-and includes checks and compiling. strong_stack.py says which kernels transformers is given in the entries with FLA's.
+and includes checks and compiling. strong_stack.py says which kernels transformers is given in the entries with FLA's,
+and unsloth_trainer.py how Unsloth is set up.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from machine import cpu, gpu, versions
 from strong_stack import strong_stack
 from tables import training_table
 from trainers import SHAPES, Shape
+from unsloth_trainer import unsloth
 
 STEPS, FEW_STEPS, LONG = 8, 3, 4.0
 # A trainer may be this many times as far from the truth as mlx-lm's loop is in the same dtype; and this far in any.
@@ -64,6 +66,9 @@ ENTRIES = {
     "with FLA's, Liger's and fused kernels, checkpointed": Entry(strong_stack, {"checkpoint": True}, None, 300),
     "with FLA's, Liger's and fused kernels": Entry(strong_stack, {"checkpoint": False}, None, 300),
     "with these and torch.compile": Entry(strong_stack, {"checkpoint": False, "compiled": True}, None, 300),
+    "with FLA's kernels, Liger's loss and torch.compile": Entry(
+        strong_stack, {"checkpoint": False, "compiled": True, "liger_in_layers": False}, None, 300
+    ),
     "mlx-lm, arrays with autodiff, checkpointed, not compiled": Entry(
         trainers.mlx_lm, {"checkpoint": True, "compiled": False}, _ARRAYS, 100
     ),
@@ -71,6 +76,8 @@ ENTRIES = {
     "mlx-lm, arrays with autodiff, checkpointed": Entry(
         trainers.mlx_lm, {"checkpoint": True, "compiled": True}, _ARRAYS, 330
     ),
+    "Unsloth, its checkpoints": Entry(unsloth, {"checkpoint": True}, None, 300),
+    "Unsloth": Entry(unsloth, {"checkpoint": False}, None, 300),
 }
 
 
@@ -179,9 +186,11 @@ def main() -> None:
         "records": [],
     }
     print(f"{result['date']}, {gpu() or 'no GPU'}, {cpu()}; {versions()}\n{shape}", flush=True)
-    parity = run("parity", shape, min(120.0, options.seconds))
+    parity: dict[str, Any] = {}
+    if any(ENTRIES[name].parity for name in options.only):
+        parity = run("parity", shape, min(120.0, options.seconds))
+        print(show(parity), flush=True)
     result["parity"] = parity.get("distances")
-    print(show(parity), flush=True)
     for name in options.only:
         entry = ENTRIES[name]
         reason = disagreement(entry, result["parity"], parity.get("failed"))

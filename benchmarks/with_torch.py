@@ -221,18 +221,21 @@ class FlashQLA(Torch):
 class CuDNN(ScalesItself):
     """The kernels for gates per channel of NVIDIA's cudnn-frontend, for heads of 128 in bf16.
 
-    Its backward pass on Hopper takes no other scale than 1 / sqrt(D).
+    Its backward pass on Hopper takes gates and betas in fp32, as many key heads as value heads, and no other scale than
+    1 / sqrt(D). An engine that is named is used or refused with its reason; else another one would take the call.
     """
 
     graph = True
+    engine = "kda_hopper_cuda"
 
     def make(self) -> Callable[..., Any]:
         from cudnn.linear_attention.ops import kimi_delta_attention
 
         def function(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
             rows, tokens = q.shape[:2]
-            flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-            y = kimi_delta_attention(*flat, self._bounds(rows, tokens))
+            q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+            flat = [x.flatten(0, 1) for x in (q, k, v, g, beta.float())]
+            y = kimi_delta_attention(*flat, self._bounds(rows, tokens), plan_name=self.engine)
             return (y[0] if isinstance(y, tuple) else y).unflatten(0, (rows, tokens))
 
         return function
