@@ -63,6 +63,20 @@ def test_a_speed_is_measured():
     assert arithmetic.speed((4, 8, 16), mx.float32, 0.01) > 0
 
 
+def test_the_speed_of_a_product_with_a_vocabulary_is_measured_on_a_part_of_it(monkeypatch):
+    """Its matrix takes gigabytes, as its gradient's does, whose sums are as long as the vocabulary."""
+    drawn = []
+
+    def normal(shape, **_):
+        drawn.append(shape)
+        return mx.zeros((1, 1))
+
+    monkeypatch.setattr(mx.random, "normal", normal)
+    for inner, columns in ((1024, 248_320), (248_320, 1024)):
+        arithmetic.speed((4096, inner, columns), mx.float32, 0.0)
+    assert drawn == [(1024, 1024), (8192, 1024), (1024, 8192), (1024, 8192)]
+
+
 @pytest.mark.parametrize(("count", "said"), [(3.2, 4), (47.0, 47), (3012.0, 3100), (123_456.0, 130_000)])
 def test_tokens_are_rounded_up_to_two_digits(count, said, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(bytes(10))

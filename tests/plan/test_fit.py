@@ -17,7 +17,7 @@ from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import BatchShape, trace_step
-from deltatune.train.setup import prepare
+from deltatune.train.setup import prepare, ready
 
 
 @pytest.fixture
@@ -192,9 +192,22 @@ def test_buffers_alone_can_be_too_many_and_force_trains_all_the_same(run, option
     assert code == 2
     assert "of 100 live buffers" in err
     assert "does not fit. No batch size or length makes it fit" in err
+    # Weights on the disk have buffers when they are read.
+    assert "--memory" not in err
     code, said, err = run(*arguments, "--force")
     assert code == 0, err
     assert "Training starts all the same" in said
+
+
+@pytest.mark.parametrize(
+    ("there", "named"), {12_369_000_000: "12.36GB", 2 * 10**12: "2000GB", 345_678_901: "345.67MB"}.items()
+)
+def test_a_refusal_names_no_more_memory_than_there_is(checkpoint, options, there, named):
+    run = ready(TrainConfig(model=str(checkpoint), data=str(options[3]), max_seq_length=32), lazy=True)
+    run.prepare()
+    said = fit._from_disk(run, DeviceLimits(None, there, "a test", "a test"), ArrayLayout.measured())
+    assert f"it fits with --memory {named}, which" in said
+    assert 0.99 * there < float(named[:-2]) * {"GB": 1e9, "MB": 1e6}[named[-2:]] <= there
 
 
 def test_an_mlx_that_cannot_be_looked_into_still_trains(run, options, monkeypatch, tmp_path):

@@ -13,8 +13,9 @@ from .graph import Node
 
 # By kind of primitive: the position of the input whose last axis is summed over.
 _PRODUCTS = {"Matmul": 0, "AddMM": 0, "GatherMM": 0, "QuantizedMatmul": 0, "GatherQMM": 0}
-# Enough rows to be as fast as it gets; a product of more takes longer to measure.
-_MOST_ROWS = 1024
+# Enough rows, summed elements and columns to be as fast as it gets. More take longer to measure, and a vocabulary's
+# matrix would take gigabytes.
+_MOST = (1024, 8192, 8192)
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,16 @@ def products(order: Sequence[Node]) -> Products:
 
 
 def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) -> float:
-    """Return how many operations a second a matrix product takes, at its best within so many seconds.
+    """Return how many operations a second a matrix product does, at its best within so many seconds.
+
+    A product that is larger than any need be is measured on a part of its size.
 
     Args:
         shape: rows, summed length and columns.
         dtype: of the matrices.
         seconds: for how long it is measured.
     """
-    rows, inner, columns = min(shape[0], _MOST_ROWS), *shape[1:]
+    rows, inner, columns = map(min, shape, _MOST)
     x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))
     mx.eval(x, w, x @ w.T)
     best, begun = float("inf"), time.perf_counter()

@@ -8,14 +8,14 @@ with attention, which keeps less and takes longer to compute again in a long row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 
-from ..layers import LayerInfo, describe
+from ..layers import describe
 from ..ops.recomputation import Checkpoints
-from ..train.tree import leaves
+from ..train.by_layer.layer_functions import lowest_layer
 from .device_limits import DeviceLimits
 from .forecast import Forecast
 from .search import fits
@@ -78,18 +78,9 @@ class Order:
 def order_of(model: nn.Module) -> Order:
     """The order of the layers of `model`, which is prepared for training."""
     layers = describe(model)
-    first = _first_reached(model, layers)
+    first = lowest_layer(model, [layer.path for layer in layers])
     reached = sorted(range(first, len(layers)), key=lambda at: layers[at].kind == "attention")
     return Order(list(range(first)), reached)
-
-
-def _first_reached(model: nn.Module, layers: Sequence[LayerInfo]) -> int:
-    """The position of the first layer that the backward pass reaches."""
-    inside = {id(array) for layer in layers for _, array in leaves(layer.module.trainable_parameters())}
-    if any(id(array) not in inside for _, array in leaves(model.trainable_parameters())):
-        # Something beside the layers trains. It may be the embedding, which lies before all of them.
-        return 0
-    return next((at for at, layer in enumerate(layers) if leaves(layer.module.trainable_parameters())), 0)
 
 
 def choose(

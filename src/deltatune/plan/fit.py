@@ -267,19 +267,24 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
 
 def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     """A sentence on the option that leaves frozen layers on the disk, if the run would fit with it; else nothing."""
-    config, room = dataclasses.replace(run.config, grad_checkpoint=True), limits.bytes
-    if room is None:
+    config = dataclasses.replace(run.config, grad_checkpoint=True)
+    if limits.bytes is None:
         return ""
+    # What is named is what is planned for, and no more than there is.
+    scale, unit = (10**9, "GB") if limits.bytes >= 10**9 else (10**6, "MB")
+    hundredths = limits.bytes * 100 // scale
+    room = hundredths * scale // 100
     try:
         config = dataclasses.replace(config, memory=room)
     except UserError:
         return ""
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
-    peak = planned_step(run.model, config, *shape(run), run.splits, layout).bytes.amount
-    if left_on_disk(peak, frozen, room, least=1) is None:
+    plan = planned_step(run.model, config, *shape(run), run.splits, layout)
+    too_many = limits.buffers is not None and plan.buffers.amount > limits.buffers
+    if too_many or left_on_disk(plan.bytes.amount, frozen, room, least=1) is None:
         return ""
-    amount = f"{room / 1e9:.3g}GB" if room >= 1e9 else f"{room // 1000 / 1e3:g}MB"
+    amount = f"{hundredths / 100:g}{unit}"
     return f" As it is, it fits with --memory {amount}, which leaves layers on the disk and reads them in every pass."
 
 

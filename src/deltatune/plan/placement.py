@@ -36,7 +36,7 @@ from .fit import batch_shape, planned_step, shape
 from .forecast import forecast_step
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
-from .screen import size
+from .screen import size, size_above
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
         least = held(planned.peak, sizes, tuple(range(len(sizes))))
         raise TooLittleMemoryError(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
-            f"{size(least)}; give more, or {planned.smaller}."
+            f"{size_above(least)}; give that or more, or {planned.smaller}."
         )
     return dataclasses.replace(placement, on_host=bool(streamed) and fits_on_host(placement.on_disk * ranks))
 

@@ -145,6 +145,12 @@ def size(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
+def size_above(count: int) -> str:
+    """Bytes as size() gives them, but rounded up, so that an option with this amount is enough."""
+    unit = 10**7 if count >= 1e9 else 10**5
+    return size(-(-count // unit) * unit)
+
+
 def verdict(run_forecast: RunForecast) -> str:
     """Whether the step fits, and what it needs of what there is, such as `Fits: 12.1 of 80 GB`."""
     plan, limits = run_forecast.forecast, run_forecast.limits

@@ -163,6 +163,15 @@ def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):
         weights.close()
 
 
+@pytest.mark.bad_input("`--memory` for a model that calls none of its layers")
+def test_a_model_that_passes_its_layers_by_is_refused(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint("gemma3_text")
+    text_model = type(load(folder, lazy=True).model.model)
+    monkeypatch.setattr(text_model, "__call__", lambda self, inputs, *_, **__: self.embed_tokens(inputs))
+    with pytest.raises(UserError, match="memory: this model calls 0 of its 4 layers"):
+        by_layers(folder, options(folder), batch())
+
+
 @pytest.mark.bad_input("`--memory` for a model whose layers cannot be computed one by one")
 def test_a_model_with_more_between_its_layers_is_refused(tiny_checkpoint):
     """kimi_k3 hands a container of all outputs from layer to layer."""

@@ -166,6 +166,14 @@ def test_the_digest_of_a_model_is_the_same_from_the_disk(folder, kind):
     weights.close()
 
 
+def test_an_array_that_a_layer_holds_in_two_places_is_read_once(folder):
+    _, stored, _, _ = with_arrays(folder)
+    name = next(iter(stored.names.values()))
+    one, other = stored.lazily([name, name])
+    assert one is other
+    stored.close()
+
+
 def rewritten(file):
     os.utime(file, ns=(1, 1))
 

@@ -27,7 +27,7 @@ Serve = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-class Given(NamedTuple):
+class ArrayArgument(NamedTuple):
     """An array that a layer is given beside its hidden states.
 
     Attributes:
@@ -59,12 +59,12 @@ class LayerCall:
 
     def arguments(self, arrays: Sequence[mx.array]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments around `arrays`; what was known of masks is known of theirs."""
-        made: dict[Given, mx.array] = {}
+        made: dict[ArrayArgument, mx.array] = {}
 
         def around(value: Any) -> Any:
             if type(value) is tuple:
                 return tuple(map(around, value))
-            if not isinstance(value, Given):
+            if not isinstance(value, ArrayArgument):
                 return value
             if value not in made:
                 made[value] = arrays[value.at]
@@ -137,9 +137,9 @@ class Recorder:
             )
         rule = rule_of(value)
         if rule is None:
-            return Given(self._place(value))
+            return ArrayArgument(self._place(value))
         documents = None if rule.segments is None else self._place(rule.segments)
-        return Given(self._place(value), True, rule.window, rule.read, documents)
+        return ArrayArgument(self._place(value), True, rule.window, rule.read, documents)
 
     def _place(self, array: mx.array) -> int:
         for place, other in enumerate(self.arrays):

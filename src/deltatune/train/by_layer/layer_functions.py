@@ -115,7 +115,7 @@ def _attribute(value: Any) -> Any:
     return tuple(map(_attribute, value)) if type(value) in (tuple, list) else id(value)
 
 
-class Told(NamedTuple):
+class BatchInTrace(NamedTuple):
     """The arrays of the batch that the functions inside a layer read in the trace; None for those that they do not.
 
     Attributes:
@@ -194,7 +194,7 @@ class LayerFunction:
     def _holding(self, arrays: Sequence[mx.array], told: Sequence[Any]) -> Iterator[None]:
         """Within the context, the layer holds `arrays`, and the trace what the layer is told of the batch."""
         before = [place.array for place in self._places]
-        with undisturbed(self._layer), _telling(Told(*told)):
+        with undisturbed(self._layer), _telling(BatchInTrace(*told)):
             self._hold(arrays)
             try:
                 yield
@@ -208,7 +208,7 @@ class LayerFunction:
 
 
 @contextmanager
-def _telling(told: Told) -> Iterator[None]:
+def _telling(told: BatchInTrace) -> Iterator[None]:
     """Within the context, the trace holds the arrays of the batch that the compiled function was given."""
     with ExitStack() as stack:
         stack.enter_context(trace.having(segments=told.documents))

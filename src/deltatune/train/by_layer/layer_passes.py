@@ -31,7 +31,7 @@ from ..updates.routers import RouterLosses
 from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
 from .between_layers import check_between
 from .layer_calls import Recorder, by_itself, passed_on
-from .layer_functions import LayerFunction, Told, lowest_layer, signature
+from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
 from .layer_inputs import InputsInMemory, KeepsInputs
 from .read_layers import ReadsLayers, reading_calls
 
@@ -43,7 +43,7 @@ class Watch(Protocol):
         """Look at an array of the layer at a position."""
 
 
-class _Kept(NamedTuple):
+class _LayerRecord(NamedTuple):
     """What the backward pass of a layer needs of its forward pass, beside what the layer before has returned.
 
     Attributes:
@@ -139,12 +139,12 @@ class LayerPasses:
         with undisturbed(self.model), self._telling(batch, None, None, trains=False):
             with self._calls.served_by(serve):
                 forward()
+            if len(recorder.calls) != len(self._layers):
+                raise UserError(
+                    f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
+                    "layers calls each of them once; leave memory out."
+                )
             check_between(self._calls, forward, recorder, self.outer.arrays, self.outer.holding)
-        if len(recorder.calls) != len(self._layers):
-            raise UserError(
-                f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
-                "layers calls each of them once; leave memory out."
-            )
 
     def evaluate(self, batch: Arrays, loss: LossFunction | None = None) -> Any:
         """Return what a loss gives for a batch, without a gradient; by default the loss that is trained."""
@@ -191,7 +191,7 @@ class LayerPasses:
             self.model.update(trainable)
 
     def _both_passes(
-        self, batch: Arrays, around: AroundLayers, told: Told, first_key: mx.array, watch: Watch | None
+        self, batch: Arrays, around: AroundLayers, told: BatchInTrace, first_key: mx.array, watch: Watch | None
     ) -> tuple[Any, ...]:
         count, lowest = len(self._layers), self._lowest
         reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
@@ -241,11 +241,11 @@ class LayerPasses:
         self,
         batch: Arrays,
         around: AroundLayers,
-        told: Told,
+        told: BatchInTrace,
         key: mx.array,
         reading: Iterator[list[mx.array]],
         watch: Watch | None,
-    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[_Kept]]:
+    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[_LayerRecord]]:
         """Compute the layers, of which the first draws from what follows `key`.
 
         Returns:
@@ -254,7 +254,7 @@ class LayerPasses:
         """
         x, key, others = around.before(batch, key)
         self._inputs.clear()
-        records: list[_Kept] = []
+        records: list[_LayerRecord] = []
         sides: list[mx.array] = []
         for index in range(len(self._layers)):
             function = self._function(index, around, told)
@@ -262,7 +262,7 @@ class LayerPasses:
             y, more, next_key = function.forward(next(reading), entering, others, told, key)
             if index >= self._lowest:
                 self._inputs.keep(x, (y, more, next_key))
-                records.append(_Kept(key, len(more)))
+                records.append(_LayerRecord(key, len(more)))
             self._compute(y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
@@ -312,7 +312,7 @@ class LayerPasses:
     @contextmanager
     def _telling(
         self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
-    ) -> Iterator[Told]:
+    ) -> Iterator[BatchInTrace]:
         """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
         inputs, packed = batch[0], batch[3]
         with ExitStack() as stack:
@@ -325,14 +325,16 @@ class LayerPasses:
             if routers is not None and lengths is not None:
                 stack.enter_context(routing.watching(lengths, inputs.shape[1], trained=routers.trained))
             watch = trace.current().routers
-            yield Told(packed, None if watch is None else watch.real)
+            yield BatchInTrace(packed, None if watch is None else watch.real)
 
-    def _around(self, batch: Arrays, told: Told, routers: RouterLosses | None) -> AroundLayers:
+    def _around(self, batch: Arrays, told: BatchInTrace, routers: RouterLosses | None) -> AroundLayers:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
         kind = shapes, self.model.training, told.real is not None, trace.current().whole_rows
-        return self._arounds.setdefault(kind, AroundLayers(self, routers))
+        if kind not in self._arounds:
+            self._arounds[kind] = AroundLayers(self, routers)
+        return self._arounds[kind]
 
-    def _function(self, index: int, around: AroundLayers, told: Told) -> LayerFunction:
+    def _function(self, index: int, around: AroundLayers, told: BatchInTrace) -> LayerFunction:
         """The function of a layer, which it shares with those that compute alike."""
         trains = self.model.training
         if trains not in self._signatures:

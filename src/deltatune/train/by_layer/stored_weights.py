@@ -114,7 +114,12 @@ class StoredWeights:
         """
         if any(name not in self._unread for name in names if name not in self._held):
             self._load()
-        return [_copied(self._held[name]) if name in self._held else self._unread.pop(name) for name in names]
+        # A layer may hold one array in two places.
+        arrays = {
+            name: _copied(self._held[name]) if name in self._held else self._unread.pop(name)
+            for name in dict.fromkeys(names)
+        }
+        return [arrays[name] for name in names]
 
     def started(self, names: Sequence[str]) -> list[mx.array]:
         """Return arrays that are being read."""
