@@ -161,10 +161,22 @@ def placed(
     Returns:
         What they are read from; None where all stay in memory.
     """
+    assert options.memory is not None
+    where = planned(options, loaded, tokens, pictures)
+    read_layers = reading(where, loaded, options.memory, "token", stack)
+    return None if read_layers is None else read_layers.weights
+
+
+def planned(
+    options: AnswerOptions, loaded: Loaded, tokens: Sequence[int], pictures: PromptPictures | None = None
+) -> Placed:
+    """Put the adapter on a model that was loaded lazily, and choose which of its layers stay on the disk.
+
+    Args:
+        options, loaded, tokens, pictures: What placed() takes.
+    """
     from ..plan.forward_placement import AskedPrompt, placed_answer
 
     assert options.memory is not None
     trusted, prompt = options.trust_remote_code, AskedPrompt(tokens, options.max_tokens, pictures)
-    where = placed_answer(loaded, options.adapter_path, options.memory, prompt, trust_remote_code=trusted)
-    read_layers = reading(where, loaded, options.memory, "token", stack)
-    return None if read_layers is None else read_layers.weights
+    return placed_answer(loaded, options.adapter_path, options.memory, prompt, trust_remote_code=trusted)

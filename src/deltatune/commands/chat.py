@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import gc
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ from .answering import (
     add_sampling,
     check_served,
     check_tokens,
-    placed,
+    planned,
+    reading,
     sampling_of,
     trained_template_options,
 )
@@ -24,12 +27,13 @@ from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..models.load import Loaded
+    from ..plan.placement import Placed
     from ..train.by_layer.layer_weights import LayerWeights
     from ..train.dialogue import Dialogue
 
 _HELP = "q ends the conversation, r forgets it, h prints this"
 _COMPARED = ", c asks the base too, or no more"
-# A bound of memory is kept while a question comes behind so many tokens; a longer conversation's caches come on top.
+# Memory is planned for a conversation of so many tokens at first, and for twice as many where it is longer.
 _TOKENS = 2048
 
 
@@ -68,20 +72,18 @@ class Chat:
         import mlx.core as mx
 
         from ..lora.without import can_be_without
-        from ..models.adapted_base import load_with_adapter
 
         if options.seed is not None:
             mx.random.seed(options.seed)
         self._options, self._compares = options, options.compare
         self._template = trained_template_options(options)
         check_served(options)
-        bounded, trusted = options.memory is not None, options.trust_remote_code
-        self._loaded = load_with_adapter(
-            options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted
-        )
-        check_tokens(options, self._loaded)
         self._stack = contextlib.ExitStack()
-        weights = placed(options, self._loaded, [0] * _TOKENS, None, self._stack) if bounded else None
+        self._loaded, bounded = self._load(), options.memory is not None
+        check_tokens(options, self._loaded)
+        # For how many tokens of a conversation memory is planned; 0 without a bound.
+        self._room = _TOKENS if bounded else 0
+        weights = self._placed(planned(options, self._loaded, [0] * _TOKENS)) if bounded else None
         self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._loaded.model))
         if options.compare and not self._can_compare:
             self._stack.close()
@@ -136,7 +138,55 @@ class Chat:
         elif question:
             self._answer(question)
 
+    def _load(self) -> Loaded:
+        """Load the model with its adapter; lazily and without it, where memory is bounded."""
+        from ..models.adapted_base import load_with_adapter
+
+        options = self._options
+        bounded, trusted = options.memory is not None, options.trust_remote_code
+        return load_with_adapter(
+            options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted
+        )
+
+    def _placed(self, where: Placed) -> LayerWeights | None:
+        """Let the layers of the model read their weights; return what from, or None where all stay in memory."""
+        assert self._options.memory is not None
+        read_layers = reading(where, self._loaded, self._options.memory, "token", self._stack)
+        return None if read_layers is None else read_layers.weights
+
+    def _make_room(self, question: str) -> None:
+        """Plan memory anew where a question ends a longer conversation than was planned for.
+
+        Raises:
+            UserError: Memory is too little for it, or the chat template refuses it.
+        """
+        if not self._room:
+            return
+        dialogues = [dialogue for dialogue in (self._answering, self._base) if dialogue is not None]
+        tokens, room = max(len(dialogue.prompt(question)) for dialogue in dialogues), self._room
+        while room < tokens:
+            room *= 2
+        if room == self._room:
+            return
+        say(f"The conversation has {tokens:,} tokens. Memory is planned anew, for {room:,}.", sys.stderr)
+        loaded = self._load()
+        where = planned(self._options, loaded, [0] * room)
+        # What was read for shorter conversations goes before anything else is read.
+        self._stack.close()
+        self._loaded, self._room = dataclasses.replace(self._loaded, model=loaded.model), room
+        for dialogue in dialogues:
+            dialogue.go_on(loaded.model, None)
+        gc.collect()
+        weights = self._placed(where)
+        for dialogue in dialogues:
+            dialogue.go_on(loaded.model, weights)
+
     def _answer(self, question: str) -> None:
+        try:
+            self._make_room(question)
+        except UserError as error:
+            say(f"deltatune: {error}", sys.stderr)
+            return
         if not self._compares:
             self._print(self._answering, question)
             return

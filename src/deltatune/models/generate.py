@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ..layers import logits_of
@@ -65,24 +65,49 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
         )
 
 
-def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE) -> Iterator[list[mx.array]]:
-    """Let a model read the first piece of prompts, and one more token, without computing anything.
+def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE, most: int = 1) -> Iterator[list[mx.array]]:
+    """Let a model read prompts and write the first and the last token of answers, without computing anything.
+
+    Of a prompt of many pieces it reads the first one and the last two, which hold most, with blank keys and values of
+    those between; a model with caches of other kinds than a hybrid one's reads them all.
 
     Args:
         model: The model, or the language model of one that sees.
         tokens: How many tokens each prompt has.
         rows: How many prompts are read at once.
         piece: How many of their tokens are read at once, at most.
+        most: The largest number of tokens in an answer.
 
     Yields:
-        What is computed at once: what the caches hold then, and behind the last token the logits, too.
+        What is computed at once: what the caches hold then, and behind a prompt's last token the logits, too.
     """
     cache: Any = make_prompt_cache(model)
-    if first := min(tokens - 1, piece):
-        logits_of(model, mx.zeros((rows, first), mx.int32), cache=cache)
-        yield _held(cache)
-    logits = logits_of(model, mx.zeros((rows, 1), mx.int32), cache=cache)[:, -1]
-    yield [*_held(cache), logits]
+    steps = [range(start, min(start + piece, tokens - 1)) for start in range(0, tokens - 1, piece)]
+    if all(type(layer_cache).__name__ in _MOVED for layer_cache in cache):
+        steps = [step for at, step in enumerate(steps) if at == 0 or at >= len(steps) - 2]
+    read = 0
+    for step in [*steps, range(tokens - 1, tokens), *[range(tokens + most - 2, tokens + most - 1)] * (most > 1)]:
+        if step.start > read:
+            _move(cache, step.start)
+            yield _held(cache)
+        logits = logits_of(model, mx.zeros((rows, len(step)), mx.int32), cache=cache)[:, -1]
+        read = step.stop
+        yield _held(cache) if read < tokens else [*_held(cache), logits]
+
+
+# Caches that can be moved behind tokens that nobody read: states have the same size wherever they are.
+_MOVED = (KVCache.__name__, ArraysCache.__name__)
+
+
+def _move(cache: Sequence[Any], tokens: int) -> None:
+    """Let caches have room for so many tokens, and hold blank keys and values of them."""
+    for layer_cache in cache:
+        if type(layer_cache).__name__ == KVCache.__name__:
+            for name in ("keys", "values"):
+                rows, heads, _, size = getattr(layer_cache, name).shape
+                blank = mx.zeros((rows, heads, _roomy(tokens), size), getattr(layer_cache, name).dtype)
+                setattr(layer_cache, name, blank)
+            layer_cache.offset = tokens
 
 
 class CacheBytes(NamedTuple):
@@ -95,10 +120,6 @@ class CacheBytes(NamedTuple):
 
     fixed: int
     token: int
-
-    def added(self, tokens: int, before: int) -> int:
-        """Return the bytes that caches of one row grow by, from so many tokens before to so many now."""
-        return self.token * max(0, _roomy(tokens) - _roomy(before))
 
 
 def cache_bytes(model: nn.Module) -> CacheBytes:

@@ -19,7 +19,6 @@ from ..machine.compiling import without_kernels
 from ..models.adapted_base import put_adapter
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
-from ..models.generate import PIECE as ANSWER_PIECE
 from ..models.generate import begun, cache_bytes
 from ..models.head import split_head
 from ..models.load import Loaded
@@ -105,18 +104,17 @@ def placed_answer(
     """
     model, tokens = loaded.model, len(prompt.tokens)
     stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
-    decoder, at_once = model["language_model"] if has_vision(model) else model, min(tokens, ANSWER_PIECE)
+    decoder = model["language_model"] if has_vision(model) else model
     with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started():
-        growth = cache_bytes(decoder).added(tokens + prompt.most, at_once)
 
         def peak(by_layers: bool) -> int:
             with _noted(model, by_layers) as noted:
                 held = _embedded(model, prompt)
                 noted.append(held)
-                noted += [[*results, *held] for results in begun(decoder, tokens)]
-                return _peak(model, noted) + growth
+                noted += [[*results, *held] for results in begun(decoder, tokens, most=prompt.most)]
+                return _peak(model, noted)
 
-        planned = _planned(model, memory, peak, (1, at_once), "a shorter prompt")
+        planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 

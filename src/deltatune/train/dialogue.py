@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
 from ..data.prompts import Question, conversation_tokens, prompt_tokens
@@ -136,12 +137,7 @@ class Dialogue:
         Raises:
             UserError: The chat template refuses the conversation, of which the question is then no part.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        loaded = self._loaded
-        remedy = "r starts anew, or change --system-prompt or --chat-template-config"
-        tokens = conversation_tokens(loaded.tokenizer, [*self._system, *asked], remedy, self._options)
-        check_prompt(loaded.model, loaded.tokenizer, tokens, "chat")
-        parts: list[str] = []
+        loaded, tokens, parts = self._loaded, self.prompt(question), list[str]()
         try:
             with inferring(loaded.model):
                 answer = stream(loaded, tokens, self._max_tokens, self._sampling)
@@ -149,11 +145,37 @@ class Dialogue:
                     parts.append(piece.text)
                     yield piece
         finally:
-            self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+            said = {"role": "assistant", "content": "".join(parts)}
+            self.messages = [*self.messages, _of_user(question), said]
+
+    def prompt(self, question: str) -> list[int]:
+        """Return the tokens that the model reads for a question: all that was said before it, too.
+
+        Raises:
+            UserError: The chat template refuses the conversation.
+        """
+        loaded, asked = self._loaded, [*self._system, *self.messages, _of_user(question)]
+        remedy = "r starts anew, or change --system-prompt or --chat-template-config"
+        tokens = conversation_tokens(loaded.tokenizer, asked, remedy, self._options)
+        check_prompt(loaded.model, loaded.tokenizer, tokens, "chat")
+        return tokens
+
+    def go_on(self, model: nn.Module, weights: LayerWeights | None) -> None:
+        """Let another copy of the model answer from now on.
+
+        Args:
+            model: The copy.
+            weights: What its layers read their weights from; None where all stay in memory.
+        """
+        self._loaded, self._weights = dataclasses.replace(self._loaded, model=model), weights
 
     def reset(self) -> None:
         """Forget what was said."""
         self.messages = []
+
+
+def _of_user(question: str) -> dict[str, Any]:
+    return {"role": "user", "content": question}
 
 
 def refuse_nan(loaded: Loaded, tokens: list[int], weights: LayerWeights | None = None) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from console import deltatune
 from deltatune import cli
+from deltatune.commands import chat
 from deltatune.commands.train import train
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
@@ -129,6 +130,51 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     assert "all weights stay in memory" in found.out + found.err
     assert found.out.splitlines()[-1] == expected.splitlines()[-1]
     assert read == []
+
+
+@pytest.fixture
+def chatting(trained, capsys, monkeypatch):
+    """chatting(typed, memory) -> what is printed behind the opening, what is said on standard error, and the peak."""
+
+    def run(typed, memory):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        cli.main([*commands(trained)["chat"], *([] if memory is None else ["--memory", str(memory)])])
+        found = capsys.readouterr()
+        return found.out.splitlines()[1:], found.err, mx.get_peak_memory() - before
+
+    return run
+
+
+def test_a_longer_conversation_is_planned_anew(chatting, monkeypatch):
+    """What a question needs that is too long for the memory is said, and the next one is answered."""
+    monkeypatch.setattr(chat, "_TOKENS", 64)
+    asked = "question 3\n" + "question 4 " * 66 + "\n"
+    expected = chatting(asked, None)[0]
+    too_little = r"deltatune: memory: .* 1 x {} tokens take ([\d.]+) MB;"
+    memory = int(float(re.search(too_little.format(64), chatting(asked, "1MB")[1])[1]) * 1e6) + 20_000
+    found, said, peak = chatting(asked + "r\nquestion 3\n", memory)
+    assert found == [expected[0], "What was said is forgotten.", expected[0]]
+    assert peak < memory
+    planned = r"The conversation has \d{3} tokens\. Memory is planned anew, for 256\.\n"
+    memory = int(float(re.search(planned + too_little.format(256), said)[1]) * 1e6) + 20_000
+    found, said, peak = chatting(asked, memory)
+    assert found == expected
+    assert len(re.findall("^Memory: ", said, re.M)) == 2
+    assert peak < memory
+
+
+def test_what_a_short_conversation_held_goes_before_a_longer_one_is_read(chatting, monkeypatch):
+    monkeypatch.setattr(chat, "_TOKENS", 32)
+    asked = "question 3\n" + "question 4 " * 9 + "\n"
+    stays = r"^Memory: ([\d.]+) MB planned .* all weights stay in memory\.$"
+    planned = re.findall(stays, chatting(asked, "1GB")[1], re.M)
+    memory = int(float(planned[-1]) * 1e6) + 50_000
+    _, said, peak = chatting(asked, memory)
+    assert len(re.findall(stays, said, re.M)) == len(planned) == 2
+    assert peak < memory
 
 
 def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
