@@ -1,12 +1,23 @@
 """A compiled function that raises leaves the arrays that it reads as they were, and works afterwards."""
 
+import sys
+import threading
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
+from beside import load
+from deltatune.machine import backend
+from deltatune.ops.kernels import cubin, nvrtc
+from deltatune.ops.pointwise import swiglu
 from deltatune.ops.random_state import drawing_with
+from deltatune.ops.trial.case import Case, judged
 from deltatune.train.compiled import compiled
+
+gpu = load(Path(__file__).parents[1] / "ops" / "kernels" / "pretended_gpu.py").gpu
 
 
 def test_an_error_leaves_the_arrays_and_the_key():
@@ -53,3 +64,34 @@ def test_a_function_that_reads_values_runs_uncompiled_and_says_so():
     assert mx.array_equal(first, model(rows[:1]))
     assert call(-rows).shape == (1, 2)
     assert state["calls"].item() == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
+def test_the_first_call_builds_its_kernels_side_by_side(gpu, monkeypatch):
+    """Each of the two kernels is finished when both are being built; a trial within the call launches its own."""
+    both, built_alone, launched, state = threading.Barrier(2), nvrtc.compiled, [], [mx.random.key(0)]
+
+    def together(*arguments):
+        both.wait(60)
+        return built_alone(*arguments)
+
+    def tried(_):
+        launched.append(not cubin.building())
+        return [mx.ones(2)]
+
+    def function(gate):
+        with drawing_with(state):
+            judged(Case("a case", ("y",), lambda call: call(gate), lambda: [np.ones(2)], 1e-3), tried, "an operator")
+            return mx.vjp(lambda gate: [swiglu(gate, gate)], [gate], [mx.random.uniform(shape=gate.shape)])[1]
+
+    monkeypatch.setattr(nvrtc, "compiled", together)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    call, drawn = compiled(function, [state], [state]), [mx.random.key(0)]
+    for _ in range(2):
+        call(mx.ones((2, 16)))
+        with drawing_with(drawn):
+            mx.random.uniform(shape=(2, 16))
+    assert sorted(gpu.compiled) == ["swiglu_backward", "swiglu_forward"]
+    # A trial builds its kernels first, and then launches them.
+    assert launched == [False, True] * 2
+    assert mx.array_equal(state[0], drawn[0])

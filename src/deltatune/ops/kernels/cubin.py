@@ -54,6 +54,13 @@ def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[N
         yield
 
 
+@contextmanager
+def launching() -> Iterator[None]:
+    """Within the context kernels are launched, as a trial's are, even while those around it are only built."""
+    with trace.having(builders=None):
+        yield
+
+
 def building() -> bool:
     """Whether kernels are only built (built_side_by_side)."""
     return trace.current().builders is not None

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from ..kernels.cubin import built_side_by_side
+from ..kernels.cubin import built_side_by_side, launching
 from .measure import as_float64, poison, relative_error
 from .verdicts import Verdict
 
@@ -95,6 +95,7 @@ class Case(Generic[Tried]):
         return max((self.error(one, other) for one, other in zip(results, truths, strict=True)), default=0.0)
 
 
+@launching()
 def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
     """Try an implementation on a case, and return the verdict. Memory that it leaves unwritten holds NaN.
 
@@ -120,6 +121,7 @@ def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
     return verdict
 
 
+@launching()
 def measured(case: Case[Tried], tried: Tried) -> dict[str, float]:
     """Return the errors of a second call, before which memory of all sizes is filled with NaN.
 

@@ -11,6 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...errors import first_line
+from ..kernels.cubin import launching
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class TrialTime:
     same_bits: bool
 
 
+@launching()
 def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     """Time each implementation, in rounds, so that a busy moment slows all of them; the shortest time counts.
 
