@@ -24,6 +24,7 @@ from .distributed import World
 from .ending.early_end import Ending
 from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
+from .learned_positions import check_positions
 from .options_check import check_updates
 from .preferences.reference import fill
 from .reports import announce
@@ -253,12 +254,14 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
 
     Raises:
         UserError: If early stopping has no validation data, no parameter is trainable, or the model has no row for a
-            token of the examples.
+            token of the examples, or no position.
     """
     if config.early_stopping is not None and not splits.valid:
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
     check_examples(model, tokenizer, splits.documents())
+    check_positions(model, config.max_seq_length, splits.documents())
     if isinstance(splits, StreamedSplits):
         splits.stream.checks.append(partial(check_examples, model, tokenizer))
+        splits.stream.checks.append(partial(check_positions, model, config.max_seq_length))

@@ -43,6 +43,7 @@ from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .distributed import World
+from .learned_positions import check_positions
 from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
@@ -120,6 +121,7 @@ def ready(
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
+    check_positions(loaded.model, config.max_seq_length, splits.documents())
     asked = dataclasses.replace(config, chat_template_config=splits.template_options)
     return Run(asked, loaded, splits, world or World(), image)
 

@@ -1,0 +1,73 @@
+"""Refuses rows that are longer than a model's table of learned positions, such as GPT-2's.
+
+MLX reads beyond an array's end without an error: the loss would be NaN, or made of whatever lies there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..data.batches.batch import bucket_widths
+from ..errors import UserError
+from ..layers import layer_paths, without_pictures
+from ..lora.new_rows import row_count
+from ..models.vocabulary import token_tables
+from ..ops.functional import undisturbed
+from ..ops.random_state import drawing_from
+from ..ops.watched_calls import calls_through
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Return how many positions a model has learned a vector for; None for one that computes its positions.
+
+    An embedding beside the layers is one of positions if it is asked for 0 and 1 where a row holds the token 1 twice.
+    """
+    inside = tuple(f"{path}." for path in layer_paths(model))
+    of_tokens = set(map(id, token_tables(model).values()))
+    tables = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+        and id(module) not in of_tokens
+        and not path.startswith(inside)
+    ]
+    counts: list[int] = []
+
+    def noting(module: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if arguments and arguments[0].reshape(-1).tolist() == [0, 1]:
+            counts.append(row_count(module))
+        return call(*arguments, **options)
+
+    if tables:
+        with drawing_from(mx.random.key(0)), undisturbed(model), calls_through(tables, noting):
+            model(mx.array([[1, 1]], mx.int32), **without_pictures(model))
+    return min(counts, default=None)
+
+
+def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[Any]) -> None:
+    """Check that the model has a position for every token of the batches that examples come in.
+
+    Args:
+        model: The model.
+        max_seq_length: The longest row.
+        examples: Examples with `positions` and `source`.
+
+    Raises:
+        UserError: It has not; the message names the first such example.
+    """
+    most = learned_positions(model)
+    if most is None or max_seq_length <= most:
+        return
+    widths = bucket_widths(max_seq_length)
+    for example in examples:
+        width = widths[min(bisect_left(widths, example.positions), len(widths) - 1)]
+        if width > most:
+            raise UserError(
+                f"{example.source}: its row has {width:,} positions, and the model has learned {most:,}: give "
+                f"--max-seq-length {most}."
+            )
