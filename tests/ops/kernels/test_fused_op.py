@@ -10,9 +10,11 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
+from deltatune.machine import nvidia
 from deltatune.ops.checkpoint import checkpoint
-from deltatune.ops.gated_delta import gated_delta_chunk
+from deltatune.ops.gated_delta import fused_op, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.gated_delta.fused_pieces import Cut, cut_of
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
@@ -94,6 +96,49 @@ def test_what_the_kernels_keep_is_computed_again(on_machine):
         passes = ["prepare", "scan", "prepare", "scan", "reverse", "gradients"]
         assert launched == [f"gated_delta_{name}" for name in passes]
         assert len(heads) == runs
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("border", [None, 16, 18], ids=str)
+@pytest.mark.parametrize(("rows", "tokens"), [((0, 1, 2), (0, 20)), ((0, 1, 2), (0, 16, 20)), ((0, 2), (0, 16, 20))])
+def test_pieces_of_a_batch_have_the_bits_of_the_whole(stateful, border, rows, tokens, on_machine, monkeypatch):
+    """The second document of the first row begins at, or near, the border between two pieces."""
+    function, launched = on_machine
+    monkeypatch.setattr(fused_op, "cut_of", lambda tiling: Cut(rows, tokens))
+    arrays, constants = arguments(), {}
+    if stateful:
+        arrays["initial_state"] = mx.random.normal((2, 4, 24, 16), key=mx.random.key(9))
+    if border is not None:
+        segments = mx.stack([mx.arange(20) >= border, mx.zeros(20, mx.bool_)]).astype(mx.int32)
+        constants = {"mask": mx.arange(20)[None] >= mx.array([[0], [3]]), "segments": segments}
+    wanted = gradients(function, arrays, **constants)
+    launched.clear()
+    with cheap_recomputed():
+        found = gradients(function, arrays, **constants)
+    for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+        assert mx.array_equal(one, other)
+    pieces = (len(rows) - 1) * (len(tokens) - 1)
+    assert [launched.count(f"gated_delta_{name}") for name in ("scan", "reverse")] == [2 * pieces, pieces]
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "cut"),
+    [
+        (1, 16384, None),
+        (1, 32768, Cut((0, 1), (0, 8192, 16384, 24576, 32768))),
+        (1, 65000, Cut((0, 1), (*range(0, 65000, 9344), 65000))),
+        (8, 8192, Cut(tuple(range(9)), (0, 8192))),
+        (9, 8192, Cut((0, 2, 4, 6, 8, 9), (0, 8192))),
+        (2, 40000, Cut((0, 1, 2), (*range(0, 40000, 10048), 40000))),
+    ],
+)
+def test_large_batches_are_cut(batch, length, cut, monkeypatch):
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
+    options = {"masked": False, "segmented": False, "per_channel": False}
+    shape = (batch, length, 16, 32, 128, 128)
+    assert cut_of(tiling_on("cuda")(shape, mx.bfloat16, **options)) == cut
+    assert cut_of(tiling_on("metal")(shape, mx.bfloat16, **options)) is None
 
 
 def test_no_state_is_a_state_of_zeros(on_machine):

@@ -12,6 +12,7 @@ from ..kernels.launch import Execute, Launch
 from ..recomputation import input_of, recomputes
 from .fused_hopper import HopperTiling, choose_hopper_tiling
 from .fused_passes import FusedPasses, TilingOfCall, keeping, recomputing, shape_of
+from .fused_pieces import FusedPieces, cut_of, recomputing_pieces
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
 
 _NO_VMAP = (
@@ -54,8 +55,12 @@ def gated_delta_fused(
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
     passes = FusedPasses(tiling_of_call, execute, stateful=initial_state is not None, **options)
-    inputs = input_of(q, k, v)
-    function = recomputing(passes, inputs) if recomputes() else keeping(passes)
+    inputs, again = input_of(q, k, v), recomputes()
+    cut = cut_of(tiling) if again and tiling else None
+    if cut:
+        function = recomputing_pieces(FusedPieces(passes, cut), inputs)
+    else:
+        function = recomputing(passes, inputs) if again else keeping(passes)
     floats = [log_g.astype(mx.float32), beta.astype(dtype_of_beta(tiling, beta.dtype))]
     floats += [initial_state.astype(mx.float32)] if initial_state is not None else []
     arrays = without_vmap(_NO_VMAP)(q, k, v, *floats, *map(mx.stop_gradient, constants))

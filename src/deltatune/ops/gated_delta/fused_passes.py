@@ -26,9 +26,9 @@ TilingOfCall = Callable[..., Tiling | None]
 Function = Callable[..., tuple[mx.array, ...]]
 
 # q, k, v, log_g, beta; then the initial state, the mask and the segments, where they are given.
-_FLOATS = 5
+FLOATS = 5
 # y and the final state.
-_RESULTS = 2
+RESULTS = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FusedPasses:
     @property
     def floats(self) -> int:
         """The number of arguments that have gradients."""
-        return _FLOATS + self.stateful
+        return FLOATS + self.stateful
 
     @property
     def inputs(self) -> int:
@@ -86,11 +86,11 @@ class FusedPasses:
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[: self.floats]
 
     def _kernel_inputs(self, arrays: Sequence[mx.array]) -> tuple[Tiling, KernelInputs]:
-        q, k, v, log_g, beta = arrays[:_FLOATS]
+        q, k, v, log_g, beta = arrays[:FLOATS]
         options = {"masked": self.masked, "segmented": self.segmented, "per_channel": self.per_channel}
         tiling = self.tiling_of_call(shape_of(k, v), q.dtype, **options)
         assert tiling is not None, "gated_delta_fused checks that the call is supported"
-        initial = arrays[_FLOATS] if self.stateful else fused.no_initial_state()
+        initial = arrays[FLOATS] if self.stateful else fused.no_initial_state()
         mask = arrays[self.floats] if self.masked else None
         segments = arrays[self.inputs - 1] if self.segmented else None
         return tiling, KernelInputs(q, k, v, log_g, beta, initial, mask, segments)
@@ -140,16 +140,16 @@ def recomputing(passes: FusedPasses, source: Input) -> Function:
 def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
     """Return the forward pass with its gradient; where there is a `source`, without what the backward pass reads."""
     # The function gets no rule for mx.vmap: MLX would also map the graph inside it, whose custom kernels have none.
-    forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: _RESULTS if source else None])
+    forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: RESULTS if source else None])
     refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        backward, cotangents = not_differentiated_again(passes.backward, refuse), cotangents[:_RESULTS]
+        backward, cotangents = not_differentiated_again(passes.backward, refuse), cotangents[:RESULTS]
         if source:
             # The second run waits for the cotangents, so that it neither starts early nor is merged with the first.
             primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
             outputs = passes.forward(*primals)
-        gradients = backward(*primals, *cotangents, *outputs[_RESULTS:])
+        gradients = backward(*primals, *cotangents, *outputs[RESULTS:])
         return *gradients, *map(mx.zeros_like, primals[passes.floats :])
 
     forward.vjp(vjp)
