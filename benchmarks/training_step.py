@@ -133,7 +133,8 @@ def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
             process.kill()
             process.wait()
         output.seek(0)
-        lines = [json.loads(text) for text in output if text.startswith("{")]
+        # Other libraries print dictionaries of Python, which begin with another quotation mark.
+        lines = [json.loads(text) for text in output if text.startswith('{"')]
         if lines and "note" not in lines[-1]:
             return lines[-1]
         if late:

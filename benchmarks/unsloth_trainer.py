@@ -1,7 +1,8 @@
 """Unsloth's own trainer for NVIDIA GPUs, set up for one shape as its guide does: its model and LoRA, TRL's SFTTrainer.
 
 Unsloth reads a model from files, so one is written first: Qwen3.5 with its picture tower, which it keeps at rest here,
-since its loss fused with the head serves that class alone. Unsloth takes FLA's gated delta rule where FLA is installed.
+since its loss fused with the head serves that class alone. Unsloth takes FLA's gated delta rule where FLA is installed,
+and its own copy of it elsewhere.
 """
 
 from __future__ import annotations
