@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,14 @@ import pytest
 from mlx.utils import tree_flatten
 from packaging.version import Version
 
+import mlx_headers
 import vision
 from deltatune.machine import blas
 from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
 from other_models import other_model  # noqa: F401  (a fixture)
 from slowest_first import slowest_first
+
+mlx_headers.read_once(mlx_headers.kept_in(Path(sys.prefix)))
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
