@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models import qwen3_next
 
-from deltatune.patches import patched
+from deltatune.options.config import TrainConfig
+from deltatune.patches import patched, verify
 from deltatune.patches.tables import experts
 from deltatune.patches.verify import Serving, serving
 from deltatune.train.reports import announce
+from deltatune.train.setup import training
 
 
 @pytest.fixture
@@ -67,3 +69,16 @@ def test_a_run_says_it_in_a_line_an_operator():
         "gated delta": "chunk (automatic on cpu) in 2 of 2 layers",
         "attention": "blocked (automatic on cpu) in 1 of 2 layers, and upstream's own code in 1 of 2 layers",
     }
+
+
+def test_a_run_asks_with_the_rows_of_its_batches(mixture, monkeypatch):
+    """On NVIDIA GPUs kernels are chosen by rows: others would be tried, and built, for this question alone."""
+    shapes, asked = [], verify.logits_of
+
+    def logits_of(model, tokens):
+        shapes.append(tokens.shape)
+        return asked(model, tokens)
+
+    monkeypatch.setattr(verify, "logits_of", logits_of)
+    with training(mixture, TrainConfig(batch_size=3, grad_checkpoint=False), compare=False):
+        assert shapes == [(3, 2)]

@@ -133,11 +133,15 @@ def apply(
 
 
 def _apply(
-    model: nn.Module | None, announce: Callable[[PatchReport], None] | None, strict: bool, uses: Collection[str]
+    model: nn.Module | None,
+    announce: Callable[[PatchReport], None] | None,
+    strict: bool,
+    uses: Collection[str],
+    rows: int = 1,
 ) -> PatchReport:
     report = patch.apply(_records(), announce)
     if model is not None and TRAINING in uses:
-        layers, report.serving = gated_delta_layers(model), serving(model)
+        layers, report.serving = gated_delta_layers(model), serving(model, rows)
         report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
     if model is not None and strict:
         refuse(report, model, uses)
@@ -168,6 +172,7 @@ def patched(
     *,
     strict: bool = True,
     uses: Collection[str] = (TRAINING,),
+    rows: int = 1,
 ) -> Iterator[PatchReport]:
     """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
@@ -179,6 +184,7 @@ def patched(
         announce: As in apply().
         strict: Whether a model that deltatune cannot serve is refused; if not, the call only warns.
         uses: As in apply().
+        rows: The rows of a batch, with which `model` is traced.
 
     Yields:
         The report of apply().
@@ -194,7 +200,7 @@ def patched(
     block = object()
     _asking.add(block)
     try:
-        yield _apply(model, announce, strict, uses)
+        yield _apply(model, announce, strict, uses, rows)
     finally:
         _asking.discard(block)
         if not _asking:

@@ -33,12 +33,13 @@ class Serving:
         return {name: layers for name, layers in operators.items() if layers}
 
 
-def serving(model: nn.Module) -> Serving:
+def serving(model: nn.Module, rows: int = 1) -> Serving:
     """Trace `model` on two tokens and see which of its layers call a patched function, and what serves them.
 
     Args:
-        model: A model with gated-delta layers, which can be called with tokens [1, 2] and no image. Nothing is
+        model: A model with gated-delta layers, which can be called with tokens [rows, 2] and no image. Nothing is
             evaluated. Nothing is asked of a model without such layers.
+        rows: The rows of a batch, by which kernels are chosen: those that are tried for it then serve the batch.
     """
     mixers = gated_delta_layers(model)
     if not mixers:
@@ -47,7 +48,7 @@ def serving(model: nn.Module) -> Serving:
     attending = [layer for layer in layers if layer.kind == "attention"]
     routing = [layer for layer in layers if layer.experts]
     with callers.noting() as calls, whole_rows():
-        logits_of(model, mx.array([[0, 1]]))
+        logits_of(model, mx.array([[0, 1]] * rows))
     names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
     return Serving(
         {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
