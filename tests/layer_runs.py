@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -74,14 +75,18 @@ def whole(folder, config, given, image=None):
 
 
 def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
-    """The same by layers, computed twice, and what has been read. Layers' inputs go to the folder `inputs`, if any."""
+    """The same by layers, computed twice, and what has been read.
+
+    Layers' inputs stay in memory, or go to the folder `inputs`, or to what that returns for a DiskTime.
+    """
     model, stored = loaded(folder, config, image)
     with training(model, config, compare=False) as trained:
         model.train()
         layers = [layer.module for layer in trained.layers]
         weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
         if inputs is not None:
-            weights.inputs = InputsOnDisk(inputs, weights.disk)
+            on_disk = isinstance(inputs, Path)
+            weights.inputs = InputsOnDisk(inputs, weights.disk) if on_disk else inputs(weights.disk)
         passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
         routers = router_losses(model, config)
         lengths = real_lengths(given) if routers else None

@@ -16,6 +16,8 @@ _BLOCK_BYTES, _MULTIPROCESSORS = 97, 16
 # CUmem_advise: where memory should lie, and that the GPU reads it there. CUmemLocationType: a GPU, the host.
 _PREFERRED, _ACCESSED_BY = 3, 5
 _ON_DEVICE, _ON_HOST = 1, 2
+# Flags of cuMemHostAlloc: memory for every context, at an address that the GPU uses as well.
+_FOR_ALL = 1 | 2
 # The kernels use bulk copies, barriers that count bytes, and matrix stores, which came with Hopper.
 HOPPER = 90
 
@@ -81,6 +83,21 @@ def stays_on_host(address: int, size: int) -> bool:
         return False
     advice = ((_PREFERRED, _Location(_ON_HOST, 0)), (_ACCESSED_BY, _Location(_ON_DEVICE, 0)))
     return not any(advise(ctypes.c_uint64(address), ctypes.c_size_t(size), kind, where) for kind, where in advice)
+
+
+def pinned(size: int) -> int | None:
+    """Return the address of so many page-locked bytes of the host, which the GPU reads and writes; None if none."""
+    driver, address = _driver(), ctypes.c_void_p()
+    if driver is None or driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), _FOR_ALL):
+        return None
+    return address.value
+
+
+def free_pinned(address: int) -> None:
+    """Give back what pinned() has returned."""
+    driver = _driver()
+    if driver is not None:
+        driver.cuMemFreeHost(ctypes.c_void_p(address))
 
 
 def _driver() -> ctypes.CDLL | None:

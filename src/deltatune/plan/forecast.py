@@ -98,7 +98,7 @@ def forecast_step(
         shape: the shape of the batch.
         layout: how the loaded MLX stores its arrays.
         checkpoints: what is computed again where `config.grad_checkpoint` is auto.
-        inputs_on_disk: whether a step by layers keeps the inputs of layers in files.
+        inputs_on_disk: whether a step by layers keeps the inputs of layers in files, or in the host's memory.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()

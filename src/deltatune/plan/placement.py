@@ -23,6 +23,7 @@ from ..layers import describe
 from ..machine import backend, disk_rate, host_memory
 from ..models.checkpoint_files import WEIGHTS
 from ..ops.functional import is_floating
+from ..train.by_layer.inputs_on_host import InputsOnHost
 from ..train.by_layer.layer_functions import array_places, lowest_layer
 from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
 from ..train.by_layer.layer_weights import LayerWeights
@@ -54,7 +55,8 @@ class Placement:
         products: the matrix products of a step; None without one.
         dtype: what they are computed in.
         on_host: whether the host's memory, not the disk, gives them to a GPU.
-        inputs: the bytes of layers' inputs that go to the disk between the passes; 0 where they stay in memory.
+        inputs: the bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
+        inputs_on_host: whether they go to the host's memory, not to the disk.
     """
 
     memory: int
@@ -68,6 +70,7 @@ class Placement:
     dtype: mx.Dtype = mx.float32
     on_host: bool = False
     inputs: int = 0
+    inputs_on_host: bool = False
 
     @property
     def on_disk(self) -> int:
@@ -108,7 +111,10 @@ class Placement:
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
             f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
         )
-        inputs = f"; what layers are given, {size(self.inputs)}, goes to the disk as well" if self.inputs else ""
+        inputs = f"; what layers are given, {size(self.inputs)}, goes to " if self.inputs else ""
+        if inputs:
+            inputs += "the host's memory" if self.inputs_on_host else "the disk"
+            inputs += " as well" if self.inputs_on_host == self.on_host else ""
         if self.on_host:
             text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
             return [Fact("memory", text)]
@@ -180,7 +186,11 @@ class Placed(NamedTuple):
         weights = self.of(run.model, stack)
         if weights is None:
             run.config = dataclasses.replace(run.config, memory=None)
+        elif self.placement.inputs_on_host:
+            weights.inputs = InputsOnHost(weights.disk)
         elif self.placement.inputs:
+            if self.placement.on_host:
+                weights.disk.of += " and the disk"
             folder = Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}"
             weights.inputs = InputsOnDisk(folder, weights.disk)
         return weights
@@ -222,6 +232,8 @@ def placed(run: Run) -> Placed:
             plan = forecast_step(model, config, batch, layout, inputs_on_disk=True)
             planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
             placement = chosen(model, stored, memory, planned, run.world.size)
+            both = (placement.on_disk + inputs) * run.world.size
+            placement = dataclasses.replace(placement, inputs_on_host=placement.on_host and fits_on_host(both))
     products, dtype = plan.products, _most_used_dtype(model)
     return Placed(dataclasses.replace(placement, products=products, dtype=dtype, inputs=inputs), lines, stored)
 

@@ -37,11 +37,11 @@ class _AsLoaded:
 
 
 class NotedInputs:
-    """Stands in for InputsOnDisk in a plan: notes what that would read, and writes nothing.
+    """Stands in for InputsOnDisk and InputsOnHost in a plan: notes what that would read, and writes nothing.
 
     Args:
         note: Notes the results of an evaluation.
-        on_disk: Whether inputs go to the disk; they are only counted otherwise.
+        on_disk: Whether inputs go to the disk, or to the host's memory; they are only counted otherwise.
 
     Attributes:
         bytes: What is kept between the passes.
@@ -101,7 +101,7 @@ def noted_passes(
         model: The model, set up by setup.training(), with every layer checkpointed if the step is one by layers.
         config: The options of the run.
         trained: What setup.training() yields.
-        inputs_on_disk: Whether the inputs of layers go to the disk.
+        inputs_on_disk: Whether the inputs of layers go to the disk, or to the host's memory.
     """
     noted: list[list[mx.array]] = []
     note = _noting(noted)

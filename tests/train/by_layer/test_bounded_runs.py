@@ -220,6 +220,33 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, wh
     assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_inputs_of_layers_stay_beside_weights_on_the_host(config, least, whole, tmp_path, monkeypatch, capsys, both):
+    """As beside a GPU, in whose host's memory the weights fit, and with them the inputs or not."""
+    memory, planned, asked, written = least(config), placement.planned_step, [], []
+
+    def too_much(*of_step):
+        plan = planned(*of_step)
+        return dataclasses.replace(plan, bytes=dataclasses.replace(plan.bytes, amount=10**12))
+
+    def fits(size):
+        asked.append(size)
+        return both or size == min(asked)
+
+    plain = mx.save_safetensors
+    monkeypatch.setattr(placement, "planned_step", too_much)
+    monkeypatch.setattr(placement, "fits_on_host", fits)
+    monkeypatch.setattr(mx, "save_safetensors", lambda file, *content: written.append(file) or plain(file, *content))
+    train(in_folder(config, tmp_path / "out", memory=memory))
+    assert len(asked) == 2
+    assert asked[1] > asked[0]
+    said, where = capsys.readouterr().out, "host's memory as well" if both else "disk"
+    assert f"; what layers are given, 0.0 MB, goes to the {where}" in said
+    assert f"s for the host's memory{'' if both else ' and the disk'} (" in said
+    assert any(f"/{INPUTS}_0/" in str(file) for file in written) != both
+    assert adapters(tmp_path / "out") == adapters(whole[0])
+
+
 @pytest.mark.parametrize("at", [40, 6], ids=["step", "evaluation"])
 def test_a_second_signal_ends_within_a_pass(config, least, whole, tmp_path, monkeypatch, at):
     """Every layer is read anew, so the reads say where in the pass the run ended."""

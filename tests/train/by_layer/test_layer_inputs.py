@@ -1,6 +1,7 @@
 """Tests that the inputs of layers may go to the disk: the same bits in less memory, and nothing is lost with them."""
 
 import shutil
+import time
 
 import mlx.core as mx
 import pytest
@@ -51,6 +52,27 @@ def test_a_file_that_cannot_be_written_makes_room(tmp_path, monkeypatch):
         inputs.keep(mx.ones(3), [])
     # The run's state needs it.
     assert not (tmp_path / "inputs").exists()
+
+
+def test_writing_is_waited_for_unless_a_layer_computes_for_longer(tmp_path, monkeypatch):
+    disk, plain, evaluated = DiskTime(), mx.eval, [0.0]
+
+    def slowly(*given):
+        time.sleep(0.02)
+        (tmp_path / "inputs" / "0.safetensors").touch()
+
+    def eval_of(*arrays):
+        plain(*arrays)
+        time.sleep(evaluated[0])
+
+    monkeypatch.setattr(mx, "save_safetensors", slowly)
+    monkeypatch.setattr(mx, "eval", eval_of)
+    for computes, least in ((0.01, 0.0), (0.0, 0.02)):
+        evaluated[0], inputs = computes, InputsOnDisk(tmp_path / "inputs", disk)
+        inputs.keep(mx.ones(3), [])
+        assert least <= disk.waited
+        assert (disk.waited == 0) == (least == 0)
+        inputs.close()
 
 
 def test_a_file_that_is_gone_is_said(tmp_path):

@@ -13,7 +13,8 @@ class DiskTime:
     """What reading has cost so far.
 
     Attributes:
-        waited: The seconds that passes waited for weights, and for inputs of layers in files.
+        waited: The seconds that passes waited for weights, and for inputs of layers to be written and read. Writing
+            counts as a whole where the layer beside it took less.
         read: The bytes that were read.
         of: What was waited for, in words.
     """
