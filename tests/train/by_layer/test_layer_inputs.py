@@ -1,11 +1,12 @@
 """Tests that the inputs of layers may go to the disk: the same bits in less memory, and nothing is lost with them."""
 
 import shutil
-import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
+from deltatune.train.by_layer import layer_inputs
 from deltatune.train.by_layer.disk_time import DiskTime
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk, LostInputsError
 from layer_runs import LENGTH, ROWS, assert_same_bits, batch, by_layers, loaded, options, whole
@@ -54,25 +55,23 @@ def test_a_file_that_cannot_be_written_makes_room(tmp_path, monkeypatch):
     assert not (tmp_path / "inputs").exists()
 
 
-def test_writing_is_waited_for_unless_a_layer_computes_for_longer(tmp_path, monkeypatch):
-    disk, plain, evaluated = DiskTime(), mx.eval, [0.0]
+@pytest.mark.parametrize(("computes", "waited"), [(0.5, 0.0), (0.0, 3.0)])
+def test_writing_is_waited_for_unless_a_layer_computes_for_longer(tmp_path, monkeypatch, computes, waited):
+    """Writing takes 3 s of a clock that is not the machine's."""
+    disk, computing, now, plain = DiskTime(), [mx.ones(3)], [0.0], mx.eval
 
-    def slowly(*given):
-        time.sleep(0.02)
-        (tmp_path / "inputs" / "0.safetensors").touch()
+    def written(*_):
+        now[0] += 3.0
 
-    def eval_of(*arrays):
+    def evaluated(*arrays):
         plain(*arrays)
-        time.sleep(evaluated[0])
+        now[0] += computes if arrays[0] is computing else 0.0
 
-    monkeypatch.setattr(mx, "save_safetensors", slowly)
-    monkeypatch.setattr(mx, "eval", eval_of)
-    for computes, least in ((0.01, 0.0), (0.0, 0.02)):
-        evaluated[0], inputs = computes, InputsOnDisk(tmp_path / "inputs", disk)
-        inputs.keep(mx.ones(3), [])
-        assert least <= disk.waited
-        assert (disk.waited == 0) == (least == 0)
-        inputs.close()
+    monkeypatch.setattr(layer_inputs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(mx, "save_safetensors", written)
+    monkeypatch.setattr(mx, "eval", evaluated)
+    InputsOnDisk(tmp_path / "inputs", disk).keep(mx.ones(3), computing)
+    assert disk.waited == waited
 
 
 def test_a_file_that_is_gone_is_said(tmp_path):
