@@ -70,10 +70,10 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's queue does not wait for each operation")
 @pytest.mark.usefixtures("waiting_queue", "all_on_disk")
-@pytest.mark.parametrize(("tokens", "most"), [(4097, 4), (7000, 4), (4097, 2000)])
+@pytest.mark.parametrize(("tokens", "most"), [(8193, 4), (7000, 4), (4097, 2000)])
 def test_a_long_prompt_takes_what_is_planned(tiny_checkpoint, tokens, most):
-    """Its later pieces attend to all keys before them. Measured on two cores: 0.91 to 1.00; planned for one: 1.9 up."""
-    shape = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 512}
+    """Its later pieces attend to all keys before them. Measured on two cores: 0.98 to 1.00; planned for one: 1.9 up."""
+    shape = {"num_hidden_layers": 8, "full_attention_interval": 2, "intermediate_size": 512}
     loaded = load(tiny_checkpoint("qwen3_5", **shape), lazy=True)
     prompt = forward_placement.AskedPrompt([5] * tokens, most)
     placed = forward_placement.placed_answer(loaded, None, 1000, prompt, trust_remote_code=False)
@@ -88,7 +88,7 @@ def test_a_long_prompt_takes_what_is_planned(tiny_checkpoint, tokens, most):
         for _ in generate.stream(loaded, list(prompt.tokens), min(most, 4), generate.Sampling()):
             pass
         counted = mx.get_peak_memory() - before
-    assert 0.88 * placed.placement.bytes < counted < 1.03 * placed.placement.bytes
+    assert 0.94 * placed.placement.bytes < counted < 1.03 * placed.placement.bytes
 
 
 def test_a_long_prompt_is_planned_without_the_pieces_between(tiny_checkpoint, monkeypatch):

@@ -111,7 +111,8 @@ def placed_answer(
             with _noted(model, by_layers) as noted:
                 held = _embedded(model, prompt)
                 noted.append(held)
-                noted += [[*results, *held] for results in begun(decoder, tokens, most=prompt.most)]
+                for results in begun(decoder, tokens, most=prompt.most):
+                    noted.append([*results, *held])
                 return _peak(model, noted)
 
         planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
@@ -165,7 +166,8 @@ def _answering(model: nn.Module, rows: int, length: int, by_layers: bool) -> int
         # A step makes new caches of all rows from those before it.
         of_rows = 2 * rows * (caches.fixed + caches.token * room_for(length))
         with _noted(model, by_layers) as noted:
-            noted += begun(model, length, read_at_once, most)
+            for results in begun(model, length, read_at_once, most):
+                noted.append(results)
             return _peak(model, noted) + of_rows
 
 
