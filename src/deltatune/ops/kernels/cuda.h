@@ -273,17 +273,24 @@ inline void multiply(Tile& tile, const Left<PlanesA>& a, const Right<PlanesB>& b
 template <typename View>
 inline void multiply(Tile& tile, const LeftFloat& a, const LazyRight<View>& b, int lane) {
   const int column = (lane & 3) * 2;
+  // Two rounds: with all 16 inner products in a row the compiler needs up to five times as long, and more registers.
+#pragma unroll 1
+  for (int half = 0; half < 16; half += 8) {
+    float x[4];
 #pragma unroll
-  for (int k = 0; k < 16; ++k) {
-    const int from = (lane & ~3) + (k % 8) / 2, e = (k & 1) + k / 8 * 4;
-    const float a0 = __shfl_sync(0xffffffffu, a.x[e], from), a1 = __shfl_sync(0xffffffffu, a.x[e + 2], from);
+    for (int e = 0; e < 4; ++e) x[e] = half ? a.x[e + 4] : a.x[e];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float b0 = b.view.get(k, column + 8 * j), b1 = b.view.get(k, column + 8 * j + 1);
-      tile.x[4 * j] += a0 * b0;
-      tile.x[4 * j + 1] += a0 * b1;
-      tile.x[4 * j + 2] += a1 * b0;
-      tile.x[4 * j + 3] += a1 * b1;
+    for (int k = 0; k < 8; ++k) {
+      const int from = (lane & ~3) + k / 2, e = k & 1;
+      const float a0 = __shfl_sync(0xffffffffu, x[e], from), a1 = __shfl_sync(0xffffffffu, x[e + 2], from);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float b0 = b.view.get(half + k, column + 8 * j), b1 = b.view.get(half + k, column + 8 * j + 1);
+        tile.x[4 * j] += a0 * b0;
+        tile.x[4 * j + 1] += a0 * b1;
+        tile.x[4 * j + 2] += a1 * b0;
+        tile.x[4 * j + 3] += a1 * b1;
+      }
     }
   }
 }
