@@ -6,15 +6,17 @@ Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
+from ..ops.decoding.token_products import Matrix, joined, product
 from ..ops.products.low_rank import add_product, both_products, columns_product, rows_product
 from ..ops.recomputation import input_of
+from ..ops.tracing import trace
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
 from .together import output
 from .weights import dense_weight, input_size, is_quantized, quantization
@@ -89,6 +91,40 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
     return function(y, low_rank.astype(y.dtype), b.astype(y.dtype))
 
 
+def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
+    """Return what a linear layer multiplies rows of this dtype by; None for one that does something else."""
+    base = layer.base if type(layer) is LoRALinear else layer
+    if type(base) is not nn.Linear or "bias" in base:
+        return None
+    if type(layer) is not LoRALinear:
+        return Matrix(base.weight)
+    if layer.training and layer.dropout_rate:
+        return None
+    a, b = mx.contiguous(layer.lora_a.T.astype(dtype)), (layer.scale * layer.lora_b).astype(dtype)
+    # Computed once in a trace, and kept by the compiled step.
+    mx.eval(a, b)
+    return Matrix(base.weight, a, b)
+
+
+def token_output(layer: nn.Module, x: mx.array) -> mx.array | None:
+    """Return what a linear layer makes of one token of each row of a batch [B, 1, in]; None where other code serves."""
+    matrix = token_matrix(layer, x.dtype) if trace.current().next_tokens else None
+    return None if matrix is None else product(x, matrix)
+
+
+def projected(layers: Sequence[Any], x: mx.array) -> tuple[mx.array, ...]:
+    """Return what several linear layers make of one token of each row: one array [B, 1, C], or one for each layer."""
+    matrices = [token_matrix(layer, x.dtype) for layer in layers]
+    if None not in matrices:
+        matrix = joined([matrix for matrix in matrices if matrix is not None])
+        y = product(x, matrix)
+        if y is None and matrix.a is None:
+            y = x @ matrix.weight.T
+        if y is not None:
+            return (y,)
+    return tuple(layer(x) for layer in layers)
+
+
 def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
     """Find the factors that a GPU uses in the half precision of their base: the path of each, and that dtype.
 
@@ -129,7 +165,9 @@ class LoRALinear(Adapter):
         self.lora_b = mx.zeros((rank, outputs))
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = output(self, x) if type(self) is LoRALinear else None
+        y = token_output(self, x) if type(self) is LoRALinear else None
+        if y is None and type(self) is LoRALinear:
+            y = output(self, x)
         return self._with_update(self.linear, x) if y is None else y
 
     def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

@@ -143,6 +143,8 @@ class BatchDecoder:
         if most <= self._room:
             return
         self._room = _doubled(self._room, most)
+        # The step under way writes into the keys and values that are copied here, which MLX does not know.
+        mx.eval(self._tokens)
         for kind, layer_arrays in zip(self._kinds, self._arrays, strict=True):
             if kind is KVCache:
                 layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]

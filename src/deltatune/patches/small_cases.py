@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..ops.functional import as_list, is_floating
 from ..ops.recomputation import cheap_recomputed, small_cases
+from ..ops.tracing import trace
 from ..ops.trial.measure import largest_error
 from .patch_record import Check, Function
 from .whole_rows import whole_rows
@@ -193,6 +194,18 @@ def serving() -> Iterator[None]:
     """Within the context deltatune's cheap operators serve, as in training, however few numbers a row has."""
     with whole_rows(), small_cases(), cheap_recomputed():
         yield
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Within the context layers are called as for the next tokens of a batch, and deltatune's operators serve."""
+    with small_cases(), trace.having(next_tokens=True):
+        yield
+
+
+def one_token() -> mx.array:
+    """The input of a layer for one token of each row, [3, 1, D]."""
+    return drawn(0, 3, 1, WIDTH)
 
 
 def plain_norm(size: int) -> Build:

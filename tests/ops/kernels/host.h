@@ -75,10 +75,10 @@ threadgroup char* threadgroup_memory(int bytes, int site);
 void multiply(float* d, const float* a, const float* b, const float* c, int site);
 float exchanged(float x, int mask, int site);
 float sum(float x, int site);
-// Runs a grid of blocks on copies of the buffers `data`, inputs first, and copies the outputs back. Returns what went
-// wrong, or an empty text.
+// Runs a grid of blocks on copies of the buffers `data`, inputs first, and copies those back that may be `written`.
+// Returns what went wrong, or an empty text.
 const char* run_kernel(void (*kernel)(), const char* const* names, void** data, const uint64_t* sizes, int inputs,
-                       int count, uint3 grid, int threads, uint64_t seed);
+                       const bool* written, int count, uint3 grid, int threads, uint64_t seed);
 
 }  // namespace host
 #pragma GCC visibility pop

@@ -161,6 +161,9 @@ def specialise(launch: Launch) -> tuple[str, str]:
     parameters += [f"{kind} {name}" for name, kind, _ in used]
     arguments += [value for *_, value in used]
     names = ", ".join(f'"{name}"' for name, _ in buffers)
+    written = ", ".join(
+        str(index >= inputs or name in launch.changes).lower() for index, (name, _) in enumerate(buffers)
+    )
     parameterised = f"template <{', '.join(template)}>" if template else ""
     specialised = f"run<{', '.join(values)}>" if values else "run"
     text = f"""
@@ -169,6 +172,7 @@ void run({", ".join(parameters)}) {{
 {launch.source}}}
 static void body() {{ {specialised}({", ".join(arguments)}); }}
 static const char* const names[] = {{{names}}};
+static const bool written[] = {{{written}}};
 """
     entry = f"kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return (
@@ -176,8 +180,8 @@ static const char* const names[] = {{{names}}};
         f"""
 namespace {entry}_space {{{text}}}
 extern "C" const char* {entry}(void** data, const uint64_t* sizes, int x, int y, int z, int threads, uint64_t seed) {{
-  return host::run_kernel({entry}_space::body, {entry}_space::names, data, sizes, {inputs}, {len(buffers)},
-                          {{(uint)x, (uint)y, (uint)z}}, threads, seed);
+  return host::run_kernel({entry}_space::body, {entry}_space::names, data, sizes, {inputs},
+                          {entry}_space::written, {len(buffers)}, {{(uint)x, (uint)y, (uint)z}}, threads, seed);
 }}
 """,
     )
@@ -279,6 +283,10 @@ class HostMachine:
         fault = self.entries[entry](pointers, sizes, *launch.blocks, launch.groups * 32, seed)
         if fault:
             raise HostError(f"{launch.name}: {fault.decode()}")
+        for (name, _, array), raw in zip(operands(launch), buffers, strict=False):
+            if name in launch.changes:
+                # MLX's own memory, since the kernel writes into an input.
+                np.array(array.view(mx.uint8), copy=False).reshape(-1)[:] = raw
         results = []
         for raw, (shape, dtype) in zip(outputs, launch.outputs.values(), strict=True):
             bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.size]

@@ -348,7 +348,7 @@ static void run_blocks(uint3 grid, int threads) {
 }
 
 const char* run_kernel(void (*kernel)(), const char* const* names, void** data, const uint64_t* sizes,
-                              int inputs, int count, uint3 grid, int threads, uint64_t seed) {
+                       int inputs, const bool* written, int count, uint3 grid, int threads, uint64_t seed) {
   static char signal_stack[65536];
   prepare_memory();
   body = kernel;
@@ -359,7 +359,7 @@ const char* run_kernel(void (*kernel)(), const char* const* names, void** data, 
     buffers[i] = reserve(sizes[i], draw(2), names[i]);
     if (i >= inputs) continue;
     memcpy(buffers[i].start, data[i], sizes[i]);
-    if (mprotect(buffers[i].mapping + fence, buffers[i].mapped, PROT_READ)) abort();
+    if (!written[i] && mprotect(buffers[i].mapping + fence, buffers[i].mapped, PROT_READ)) abort();
   }
   struct sigaction action, segv, bus;
   memset(&action, 0, sizeof action);
@@ -377,9 +377,9 @@ const char* run_kernel(void (*kernel)(), const char* const* names, void** data, 
   sigaction(SIGBUS, &bus, nullptr);
   sigaltstack(&old, nullptr);
   for (int i = 0; i < count; ++i) {
-    if (i >= inputs && !fault[0] && !untouched(buffers[i]))
+    if (written[i] && !fault[0] && !untouched(buffers[i]))
       snprintf(fault, sizeof fault, "a write outside %s", names[i]);
-    if (i >= inputs) memcpy(data[i], buffers[i].start, sizes[i]);
+    if (written[i]) memcpy(data[i], buffers[i].start, sizes[i]);
     munmap(buffers[i].mapping, buffers[i].mapped + 2 * fence);
     buffers[i].mapping = nullptr;
   }

@@ -108,6 +108,7 @@ class Launch:
         groups: Groups of 32 lanes per block.
         sizes: The text of the sizes that the body takes before its arrays; by default that of the declaration.
         written: The text of those arguments that are not written as an array's name, or as ABSENT.
+        changes: The names of inputs that the kernel writes into, which must be arrays that nobody else holds.
         calls: What runs it, by machine, once it has run; shared with the launches that `on` returns.
     """
 
@@ -120,6 +121,7 @@ class Launch:
     groups: int = 4
     sizes: tuple[str, ...] = ()
     written: dict[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
     calls: dict[str, Call] = field(default_factory=dict, compare=False, repr=False)
 
     @property

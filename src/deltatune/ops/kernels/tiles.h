@@ -10,6 +10,11 @@ struct Place {
 struct Nothing {
   inline int operator[](long) const { return 1; }
 };
+// A number as it is when it has been rounded to the type T.
+template <typename T>
+inline float rounded_to(float x) {
+  return static_cast<float>(static_cast<T>(x));
+}
 // A matrix in shared or device memory, or its transpose: `offset` is its first element, `stride` the distance of rows.
 template <typename Store, bool Transposed>
 struct View {

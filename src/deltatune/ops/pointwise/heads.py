@@ -63,7 +63,7 @@ def turned_heads(
             f"dimensions up to W among {ROTARY}."
         )
     form = _form(x, weight, eps, rotary_dims, base, gated)
-    return _turned(form)(x, weight, _frequencies(rotary_dims, float(base)), execute=execute)
+    return _turned(form)(x, weight, frequencies(rotary_dims, float(base)), execute=execute)
 
 
 def times_gate(y: mx.array, gate: mx.array, *, execute: Execute = Pass.run) -> mx.array:
@@ -112,7 +112,7 @@ def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: fl
         return False
     form = _form(x, weight, eps, rotary_dims, base, gated)
     shape = (2, 37, 3 * form.heads, x.shape[-1])
-    others = [_frequencies(rotary_dims, float(base))]
+    others = [frequencies(rotary_dims, float(base))]
     return _turned(form).passes_trial((shape, x.dtype), (weight.shape, weight.dtype), others=others)
 
 
@@ -158,7 +158,7 @@ def _form(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: flo
 
 
 @cache
-def _frequencies(rotary_dims: int, base: float) -> mx.array:
+def frequencies(rotary_dims: int, base: float) -> mx.array:
     """The angles at position 1, [rotary_dims / 2] in fp32: the same array at every call."""
     return mx.array((base ** (-2.0 * np.arange(rotary_dims // 2) / rotary_dims)).astype(np.float32))
 

@@ -33,6 +33,7 @@ class Pass:
     groups: ClassVar[int] = GROUPS
     # The kernel has no compile-time values of its own, since the constants are in its text.
     values: ClassVar[Values] = {}
+    changes: ClassVar[tuple[str, ...]] = ()
 
     name: str
     inputs: Arrays

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...layers import ENTRY_POINT
+from ...lora.linear import projected as token_projections
 from ...machine import backend
 from ...ops import pieces
 from ...ops.causal_conv import joined_conv
@@ -130,12 +131,10 @@ def _next_token(
     taps = layer.conv1d
     if "bias" in taps or getattr(layer, "sharding_group", None) is not None:
         return None
-    rows, joined = x.shape[0], _joined_weight(layer)
-    if joined is None:
-        qkv, z, b, a = project(layer, x)
-        projected = tuple(part.reshape(rows, -1) for part in (qkv, z, b, a))
-    else:
-        projected = ((x @ joined.T).reshape(rows, -1),)
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    projections = [layer[name] for name in names if name in layer]
+    parts = project(layer, x) if len(projections) < len(names) else token_projections(projections, x)
+    projected = tuple(part.reshape(x.shape[0], -1) for part in parts)
     kind = DeltaToken(_norms(layer, 1e-6, of_sum), layer.num_v_heads, layer.head_v_dim, layer.norm.eps)
     weights = taps.weight[..., 0], layer.A_log, layer.dt_bias, layer.norm.weight
     before, state = cache.handed
@@ -144,19 +143,6 @@ def _next_token(
         return None
     y, cache[0], cache[1] = delta_token.delta_token(kind, arrays)
     return layer.out_proj(y[:, None])
-
-
-def _joined_weight(layer: Any) -> mx.array | None:
-    """The weights of a layer's four projections as one, computed once in a trace; None where they are no plain ones."""
-    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    projections = [layer[name] for name in names if name in layer]
-    if len(projections) < len(names) or any(
-        type(projection) is not nn.Linear or "bias" in projection for projection in projections
-    ):
-        return None
-    joined = mx.concatenate([projection.weight for projection in projections])
-    mx.eval(joined)
-    return joined
 
 
 def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Callable[[Function], Function]:

@@ -11,11 +11,28 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...lora.linear import projected as token_projections
+from ...lora.linear import token_output
+from ...ops.decoding import gated_attention_token, token_products
+from ...ops.decoding.gated_attention_token import GatedAttention, RowArrays
+from ...ops.decoding.row_caches import AttentionRows
 from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
-from ..small_cases import LENGTH, WIDTH, alike, causal, drawn, layer_input, plain_norm, same_layer, serving
+from ..small_cases import (
+    LENGTH,
+    WIDTH,
+    alike,
+    answering,
+    causal,
+    drawn,
+    layer_input,
+    one_token,
+    plain_norm,
+    same_layer,
+    serving,
+)
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
@@ -37,6 +54,9 @@ def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         if gate.ndim == 3 and decodes(gate.shape[1]):
             return upstream(gate, x)
+        of_products = token_products.swiglu(gate, x)
+        if of_products is not None:
+            return of_products
         function = silu.swiglu if silu.serves(gate, x) else upstream
         return remembered(lambda *inputs: [function(*inputs)], gate, x)[0]
 
@@ -78,10 +98,21 @@ def _embedding(upstream: Function) -> Function:
     return __call__
 
 
+def _linear(upstream: Function) -> Function:
+    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
+        y = token_output(self, x)
+        return upstream(self, x) if y is None else y
+
+    return __call__
+
+
 def _attention(upstream: Function) -> Function:
     """Attention whose queries come with a gate: norms, rotary embedding, gate and change of order take one pass."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
+        if isinstance(cache, AttentionRows):
+            y = _next_token(self, x, cache)
+            return upstream(self, x, mask, cache) if y is None else y
         if cache is not None or type(self.q_norm) is not nn.RMSNorm:
             return upstream(self, x, mask, cache)
         queries_and_gate = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
@@ -99,6 +130,22 @@ def _attention(upstream: Function) -> Function:
         return self.o_proj(gated)
 
     return __call__
+
+
+def _next_token(layer: Any, x: mx.array, cache: AttentionRows) -> mx.array | None:
+    """The layer's output for one token of each row [B, 1, D], by one kernel; None where upstream's code serves."""
+    of_queries, of_keys, rotary = layer.q_norm, layer.k_norm, _rotary(layer.rope)
+    if rotary is None or {type(of_queries), type(of_keys)} != {nn.RMSNorm}:
+        return None
+    keys, values = cache.handed
+    _, key_heads, _, size = keys.shape
+    numbers = layer.num_attention_heads, key_heads, size, of_queries.eps, of_keys.eps
+    kind = GatedAttention(*numbers, *rotary, layer.scale)
+    projected = token_projections((layer.q_proj, layer.k_proj, layer.v_proj), x)
+    arrays = RowArrays(projected, of_queries["weight"], of_keys["weight"], keys, values, cache.offset)
+    if not gated_attention_token.serves(kind, arrays):
+        return None
+    return layer.o_proj(gated_attention_token.gated_attention_token(kind, arrays))
 
 
 def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
@@ -168,6 +215,18 @@ PATCHES = (
         signature="(self, x)",
         replacement=_embedding,
         check=same_layer(lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), inside=serving),
+    ),
+    Patch(
+        package="mlx",
+        tried=">=0.31.2,<=0.32.4",
+        module="mlx.nn.layers.linear",
+        name="Linear.__call__",
+        signature="(self, x)",
+        holders=(),
+        reason="on an NVIDIA GPU the launches around it take longer than the product when many prompts are answered",
+        without="Answers to many prompts at once take longer on an NVIDIA GPU then; nothing else changes.",
+        replacement=_linear,
+        check=same_layer(one_token, build=lambda cls: cls(WIDTH, 6, bias=False), inside=answering, gradient=False),
     ),
     Patch(
         **_MLX_LM,

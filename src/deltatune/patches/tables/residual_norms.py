@@ -14,10 +14,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...ops.decoding.token_products import normed, total
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
 from ...ops.recomputation import remember
-from ..patch_record import Function, Patch
-from ..small_cases import WIDTH, first_layer, layer_input, of_config, plain_norm, same_layer, serving
+from ...ops.tracing import trace
+from ..patch_record import Check, Function, Patch
+from ..small_cases import (
+    WIDTH,
+    answering,
+    first_layer,
+    layer_input,
+    of_config,
+    one_token,
+    plain_norm,
+    same_layer,
+    serving,
+)
 from ..whole_rows import decodes
 
 _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else changes."
@@ -27,7 +39,7 @@ def _rms_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         if (x.ndim > 2 and decodes(x.shape[1])) or not serves(x, self["weight"], self.eps):
             return upstream(self, x)
-        return weighted_norm(x, self["weight"], self.eps)
+        return normed(weighted_norm(x, self["weight"], self.eps), x, self["weight"], self.eps)
 
     return __call__
 
@@ -46,15 +58,19 @@ def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
             first, second = norms = self.input_layernorm, self.post_attention_layernorm
             if not all(type(norm) is nn.RMSNorm and serves(x, norm["weight"], norm.eps) for norm in norms):
                 return upstream(self, x, mask, cache)
-            x, normed = branch_norm(x, first["weight"], first.eps)
-            _remember(normed, x, first)
-            mixed = mixer(self)(normed, mask, cache)
+            if trace.current().next_tokens:
+                # Norms and sums go along with the products beside them.
+                x = total(x, mixer(self)(first(x), mask, cache))
+                return total(x, self.mlp(second(x)))
+            x, of_x = branch_norm(x, first["weight"], first.eps)
+            _remember(of_x, x, first)
+            mixed = mixer(self)(of_x, mask, cache)
             if not covers(x, second["weight"], mixed):
-                total = x + mixed
-                return total + self.mlp(second(total))
-            total, normed = sum_norm(x, mixed, second["weight"], second.eps)
-            _remember(normed, total, second)
-            return total + self.mlp(normed)
+                x = x + mixed
+                return x + self.mlp(second(x))
+            x, of_x = sum_norm(x, mixed, second["weight"], second.eps)
+            _remember(of_x, x, second)
+            return x + self.mlp(of_x)
 
         return __call__
 
@@ -70,6 +86,16 @@ def _by_kind(layer: Any) -> Any:
     return layer.linear_attn if layer.is_linear else layer.self_attn
 
 
+def _same(build: Any) -> Check:
+    """Build a check that compares a layer with its replacement, in training and for the next tokens of a batch."""
+
+    def check(upstream: Function, ours: Function) -> str | None:
+        trained = same_layer(layer_input, build=build, inside=serving)(upstream, ours)
+        return trained or same_layer(one_token, build=build, inside=answering, gradient=False)(upstream, ours)
+
+    return check
+
+
 def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: Any = first_layer) -> Patch:
     return Patch(
         package="mlx_lm",
@@ -81,7 +107,7 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
         reason="on an NVIDIA GPU its residual sums are passes over memory of their own, forward and backward",
         without=_SLOWER,
         replacement=_layer(mixer),
-        check=same_layer(layer_input, build=build, inside=serving),
+        check=_same(build),
     )
 
 

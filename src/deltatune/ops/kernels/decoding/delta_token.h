@@ -17,11 +17,6 @@ struct DeltaTokenNumbers {
   int x_stride, z_stride, gate_stride;
 };
 
-template <typename T>
-inline float rounded_to(float x) {
-  return static_cast<float>(static_cast<T>(x));
-}
-
 // The silu of one channel's convolution. `before` [TAPS - 1, channels] are the inputs before x, of which all but the
 // first and then x go to `after`, if `keeps`.
 template <int TAPS, typename T, typename W>

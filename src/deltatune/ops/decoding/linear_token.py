@@ -1,0 +1,263 @@
+"""A linear layer for one token of each row, together with what stands around it: a norm, a SwiGLU, a residual sum.
+
+With few rows a product takes as long as its weight is read, and a step of a batch has some hundred of them. So a step
+takes as long as its launches, and each product takes the operations around it along.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...machine import backend
+from ..kernels.launch import Arrays, Execute, Kernel, Launch, Values
+from ..recomputation import is_small_case, note
+from ..trial import first_use
+from ..trial.case import Case
+from ..trial.measure import random_arrays
+
+# The most rows whose products are faster this way than MLX's. A block can compute them all.
+MOST_ROWS = 64
+# Groups of 32 lanes in a block, and about how many blocks an NVIDIA GPU computes at once.
+GROUPS, BLOCKS = 8, 112
+KERNEL = Kernel(
+    name="linear_token",
+    files=("fragments.h", "decoding/linear_token.h"),
+    values=("GROUPS", "TILES", "LINES", "PARTS"),
+    arrays=("eps", "x", "weight", "second", "norm", "h", "b", "second_b", "residual", "y"),
+    memory="LinearTokenMemory",
+    memory_values=("GROUPS", "TILES", "LINES"),
+    bounded=True,
+)
+# The largest error that a trial allows over the largest element: a few roundings of the dtype.
+BOUNDS = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
+
+
+class RowNorm(NamedTuple):
+    """An RMS norm of the rows that a linear layer reads.
+
+    Attributes:
+        weight: [in].
+        eps: What is added to the mean of the squares.
+    """
+
+    weight: mx.array
+    eps: float
+
+
+class LowRank(NamedTuple):
+    """What adapters add to the products.
+
+    Attributes:
+        h: The rows' products with the narrow factors, [..., r].
+        b: The other factor, times the adapter's scale, [r, out].
+        second_b: That of the second weight, or None where there is none.
+    """
+
+    h: mx.array
+    b: mx.array
+    second_b: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class LinearToken:
+    """One token of each row, and what a linear layer makes of it.
+
+    Attributes:
+        x: [..., in], before its norm, if there is one.
+        weight: [out, in].
+        norm: The norm of the rows before the product, or None.
+        second: None or another weight [out, in], whose product is multiplied by the silu of the first one.
+        low_rank: What adapters add, or None.
+        residual: None or what is added to the result, [..., out].
+    """
+
+    x: mx.array
+    weight: mx.array
+    norm: RowNorm | None = None
+    second: mx.array | None = None
+    low_rank: LowRank | None = None
+    residual: mx.array | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.x.size // self.x.shape[-1]
+
+    @property
+    def arrays(self) -> Arrays:
+        """All arrays that there are, by their names in the kernel's text."""
+        every = {
+            "x": self.x,
+            "weight": self.weight,
+            "second": self.second,
+            "norm": self.norm and self.norm.weight,
+            **(self.low_rank._asdict() if self.low_rank else {}),
+            "residual": self.residual,
+        }
+        return {name: array for name, array in every.items() if array is not None}
+
+
+class TokenBlock(NamedTuple):
+    """What a block computes: 16 `tiles` outputs, of both weights together, of 8 `lines` rows."""
+
+    tiles: int
+    lines: int
+
+
+def linear_token(call: LinearToken, *, execute: Execute = Launch.run, block: TokenBlock | None = None) -> mx.array:
+    """Return what a linear layer makes of one token of each row, [..., out].
+
+    Args:
+        call: The token's arrays, of one dtype.
+        execute: Runs a launch; tests run it on the host machine.
+        block: What a block computes; by default what suits the number of rows.
+
+    Raises:
+        ValueError: `covers` refuses the arrays.
+
+    Source: the layers around nn.Linear in mlx_lm/models/qwen3_5.py, for one token.
+    """
+    if is_small_case():
+        note("linear token")
+        return linear_token_naive(call)
+    if not covers(call):
+        shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in call.arrays.items())
+        raise ValueError(
+            f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], h [..., r], "
+            f"b [r, out] and a residual [..., out] of one 16-bit dtype, and inputs that are a multiple of 8."
+        )
+    return execute(_launch(call, block or _block_of(call)))[0]
+
+
+def linear_token_naive(call: LinearToken) -> mx.array:
+    """Compute the same by MLX's operations."""
+    x = call.x if call.norm is None else mx.fast.rms_norm(call.x, *call.norm)
+
+    def product(weight: mx.array, b: mx.array | None) -> mx.array:
+        y = x @ weight.T
+        return y if call.low_rank is None or b is None else y + call.low_rank.h @ b
+
+    y = product(call.weight, call.low_rank and call.low_rank.b)
+    if call.second is not None:
+        y = y * mx.sigmoid(y) * product(call.second, call.low_rank and call.low_rank.second_b)
+    return y if call.residual is None else call.residual + y
+
+
+def covers(call: LinearToken) -> bool:
+    """Whether the kernel can compute with arrays of these shapes and dtypes."""
+    if len({array.dtype for array in call.arrays.values()}) > 1 or call.x.dtype not in BOUNDS:
+        return False
+    return _fits(call) and call.x.shape[-1] % 8 == 0
+
+
+def _fits(call: LinearToken) -> bool:
+    """Whether the arrays' shapes fit together."""
+    if call.x.ndim < 2 or call.weight.ndim != 2 or not call.x.size or not call.weight.size:
+        return False
+    (*rows, inputs), outputs, adapters = call.x.shape, call.weight.shape[0], call.low_rank
+    rank = 0 if adapters is None else adapters.h.shape[-1]
+    shapes = {
+        "x": (*rows, inputs),
+        "weight": (outputs, inputs),
+        "second": (outputs, inputs),
+        "norm": (inputs,),
+        "h": (*rows, rank),
+        "b": (rank, outputs),
+        "second_b": (rank, outputs),
+        "residual": (*rows, outputs),
+    }
+    both = adapters is None or (adapters.second_b is None) == (call.second is None)
+    return both and all(array.shape == shapes[name] for name, array in call.arrays.items())
+
+
+def serves(call: LinearToken) -> bool:
+    """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
+    if is_small_case():
+        return _fits(call)
+    if backend.device() != "cuda" or call.rows > MOST_ROWS or not covers(call):
+        return False
+    parts = tuple(name in call.arrays for name in ("norm", "second", "h", "residual"))
+    return first_use.is_right(trial_case, parts, call.x.dtype, _block_of(call), run=Launch.run)
+
+
+def _block_of(call: LinearToken) -> TokenBlock:
+    """What a block computes: as much as leaves a block for most multiprocessors, since each reads its rows anew."""
+    parts, lines, tiles = 1 if call.second is None else 2, 1 << (-(-call.rows // 8) - 1).bit_length(), 2
+    while lines > 2 and math.prod(_grid(call, TokenBlock(tiles, lines))) < BLOCKS:
+        tiles, lines = (parts, lines) if tiles > parts else (tiles, lines // 2)
+    return TokenBlock(tiles, lines)
+
+
+def _grid(call: LinearToken, block: TokenBlock) -> tuple[int, int]:
+    """The numbers of blocks that share out the outputs and the rows."""
+    outputs = call.weight.shape[0] * (1 if call.second is None else 2)
+    return -(-outputs // (16 * block.tiles)), -(-call.rows // (8 * block.lines))
+
+
+def _launch(call: LinearToken, block: TokenBlock) -> Launch:
+    (*rows, _), outputs, parts = call.x.shape, call.weight.shape[0], 1 if call.second is None else 2
+    tiles, lines = block
+    values: Values = {"GROUPS": GROUPS, "TILES": tiles, "LINES": lines, "PARTS": parts}
+    eps, last = 0.0 if call.norm is None else call.norm.eps, len(rows)
+    return Launch(
+        kernel=KERNEL,
+        inputs=call.arrays,
+        outputs={"y": ((*rows, outputs), call.x.dtype)},
+        values=values,
+        blocks=(*_grid(call, block), 1),
+        bytes=32 * GROUPS * lines * (16 * tiles + 5) + 32 * lines,
+        groups=GROUPS,
+        sizes=(
+            " * ".join(f"x_shape[{i}]" for i in range(last)),
+            f"x_shape[{last}]",
+            "weight_shape[0]",
+            "0" if call.low_rank is None else "b_shape[0]",
+        ),
+        written={"eps": f"{eps!r}f"},
+    )
+
+
+def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: TokenBlock) -> Case[Execute]:
+    """Return the case of more rows and outputs than a block takes, and inputs that the groups share unequally.
+
+    Args:
+        parts: Whether there are a norm, a second weight, adapters, and a residual.
+        dtype: That of all arrays.
+        block: What a block computes.
+    """
+    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * GROUPS + 40, 16 * block.tiles + 8, 5
+    names = ("x", "weight", "second", "norm", "h", "b", "second_b", "residual")
+    matrices = [(rows, inputs), (outputs, inputs), (outputs, inputs)]
+    shapes = [*matrices, (inputs,), (rows, rank), (rank, outputs), (rank, outputs), (rows, outputs)]
+    arrays = dict(zip(names, random_arrays([(shape, dtype) for shape in shapes]), strict=True))
+    for name in ("weight", "second", "b", "second_b"):
+        # Products of many inputs would else be far from where silu bends.
+        arrays[name] = arrays[name] * (4 * arrays[name].shape[name.endswith("b") - 1]) ** -0.5
+    call = _with_parts(parts, arrays)
+    wide = _with_parts(parts, {name: array.astype(mx.float32) for name, array in arrays.items()})
+    around = [name for name, there in zip(("norm", "SwiGLU", "adapters", "residual"), parts, strict=True) if there]
+    return Case(
+        name=", ".join(["a token of a linear layer", *around]) + f" ({dtype})",
+        results=("y",),
+        call=lambda execute: [linear_token(call, execute=execute, block=block)],
+        truth=lambda: [linear_token_naive(wide)],
+        bound=BOUNDS[dtype],
+        like=list(arrays.values()),
+    )
+
+
+def _with_parts(parts: tuple[bool, bool, bool, bool], arrays: Arrays) -> LinearToken:
+    norm, second, adapters, residual = parts
+    low_rank = LowRank(arrays["h"], arrays["b"], arrays["second_b"] if second else None)
+    return LinearToken(
+        arrays["x"],
+        arrays["weight"],
+        RowNorm(arrays["norm"], 1e-6) if norm else None,
+        arrays["second"] if second else None,
+        low_rank if adapters else None,
+        arrays["residual"] if residual else None,
+    )

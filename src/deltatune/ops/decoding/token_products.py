@@ -1,0 +1,127 @@
+"""What is known of the arrays of a batch's next tokens, so that a linear layer takes the operations around it along.
+
+A model's layers call a norm, linear layers and a sum one after the other. Each notes here what its result was made
+from; the next one makes its own result from that, and MLX never computes what nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..tracing import trace
+from .linear_token import LinearToken, LowRank, RowNorm, linear_token, serves
+
+
+class Matrix(NamedTuple):
+    """What a linear layer multiplies its rows by: weight + (a^T b)^T.
+
+    Attributes:
+        weight: [out, in].
+        a: The narrow factor of an adapter, [r, in], or None.
+        b: Its other factor, times the adapter's scale, [r, out], or None.
+    """
+
+    weight: mx.array
+    a: mx.array | None = None
+    b: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class _Normed:
+    """What is known of a normed array: what was normed, and how."""
+
+    x: mx.array
+    norm: RowNorm
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What is known of the output of a linear layer."""
+
+    call: LinearToken
+    matrix: Matrix
+
+
+def normed(y: mx.array, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Note that y is the RMS norm of x, for the linear layers that read it; return y."""
+    if trace.current().next_tokens:
+        trace.current().known.note(y, _Normed(x, RowNorm(weight, eps)))
+    return y
+
+
+def product(x: mx.array, matrix: Matrix) -> mx.array | None:
+    """Return what a linear layer makes of one token of each row [B, 1, in]; None where other code serves."""
+    if x.ndim != 3 or x.shape[1] != 1:
+        return None
+    noted = trace.current().known.of(x, _Normed)
+    call = LinearToken(x, matrix.weight) if noted is None else LinearToken(noted.x, matrix.weight, noted.norm)
+    adapted = _with_adapters(call, matrix.a, matrix.b)
+    return None if adapted is None else _called(adapted, matrix)
+
+
+def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
+    """Return silu(gate) up where both are products of the same rows that one kernel computes; else None."""
+    first, second = _product_of(gate), _product_of(up)
+    if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
+        return None
+    both = joined([first.matrix, second.matrix])
+    of_first, of_second = (None, None) if both.b is None else mx.split(both.b, [first.matrix.weight.shape[0]], axis=1)
+    call = replace(first.call, second=second.matrix.weight, low_rank=None)
+    adapted = _with_adapters(call, both.a, of_first, of_second)
+    return None if adapted is None else _called(adapted, first.matrix)
+
+
+def total(x: mx.array, y: mx.array) -> mx.array:
+    """Return x + y, where possible by the kernel of the product that y is."""
+    noted = _product_of(y)
+    if noted is None or noted.call.residual is not None:
+        return x + y
+    together = _called(replace(noted.call, residual=x), noted.matrix)
+    return x + y if together is None else together
+
+
+def joined(matrices: Sequence[Matrix]) -> Matrix:
+    """Return several matrices as one, whose product has theirs beside one another; it is computed now.
+
+    Their adapters become one, too, whose other factor has zeros where an adapter adds nothing.
+    """
+    widths, weight = [matrix.weight.shape[0] for matrix in matrices], mx.concatenate([m.weight for m in matrices])
+    narrow = [matrix.a for matrix in matrices if matrix.a is not None]
+    if not narrow:
+        mx.eval(weight)
+        return Matrix(weight)
+    rows = []
+    for place, matrix in enumerate(matrices):
+        if matrix.b is not None:
+            beside = sum(widths[:place]), sum(widths[place + 1 :])
+            rows.append(mx.pad(matrix.b, [(0, 0), beside]))
+    a, b = mx.concatenate(narrow), mx.concatenate(rows)
+    mx.eval(weight, a, b)
+    return Matrix(weight, a, b)
+
+
+def _product_of(y: mx.array) -> _Product | None:
+    told = trace.current()
+    return told.known.of(y, _Product) if told.next_tokens else None
+
+
+def _with_adapters(
+    call: LinearToken, a: mx.array | None, b: mx.array | None, second_b: mx.array | None = None
+) -> LinearToken | None:
+    """The call with what adapters add, if there are any; None where no kernel computes their narrow product."""
+    if a is None or b is None:
+        return call
+    narrow = LinearToken(call.x, a, call.norm)
+    return replace(call, low_rank=LowRank(linear_token(narrow), b, second_b)) if serves(narrow) else None
+
+
+def _called(call: LinearToken, matrix: Matrix) -> mx.array | None:
+    if not serves(call):
+        return None
+    y = linear_token(call)
+    trace.current().known.note(y, _Product(call, matrix))
+    return y
