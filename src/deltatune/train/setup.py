@@ -357,9 +357,8 @@ def training(
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        patches = stack.enter_context(
-            patched(model, strict=not config.force, uses=uses(config), rows=config.batch_size)
-        )
+        options: Any = {"strict": not config.force, "uses": uses(config), "rows": config.batch_size}
+        patches = stack.enter_context(patched(model, **options))
         layers = describe(model)
         if config.pack and compare:
             check_packing(model, row_capacity(config))

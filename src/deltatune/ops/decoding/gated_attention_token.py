@@ -148,10 +148,10 @@ def covers(layer: GatedAttention, arrays: RowArrays) -> bool:
     if keys.ndim != 4 or not keys.size or layer.size not in SIZES or layer.rotary_dims not in ROTARY:
         return False
     rows, widths = keys.shape[0], [sum(layer.widths)] if whole else layer.widths
-    kept = (rows, layer.key_heads, keys.shape[2], layer.size)
+    of_rows = (rows, layer.key_heads, keys.shape[2], layer.size)
     expected = [
         *((array, (rows, 1, width)) for array, width in zip(arrays.projected, widths, strict=True)),
-        *((array, kept) for array in (keys, arrays.values)),
+        *((array, of_rows) for array in (keys, arrays.values)),
         *((array, (layer.size,)) for array in (arrays.q_weight, arrays.k_weight)),
         (arrays.offsets, (rows,)),
     ]
@@ -221,10 +221,10 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
 
     def call(execute: Execute) -> list[mx.array]:
         # Sums are arrays of their own, which the kernel has changed once its output is there.
-        kept = replace(arrays, keys=keys + 0, values=values + 0)
-        y = gated_attention_token(layer, kept, execute=execute)
+        copied = replace(arrays, keys=keys + 0, values=values + 0)
+        y = gated_attention_token(layer, copied, execute=execute)
         mx.eval(y)
-        return [y, kept.keys, kept.values]
+        return [y, copied.keys, copied.values]
 
     arrays = RowArrays(projected, q_weight, k_weight, keys, values, offsets)
     others = {name: wide(array) for name, array in vars(arrays).items() if name not in ("projected", "offsets")}
