@@ -357,8 +357,7 @@ def training(
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        options: Any = {"strict": not config.force, "uses": uses(config), "rows": config.batch_size}
-        patches = stack.enter_context(patched(model, **options))
+        report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=config.batch_size))
         layers = describe(model)
         if config.pack and compare:
             check_packing(model, row_capacity(config))
@@ -368,7 +367,7 @@ def training(
             stack.enter_context(checkpointed([layers[at].module for at in at_all], [carried[at] for at in at_all]))
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
-        trained = with_loss(model, config, compare, layers, patches, compiled)
+        trained = with_loss(model, config, compare, layers, report, compiled)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
             stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
