@@ -18,6 +18,9 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.attention.fused_op import attention_fused
+from deltatune.ops.decoding import gated_attention_token, linear_token
+from deltatune.ops.decoding.gated_attention_token import GatedAttention
+from deltatune.ops.decoding.linear_token import TokenBlock
 from deltatune.ops.experts import grouped, grouped_hopper
 from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.gated_delta import fused, fused_hopper
@@ -149,6 +152,14 @@ def low_rank(dtype: mx.Dtype) -> None:
         turn = 1 - turn
 
 
+def tokens() -> None:
+    """Launch what stands in a step of a batch: with all that a linear layer takes along, and with nothing."""
+    for parts, block in (((True,) * 4, TokenBlock(2, 8)), ((False,) * 4, TokenBlock(1, 4))):
+        linear_token.trial_case(parts, mx.bfloat16, block).computed(Launch.run)
+    layer = GatedAttention(8, 2, 256, 1e-6, 1e-6, 64, 1e7, 0.0625)
+    gated_attention_token.trial_case(layer, True, (mx.bfloat16,) * 3).computed(Launch.run)
+
+
 def attention(machine: str) -> None:
     q, k, v = (mx.zeros((1, heads, 70, 64), mx.bfloat16) for heads in (2, 1, 1))
     gradients(lambda *arrays: [attention_fused(*arrays, scale=0.125, machine=machine)], q, k, v)
@@ -160,6 +171,7 @@ LAUNCHES = {
     "passes, fp32": lambda: passes(mx.float32),
     "experts, bf16": lambda: experts(mx.bfloat16),
     "attention, bf16": lambda: attention("cuda"),
+    "tokens, bf16": tokens,
 }
 # One generation shows that the text is right in these types as well. In fp32, heads of 128 would compile for 20 s.
 IN_OTHER_TYPES = {
