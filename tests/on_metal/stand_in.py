@@ -89,7 +89,9 @@ class Metal:
             given = [mx.contiguous(x) for x in inputs]
             outputs = dict(zip(output_names, zip(output_shapes, output_dtypes, strict=True), strict=True))
             blocks, groups = (grid[0] // threadgroup[0], grid[1], grid[2]), threadgroup[0] // 32
-            launch = SimpleNamespace(name=body, source=source, outputs=outputs, blocks=blocks, groups=groups)
+            launch = SimpleNamespace(
+                name=body, source=source, outputs=outputs, blocks=blocks, groups=groups, changes=()
+            )
             launch.inputs, launch.values = dict(zip(input_names, given, strict=True)), dict(template)
             return self._attached(header, launch)
 
