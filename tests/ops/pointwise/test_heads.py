@@ -122,7 +122,7 @@ def test_late_tokens_turn_by_the_angle_that_fp32_gives(execute):
 @pytest.mark.skipif(backend.device() == "cuda", reason="the host machine calls the function by itself")
 def test_sines_of_large_angles(host_folder, monkeypatch):
     """At 262,144, the last position, an angle of fp32 is a multiple of 1/64; its sine is still right to fp32."""
-    monkeypatch.setattr(heads, "_frequencies", lambda *_: mx.array(frequencies))
+    monkeypatch.setattr(heads, "frequencies", lambda *_: mx.array(frequencies))
     frequencies = np.linspace(2.0**16, 2.0**20, 16).astype(np.float32)
     execute = HostMachine(host_folder, header("metal", BODIES)).run
     x = mx.concatenate([mx.ones((1, 2, 1, 16)), mx.zeros((1, 2, 1, 16))], axis=-1)
