@@ -154,7 +154,15 @@ def left_alone_for(uses: Collection[str]) -> PatchReport:
 
     Modules that are not imported yet are not asked. Afterwards no more patches are in force than before.
     """
-    report = patch.preview(_records())
+    products = one_row_products.records()
+    if products:
+        # The small cases of the others multiply, too.
+        patch.apply(products)
+    try:
+        report = patch.preview(_records())
+    finally:
+        if products and not _asking:
+            patch.revert()
     report.left_alone = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     return report
 

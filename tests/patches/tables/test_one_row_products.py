@@ -18,7 +18,7 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
-from deltatune.patches import PatchWarning, apply, patch, patched, revert
+from deltatune.patches import PatchReport, PatchWarning, apply, left_alone_for, patch, patched, revert
 from deltatune.patches.tables import one_row_products
 
 ROOT = Path(__file__).parents[3]
@@ -262,6 +262,24 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
     losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
     assert len(losses) >= 3
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_other_patches_are_asked_with_right_products(monkeypatch):
+    """Before anything is patched, too: on a faulty BLAS a run was refused at random for upstream's functions."""
+    seen = []
+
+    def preview(records):
+        seen.append(one_row_products.in_force())
+        return PatchReport()
+
+    monkeypatch.setattr(one_row_products, "records", lambda: one_row_products.PATCHES)
+    monkeypatch.setattr(patch, "preview", preview)
+    left_alone_for(("training",))
+    assert seen == [True]
+    assert not one_row_products.in_force()
+    with patched():
+        left_alone_for(("training",))
+        assert one_row_products.in_force()
 
 
 @pytest.mark.any_blas
