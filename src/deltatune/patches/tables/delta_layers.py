@@ -26,12 +26,13 @@ from ...ops.decoding import delta_token
 from ...ops.decoding.delta_token import DeltaToken, TokenArrays
 from ...ops.decoding.row_caches import RecurrentRows
 from ...ops.pointwise import conv
-from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered, small_cases
+from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ...ops.tracing import trace
 from ..patch_record import Function, Patch
 from ..small_cases import (
     BOUND,
     WIDTH,
+    answering,
     built,
     describe_difference,
     drawn,
@@ -189,7 +190,7 @@ def _same_next_token(upstream: Function, ours: Function) -> str | None:
     cache = upstream.__globals__["ArraysCache"](2)
     upstream(layer, layer_input(), None, cache)
     rows = RecurrentRows(cache.cache)
-    with small_cases(), trace.having(next_tokens=True):
+    with answering():
         actual = [ours(layer, token, None, rows), *rows.handed]
     expected = [upstream(layer, token, None, cache), *cache.cache]
     return describe_difference(actual, expected, BOUND, "upstream's next token")
