@@ -10,6 +10,9 @@ struct Place {
 struct Nothing {
   inline int operator[](long) const { return 1; }
 };
+// The number of a row, or column, that is there: the last one for those past the end, whose results nobody writes. A
+// load without a condition can start at any time.
+inline int within(int number, int count) { return number < count ? number : count - 1; }
 // A number as it is when it has been rounded to the type T.
 template <typename T>
 inline float rounded_to(float x) {

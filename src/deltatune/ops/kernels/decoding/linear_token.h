@@ -16,9 +16,6 @@ struct LinearTokenMemory {
   static constexpr constant int bytes = factors + 8 * LINES * 4;
 };
 
-// The number of a row that is there: the last one for those past the end, whose results nobody writes.
-inline int there(int number, int count) { return number < count ? number : count - 1; }
-
 // Loads eight elements, one by one if they may not be ALIGNED. Those past the end of the row are zeros.
 template <typename P>
 inline void load_eight(thread unsigned (&to)[4], P from, bool counts, bool aligned) {
@@ -79,13 +76,13 @@ inline void load_token(thread TokenInputs<TILES, LINES>& to, TokenPlace at, int 
     const GLOBAL T* matrix = of_part(weight, second, i / EACH);
     DELTATUNE_UNROLL
     for (int upper = 0; upper < 2; ++upper) {
-      const long line = there(at.output + i % EACH * 16 + upper * 8 + g, at.outputs);
+      const long line = within(at.output + i % EACH * 16 + upper * 8 + g, at.outputs);
       load_eight(to.weight[i][upper], matrix + line * at.inputs + k, counts, true);
     }
   }
   DELTATUNE_UNROLL
   for (int m = 0; m < LINES; ++m)
-    load_eight(to.x[m], x + (long)there(at.row + m * 8 + g, at.rows) * at.inputs + k, counts, at.aligned);
+    load_eight(to.x[m], x + (long)within(at.row + m * 8 + g, at.rows) * at.inputs + k, counts, at.aligned);
   load_norm(to.norm, norm, k, counts);
 }
 

@@ -69,10 +69,6 @@ inline void keep_sums(threadgroup float* all, const thread float (&sums)[4], int
   }
 }
 
-// The number of a row, or column, that is there: the last one for those past the end, whose results nobody writes. A
-// load without a condition can start at any time.
-inline int within(int number, int count) { return number < count ? number : count - 1; }
-
 // Loads 32 inputs of LINES rows and of the weight, of which a lane has the eight from 8 t on. It gives them to two
 // products of 16 in the same order on both sides. Inputs past the end are zeros.
 template <typename In, int RANK, int LINES, bool TRANSPOSED, bool ALIGNED, typename PX, typename PW>
