@@ -77,6 +77,18 @@ def test_the_converter_gets_the_adapter_in_the_format_of_peft(export, tmp_path, 
     assert "exists already" in capsys.readouterr().err
 
 
+def test_matrices_of_two_ranks_share_the_alpha_that_llama_cpp_divides(export, tmp_path):
+    assert export(keys=["*.o_proj", "*.k_proj"], rank_pattern={"k_proj": 1}) == 0
+    alpha = json.loads((tmp_path / "out.gguf").read_text())["alpha"]
+    ours, theirs = mx.load(str(tmp_path / "adapter/adapters.safetensors")), mx.load(str(tmp_path / "seen.safetensors"))
+    for name, rank in (("o_proj", 2), ("k_proj", 1)):
+        path = f"model.layers.3.self_attn.{name}"
+        a, b = (theirs[f"base_model.model.{path}.lora_{factor}.weight"] for factor in "AB")
+        assert a.shape[0] == rank
+        update = 3.0 * ours[f"{path}.lora_a"] @ ours[f"{path}.lora_b"]
+        assert mx.allclose(alpha / rank * (b @ a).T, update, rtol=1e-5)
+
+
 @pytest.mark.bad_input("--to gguf-adapter: DoRA, experts, an embedding, new tokens, an unknown family or --outtype")
 def test_what_llama_cpp_cannot_express_is_refused_by_name(export, tmp_path, capsys):
     for kind, options, said in (

@@ -130,6 +130,7 @@ def test_words_that_nobody_knows(run, tmp_path, name):
         ("--rank", "0", "a whole number of 1 or more, got 0"),
         ("--dropout", "1", "a number from 0 to below 1, got 1.0"),
         ("--epochs", "-1", "a number above 0, got -1.0"),
+        ("--rank-pattern", "[4]", "a mapping, got [4]"),
         ("--parts", "language,ears", "any of language, vision, projector, separated by commas, got 'language,ears'"),
     ],
 )

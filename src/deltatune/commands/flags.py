@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,14 @@ def _template_variables(text: str) -> dict[str, Any]:
         return parsed_options(text, "")
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+
+
+def _ranks(text: str) -> Any:
+    """Return what a JSON text holds, which is checked as a file's value is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f'not JSON ({error}); give an object such as {{"q_proj": 4}}') from error
 
 
 def _switch(text: str) -> bool | str:
@@ -94,7 +103,12 @@ def size(text: str) -> int:
 
 
 # The options whose flags take something else than their type says.
-_CONVERT = {"clear_cache_threshold": size, "memory": size, "chat_template_config": _template_variables}
+_CONVERT = {
+    "clear_cache_threshold": size,
+    "memory": size,
+    "chat_template_config": _template_variables,
+    "rank_pattern": _ranks,
+}
 
 
 def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
@@ -125,7 +139,7 @@ def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) 
         convert = _CONVERT.get(field.name, convert)
         choices = field.metadata["choices"] or None
         several = "+" if kind.startswith("list") else None
-        metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON"}
+        metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON", _ranks: "JSON"}
         metavar = None if choices else metavars.get(convert, "TEXT")
         more = {"dest": field.name, "choices": choices, "metavar": metavar, "help": text}
         group.add_argument(name, type=convert, nargs=several, default=None, **more)

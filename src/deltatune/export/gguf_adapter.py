@@ -44,7 +44,7 @@ def write_gguf_adapter(
     check_known(converter_command(llama_cpp), base)
 
     def convert(folder: Path, partial: Path) -> list[str]:
-        _check_plain(write_peft(model_path, adapter_path, folder / "peft"))
+        _check_plain(write_peft(model_path, adapter_path, folder / "peft", one_alpha=True))
         words = ["--base", str(base), "--outfile", str(partial), "--outtype", outtype]
         return [*command, *words, str(folder / "peft")]
 
@@ -66,7 +66,6 @@ def _check_plain(adapter: PeftAdapter) -> None:
         "updates of an embedding": any("lora_embedding" in name for name in adapter.tensors),
         "updates of experts": any(".experts." in name for name in parameters),
         "updates of a vision tower": any(".visual." in name for name in adapter.tensors),
-        "unequal scales": config["alpha_pattern"],
     }
     unexpressed = [name for name, present in odd.items() if present]
     if unexpressed:

@@ -62,7 +62,12 @@ def adapted_model(path: Path, adapter_path: Path) -> nn.Module:
 
 
 def write_peft(
-    model_path: str | Path, adapter_path: str | Path, save_path: str | Path, base_model: str | None = None
+    model_path: str | Path,
+    adapter_path: str | Path,
+    save_path: str | Path,
+    base_model: str | None = None,
+    *,
+    one_alpha: bool = False,
 ) -> PeftAdapter:
     """Convert an adapter to PEFT's format and write it to a folder.
 
@@ -71,6 +76,7 @@ def write_peft(
         adapter_path: the folder of the adapter.
         save_path: the folder to write, which must not hold an adapter yet.
         base_model: the name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
+        one_alpha: whether lora_B takes over what would need an `alpha_pattern`, which llama.cpp does not read.
 
     Raises:
         UserError: PEFT cannot express the adapter, or a file is damaged or exists already.
@@ -83,6 +89,8 @@ def write_peft(
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
     path = locate(model_path)
     model = adapted_model(path, Path(adapter_path))
+    if one_alpha:
+        _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
     try:
         save_path.mkdir(parents=True, exist_ok=True)
@@ -92,6 +100,15 @@ def write_peft(
     except OSError as error:
         raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
     return exported
+
+
+def _give_one_alpha(adapters: list[Any]) -> None:
+    """Give adapters of all ranks scales of which PEFT's alpha, scale times rank, is the same; their updates stay."""
+    for adapter in adapters:
+        scale = adapters[0].scale * adapters[0].rank / adapter.rank
+        if scale != adapter.scale and isinstance(adapter, Adapter):
+            adapter.lora_b = adapter.lora_b * (adapter.scale / scale)
+            adapter.scale = scale
 
 
 def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str) -> PeftAdapter:

@@ -2,7 +2,8 @@
 
 mlx-lm rebuilds the adapters from `lora_parameters`: one rank, scale, dropout and kind for all, and `keys`, for which
 deltatune writes the full path of every adapted module. When deltatune loads an adapter, the tensors themselves say
-which modules carry one and of what rank, so mlx_lm.lora's defaults for missing options are not needed.
+which modules carry one and of what rank, so mlx_lm.lora's defaults for missing options are not needed. Lower ranks are
+padded with zeros when they are saved, and lose them again when deltatune loads them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
+from .padded_ranks import fitted, rank_of, with_rank_and_scale, without_padding
 from .parts import part_of
 from .tensor_files import read_header, write_tensors
 
@@ -115,11 +117,11 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         paths = _first_few(list(rates.values()))
         raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
     stored = {path: _stored(adapter) for path, adapter in by_path.items()}
-    rank = max(_rank(leaves) for leaves in stored.values())
+    rank = max(rank_of(leaves) for leaves in stored.values())
     scale = next(iter(by_path.values())).scale
     tensors = {}
     for path, adapter in by_path.items():
-        unified = _with_rank_and_scale(path, adapter, stored[path], rank, scale)
+        unified = with_rank_and_scale(path, adapter, stored[path], rank, scale)
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
     dropout = round(next(iter(rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
@@ -130,31 +132,6 @@ def _stored(adapter: nn.Module) -> dict[str, Any]:
     if isinstance(adapter, Adapter):
         return adapter.stored()
     return {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
-
-
-def _rank(leaves: dict[str, Any]) -> int:
-    factor = leaves["lora_a"]
-    return (factor[0] if isinstance(factor, list) else factor).shape[1]
-
-
-def _with_rank_and_scale(
-    path: str, adapter: nn.Module, leaves: dict[str, Any], rank: int, scale: float
-) -> dict[str, mx.array]:
-    """The adapter's tensors, changed so that they give the same update with this rank and scale."""
-    if _rank(leaves) == rank and adapter.scale == scale:
-        return arrays_of(leaves)
-    if not isinstance(adapter, Adapter):
-        raise UserError(f"{path}: {type(adapter).__name__} has another rank or scale than the rest; give all the same.")
-    leaves["lora_a"] = _padded(leaves["lora_a"], 1, rank)
-    leaves["lora_b"] = _padded(leaves["lora_b"], 2 if leaves["lora_b"].ndim == 3 else 0, rank)
-    leaves["lora_b"] = leaves["lora_b"] * (adapter.scale / scale)
-    return leaves
-
-
-def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
-    widths = [(0, 0)] * factor.ndim
-    widths[axis] = (0, rank - factor.shape[axis])
-    return mx.pad(factor, widths)
 
 
 def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool = False) -> ConversionReport:
@@ -189,6 +166,7 @@ def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool =
         _check_shapes(directory, tensors, arrays_of(model.parameters()))
         model.load_weights(list((tensors | new_rows).items()), strict=False)
         return ConversionReport(converted=sorted(tensors))
+    tensors = without_padding(tensors)
     made = _rebuild(model, directory, config, tensors, dora=kind == "dora")
     install_adapters(model, made)
     model.load_weights(list((tensors | new_rows).items()), strict=False)
@@ -211,7 +189,10 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
     if compare:
         _check_saved_settings(model, Path(path))
     tensors |= _pop_new_rows(tensors)
-    _check_shapes(Path(path), tensors, arrays_of(model.trainable_parameters()))
+    expected = arrays_of(model.trainable_parameters())
+    known = tensors.keys() & expected.keys()
+    tensors |= {name: fitted(name, tensors[name], expected[name].shape) for name in known}
+    _check_shapes(Path(path), tensors, expected)
     model.load_weights(list(tensors.items()), strict=False)
 
 
@@ -228,7 +209,7 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
     first = next(iter(by_path))
     current = {
         "fine_tune_type": getattr(first, "kind", "lora"),
-        "rank": max(_rank(_stored(adapter)) for adapter in by_path),
+        "rank": max(rank_of(_stored(adapter)) for adapter in by_path),
         "scale": first.scale,
     }
     differing = [name for name in saved if not _same_setting(saved[name], current[name])]

@@ -16,7 +16,7 @@ from .adapter import Adapter
 from .new_rows import unfreeze_new_rows
 from .parts import check_parts, part_of
 from .pissa import with_pissa
-from .select import adapter_class, chosen_layers, select
+from .select import Selection, adapter_class, chosen_layers, select
 from .weights import dense_weight, is_quantized, quantization
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
@@ -83,14 +83,17 @@ def convert_to_lora(
         return _unfreeze_layers(model, config, num_layers, parts)
     dora = fine_tune_type == "dora"
     selection = select(model, config, dora=dora, num_layers=num_layers, parts=parts)
-    _check_rank(selection.targets, config.rank)
-    scale = config.scale / config.rank**0.5 if config.rslora else config.scale
-    ranks = dict.fromkeys(selection.targets, config.rank)
-    made, notes = make_adapters(model, ranks, scale, config.dropout, dora=dora), _notes(selection.targets, dora)
+    _check_ranks(selection, config.rank, dora)
+    made: dict[str, nn.Module] = {}
+    for rank in dict.fromkeys(selection.ranks.values()):
+        equal = {path: rank for path in selection.ranks if selection.ranks[path] == rank}
+        # They share one number for their scale, by which adapters that can be computed together are found.
+        made |= make_adapters(model, equal, config.scale_at(rank), config.dropout, dora=dora)
+    notes = _notes(selection.targets, dora)
     if config.init == "pissa":
         if dora:
             raise UserError("init: pissa is a start of LoRA, and fine_tune_type is dora; leave one of them out.")
-        made, more = with_pissa(made, config.rank, scale, config.dropout)
+        made, more = with_pissa(made, config.dropout)
         notes += more
     install_adapters(model, made)
     return ConversionReport(list(selection.targets), selection.skipped, notes)
@@ -150,14 +153,23 @@ def _unfreeze_adapter(adapter: nn.Module) -> None:
         adapter.unfreeze(recurse=False)
 
 
-def _check_rank(targets: dict[str, nn.Module], rank: int) -> None:
-    limits = {path: min(dense_weight(module).shape[-2:]) for path, module in targets.items()}
-    widest = max(limits, key=lambda path: limits[path])
-    if rank > limits[widest]:
-        raise UserError(
-            f"rank: {rank} is above every chosen matrix; the largest, {widest}, has rank {limits[widest]} at most: "
-            "choose a lower rank."
-        )
+def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
+    """Refuse a rank above all matrices that have it, and adapters that cannot be saved beside those of other ranks."""
+    limits = {path: min(dense_weight(module).shape[-2:]) for path, module in selection.targets.items()}
+    most = max(selection.ranks.values())
+    for rank in set(selection.ranks.values()):
+        widest = max((path for path in limits if selection.ranks[path] == rank), key=lambda path: limits[path])
+        if rank > limits[widest]:
+            raise UserError(
+                f"{'rank' if rank == of_others else 'rank_pattern'}: {rank} is above every chosen matrix; the largest, "
+                f"{widest}, has rank {limits[widest]} at most: choose a lower rank."
+            )
+    for path, module in selection.targets.items():
+        if selection.ranks[path] < most and not dora and hasattr(module, "to_lora"):
+            raise UserError(
+                f"rank_pattern: {path} is a {type(module).__name__}, which mlx-lm adapts itself and cannot save with "
+                f"another rank than the highest, here {most}; give it that rank, or exclude it."
+            )
 
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
@@ -179,6 +191,8 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
     modules = dict(model.named_modules())
     if config.keys is not None:
         report.notes.append("keys choose modules for adapters; full fine-tuning trains whole layers and ignores them.")
+    if config.rank_pattern:
+        report.notes.append("rank_pattern is for adapters; full fine-tuning ignores it.")
     towers = [path for path in modules if part_of(path) in parts and not list(modules[path].children())]
     layers = chosen_layers(model, config, num_layers) if "language" in parts else []
     for path in [*layers, *towers]:

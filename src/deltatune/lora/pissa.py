@@ -88,24 +88,22 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
         return (inputs @ vt[:rank].T) * roots, roots[:, None] * (basis @ u[:, :rank]).T
 
 
-def with_pissa(made: dict[str, Any], rank: int, scale: float, dropout: float) -> tuple[dict[str, Any], list[str]]:
+def with_pissa(made: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[str]]:
     """Return the adapters of `made` with a PiSSALinear for each LoRALinear that is large enough, and notes on the rest.
 
     Starts are computed when they are needed, one after another, since each needs a copy of its weight in fp32.
 
     Args:
         made: Adapters by path.
-        rank: Their rank.
-        scale: Their scale.
         dropout: Their dropout.
     """
     chosen, others = dict(made), []
     last: list[mx.array] = []
     for path, adapter in made.items():
-        if type(adapter) is not LoRALinear or rank > min(dense_weight(adapter.linear).shape):
+        if type(adapter) is not LoRALinear or adapter.rank > min(dense_weight(adapter.linear).shape):
             others.append(path)
             continue
-        chosen[path] = PiSSALinear.from_base(adapter.linear, rank, scale, dropout, last)
+        chosen[path] = PiSSALinear.from_base(adapter.linear, adapter.rank, adapter.scale, dropout, last)
         last = chosen[path]._start
     if not others:
         return chosen, []

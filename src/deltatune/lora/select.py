@@ -32,6 +32,8 @@ class Selection:
 
     # The modules that get an adapter, by path, in the model's order.
     targets: dict[str, nn.Module] = field(default_factory=dict)
+    # The rank of each target's adapter.
+    ranks: dict[str, int] = field(default_factory=dict)
     # The path of each module that was chosen but cannot take an adapter, and why not.
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -101,7 +103,7 @@ def select(
 
     Args:
         model: a model with `layers`.
-        config: its keys, exclude, layers and layer_kinds.
+        config: its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
         dora: whether the adapters will be DoRA's.
         num_layers: how many of the last layers to choose from; -1 means all.
         parts: which parts of a model with images train.
@@ -127,6 +129,7 @@ def select(
         del selection.targets[path]
         selection.skipped[path] = f"its {array} is read directly by its owner, which would bypass an adapter"
     _refuse_keys_without_target(selection, matched, names, config)
+    selection.ranks = _ranks(selection, names, config)
     return selection
 
 
@@ -201,6 +204,28 @@ def _refuse_keys_without_target(
         raise UserError(f"keys: {key!r} matches no module{_suggestion(key, names)}.")
     if not selection.targets:
         raise UserError("No module is left to adapt: widen keys, layers or layer_kinds, or shorten exclude.")
+
+
+def _ranks(selection: Selection, names: _ModuleNames, config: LoraConfig) -> dict[str, int]:
+    """Return the rank of each target; UserError for a pattern of `rank_pattern` that sets none."""
+    ranks, used = dict.fromkeys(selection.targets, config.rank), set()
+    for path in ranks:
+        pattern = next((pattern for pattern in config.rank_pattern if names.match(pattern, path)), None)
+        if pattern is not None:
+            ranks[path] = config.rank_pattern[pattern]
+            used.add(pattern)
+    for pattern in config.rank_pattern:
+        if pattern in used:
+            continue
+        matching = [path for path in names.modules if names.match(pattern, path)]
+        if not matching:
+            raise UserError(f"rank_pattern: {pattern!r} matches no module{_suggestion(pattern, names)}.")
+        if selection.targets.keys().isdisjoint(matching):
+            raise UserError(
+                f"rank_pattern: {pattern!r} matches only modules that get no adapter, such as {matching[0]}."
+            )
+        raise UserError(f"rank_pattern: {pattern!r} sets no rank, since earlier patterns match all of its modules.")
+    return ranks
 
 
 def _suggestion(pattern: str, names: _ModuleNames) -> str:

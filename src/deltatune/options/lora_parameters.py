@@ -20,11 +20,19 @@ class LoraConfig:
     """
 
     rank: int = option(8, _GROUP, "inner size of each adapter's update", range=Range(least=1))
+    rank_pattern: dict[str, int] = option(
+        dict,
+        _GROUP,
+        "ranks of the modules that match a pattern (see keys), as JSON, in place of rank; of several patterns that "
+        'match, the first counts: {"mlp.switch_mlp.*": 4}',
+        range=Range(least=1),
+    )
     scale: float = option(20.0, _GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
     alpha: float | None = option(
         None,
         _GROUP,
-        "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank)",
+        "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank), of each "
+        "module's own rank",
         range=Range(above=0),
     )
     dropout: float = option(
@@ -65,3 +73,9 @@ class LoraConfig:
         fix(self)
         if self.alpha is not None:
             self.scale = self.alpha if self.rslora else self.alpha / self.rank
+
+    def scale_at(self, rank: int) -> float:
+        """Return the factor of an update of this rank."""
+        if self.rslora:
+            return self.scale / rank**0.5
+        return self.scale if self.alpha is None or rank == self.rank else self.alpha / rank

@@ -228,7 +228,7 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     if outer is dict and isinstance(value, dict):
         of_key, of_value = typing.get_args(kind)
         return {
-            checked(key, of_key, {}, f"{name}: key"): checked(entry, of_value, {}, f"{name}: {short(key)}")
+            checked(key, of_key, {}, f"{name}: key"): checked(entry, of_value, metadata, f"{name}: {short(key)}")
             for key, entry in value.items()
         }
     scalar = _scalar(value, outer, metadata)

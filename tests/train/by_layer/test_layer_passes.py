@@ -24,6 +24,10 @@ CASES = {
         {"keys": ["*.q_proj", "language_model.model.embed_tokens"], "neftune_noise_alpha": 5.0},
     ),
     "experts": ("qwen3_5_moe", {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}),
+    "ranks by pattern, those of one layer others than of its kind": (
+        "qwen3_5_moe",
+        {"rank_pattern": {"language_model.model.layers.1.mlp.*": 1, "mlp.switch_mlp.*": 2}, "pack": True},
+    ),
     "upper layers alone": ("qwen3_next", {"num_layers": 2}),
     "a gate per channel": ("kimi_linear", {"dropout": 0.1, "pack": True}),
     "another family": ("olmo_hybrid", {"pack": True}),

@@ -20,7 +20,10 @@ KINDS = {
     "adapters": {},
     "full": {"fine_tune_type": "full"},
     "experts": {"expert_updates": "active"},
-    "packed": {"pack": True},
+    "packed": {
+        "pack": True,
+        "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.1, "rank_pattern": {"mlp.*": 2, "o_proj": 1}},
+    },
     "images": {"parts": "language,vision,projector"},
 }
 # Where a kill may come: after a number of iterations, halfway through a state file, or right after a file operation.
