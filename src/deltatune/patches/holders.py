@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
 from .patch_record import Function, Patch
 
 _OWN_PACKAGE = __name__.partition(".")[0]
+# Many of all loaded names are theirs, and they know nothing of MLX.
+_UNRELATED = {"numpy", "pandas", "pyarrow", "matplotlib", "transformers", "huggingface_hub"}
 
 
 class LoadedModules:
-    """Every loaded module that is not deltatune's own, and which of them hold some functions under any name.
+    """Every loaded module that may know MLX and is not deltatune's own, and which hold some functions under any name.
 
     One pass over all names finds every function. A pass for each of thirty functions would take half a second.
     """
@@ -26,7 +29,11 @@ class LoadedModules:
         self._read()
 
     def __iter__(self) -> Iterator[ModuleType]:
-        return iter(self._modules)
+        return chain.from_iterable(self._packages.values())
+
+    def of(self, package: str) -> list[ModuleType]:
+        """The modules whose names begin with that of `package`."""
+        return self._packages.get(package, [])
 
     def holding(self, function: Function) -> list[tuple[ModuleType, str]]:
         """Each module that holds `function`, and the name there."""
@@ -45,12 +52,21 @@ class LoadedModules:
 
     def _read(self) -> None:
         self._count = len(sys.modules)
-        loaded = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-        self._modules = [module for module in loaded if module.__name__.partition(".")[0] != _OWN_PACKAGE]
+        self._packages: dict[str, list[ModuleType]] = {}
         self._places: dict[int, list[tuple[ModuleType, str]]] = {key: [] for key in self._functions}
-        for module in self._modules:
+        wanted = frozenset(self._places)
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType):
+                continue
+            package = module.__name__.partition(".")[0]
+            if package == _OWN_PACKAGE or package in _UNRELATED:
+                continue
+            self._packages.setdefault(package, []).append(module)
+            # Most modules hold none, which is seen sooner so than by a loop over their names.
+            if wanted.isdisjoint(map(id, vars(module).values())):
+                continue
             for name, value in list(vars(module).items()):
-                if id(value) in self._places:
+                if id(value) in wanted:
                     self._places[id(value)].append((module, name))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,8 @@ def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[st
         if value is not entry.ours:
             yield patch.target, value
         return
-    for module in loaded:
+    packages = dict.fromkeys([patch.package, *(name.partition(".")[0] for name in patch.holders)])
+    for module in chain.from_iterable(map(loaded.of, packages)):
         value = module.__dict__.get(patch.name)
         inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
         if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):
