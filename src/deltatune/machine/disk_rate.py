@@ -12,6 +12,8 @@ from .page_cache import PageCache
 
 # MLX reads a file by four threads, in pieces of about this size.
 _THREADS, _PIECE = 4, 16 * 2**20
+# A small file is known well when it has been read so often.
+_TIMES = 16
 
 
 def measured(file: Path, seconds: float = 1.0) -> float:
@@ -19,7 +21,7 @@ def measured(file: Path, seconds: float = 1.0) -> float:
 
     Args:
         file: The file, of which pieces at random places are read.
-        seconds: For how long.
+        seconds: For how long, unless all of the file has been read several times before.
     """
     size = file.stat().st_size
     cache, draw = PageCache([file]), random.Random(0)
@@ -28,7 +30,7 @@ def measured(file: Path, seconds: float = 1.0) -> float:
             started, read = time.monotonic(), 0
             pieces = [bytearray(min(_PIECE, size)) for _ in range(_THREADS)]
             with ThreadPoolExecutor(_THREADS) as pool:
-                while (passed := time.monotonic() - started) < seconds or not read:
+                while not read or ((passed := time.monotonic() - started) < seconds and read < _TIMES * size):
                     cache.drop()
                     places = [draw.randint(0, size - len(piece)) for piece in pieces]
                     read += sum(pool.map(lambda piece, at: os.preadv(source.fileno(), [piece], at), pieces, places))
