@@ -35,6 +35,7 @@ from mlx.utils import tree_flatten
 from packaging.version import Version
 
 import mlx_headers
+import numpy_threads
 import vision
 from deltatune.machine import blas
 from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
@@ -42,6 +43,7 @@ from other_models import other_model  # noqa: F401  (a fixture)
 from slowest_first import slowest_first
 
 mlx_headers.read_once(mlx_headers.kept_in(Path(sys.prefix)))
+numpy_threads.use_one()
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
