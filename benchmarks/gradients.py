@@ -51,8 +51,8 @@ def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
 
     from deltatune.lora import convert_to_lora
     from deltatune.options.config import LoraConfig, TrainConfig
+    from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
     from deltatune.train.setup import training
-    from deltatune.train.step import arrays, mean_loss_and_gradients
 
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
     _draw_adapters(model)

@@ -27,13 +27,13 @@ from mlx.utils import tree_flatten
 import processes
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.compiled import compiled
 from deltatune.train.setup import prepare, training
-from deltatune.train.step import arrays, mean_loss_and_gradients
 from machine import heading
 from recipe import write_tokenizer
 from trainers import Shape, batch_of, mlx_model

@@ -5,8 +5,8 @@ usage: python benchmarks/several_gpus.py [--ranks 2] [--rows 2 4] [--backends nc
 Every run is the whole Trainer in new processes, on the shape of Qwen3.5 0.8B with random bf16 weights and LoRA r=8 on
 every linear: first one process alone, then `mlx.launch` with each backend and the same number of rows per GPU. Before
 any figure, the losses of the ranks are compared in fp32 with those of one process that has the joined batch; a run
-whose losses differ gets no figure. For the first number of rows, NCCL is also timed with its messages in the stream of
-the computation instead of a stream of their own.
+whose losses differ gets no figure. For the first number of rows, NCCL is also timed with its messages in a stream of
+their own instead of the stream of the computation.
 Without a GPU, --tiny --backends ring tries the script on a CPU.
 """
 
@@ -31,8 +31,8 @@ from trainers import RANK, SCALE, SHAPES, Shape, mlx_model
 # The largest relative difference of fp32 losses that is allowed.
 ALLOWED = 1e-5
 WARM_UP, TIMED, COMPARED = 5, 20, 6
-# Further ways to run a backend: with its messages in the stream of the computation.
-WAYS = {"nccl": ["one stream"]}
+# Further ways to run a backend: with its messages in a stream of their own.
+WAYS = {"nccl": ["own stream"]}
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 
 
@@ -58,8 +58,9 @@ def work(task: dict[str, Any]) -> None:
     from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
 
-    if task["way"] == "one stream":
-        distributed.own_stream = lambda backend: mx.default_stream(mx.default_device())
+    if task["way"] == "own stream":
+        own_stream = mx.new_stream(mx.gpu)
+        distributed.stream_of = lambda backend: own_stream
     world = distributed.World()
     model = mlx_model(shape)
     draw = np.random.default_rng(0)

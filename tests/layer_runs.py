@@ -14,6 +14,7 @@ from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import frozen_tower
 from deltatune.ops.random_state import drawing_with
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
@@ -22,7 +23,6 @@ from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
 from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
-from deltatune.train.step import arrays, mean_loss_and_gradients
 from deltatune.train.tree import leaves
 from deltatune.train.updates.routers import real_lengths, router_losses
 

@@ -15,7 +15,7 @@ from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train import setup
-from deltatune.train.step import arrays, loss_of
+from deltatune.train.batch_loss import arrays, loss_of
 
 
 def options(model: Path, folder: Path, target: Path, **more: Any) -> list[str]:

@@ -16,8 +16,8 @@ from deltatune.ops.pieces import Carry
 from deltatune.ops.tracing.known_masks import MaskRule, remember
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import whole_rows
+from deltatune.train.batch_loss import mean_loss_and_gradients
 from deltatune.train.setup import prepare, training
-from deltatune.train.step import mean_loss_and_gradients
 from model_gradients import relative_errors, rounding_bound
 
 B, T = 2, 200

@@ -18,7 +18,7 @@ from deltatune.models.vocabulary import token_tables
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import ours, seeded
 from deltatune.selftest.parity.cases import CASES, LOSS_TOLERANCE
-from deltatune.train.step import chunked_loss
+from deltatune.train.batch_loss import chunked_loss
 
 pytestmark = [
     pytest.mark.oracle,

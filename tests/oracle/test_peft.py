@@ -243,8 +243,9 @@ def vision_loss(model: nn.Module, rows) -> float:
     from deltatune.options.config import TrainConfig
     from deltatune.patches import patched
     from deltatune.selftest.parity.vision_ours import as_batch
+    from deltatune.train.batch_loss import chunked_loss
     from deltatune.train.distributed import World
-    from deltatune.train.step import Step, chunked_loss
+    from deltatune.train.step import Step
     from deltatune.train.updates.optimizer import build_optimizer
 
     with patched(model):

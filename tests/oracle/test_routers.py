@@ -10,7 +10,7 @@ from test_peft import TOKENS, saved, theirs_loaded
 from deltatune.data.batches.batch import Batch
 from deltatune.models.load import load_model
 from deltatune.patches import patched
-from deltatune.train.step import arrays, full_loss, mean_loss_and_gradients
+from deltatune.train.batch_loss import arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.updates.routers import RouterLosses, real_lengths
 
 pytestmark = [

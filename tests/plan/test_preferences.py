@@ -12,10 +12,11 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape, blank_batch
+from deltatune.train.batch_loss import LossFunction
 from deltatune.train.distributed import World
 from deltatune.train.preferences.loss import full_token_losses
 from deltatune.train.setup import prepare, training
-from deltatune.train.step import LossFunction, Step
+from deltatune.train.step import Step
 from deltatune.train.updates.optimizer import build_optimizer
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")

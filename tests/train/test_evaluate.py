@@ -7,10 +7,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from deltatune.data import BatchOrder
 from deltatune.patches import patched, served
+from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluate import Evaluation, evaluating
 from deltatune.train.setup import choose_loss
-from deltatune.train.step import full_loss
 
 
 @pytest.fixture

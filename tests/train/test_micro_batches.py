@@ -180,15 +180,16 @@ def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
     monkeypatch.undo()
 
     class Ranks(World):
-        def __init__(self):
-            self.size = 2
+        def __init__(self, backend):
+            self.size, self.backend = 2, backend
 
     config, active = TrainConfig(), TrainConfig(expert_updates="active")
     for device, expected in (("cpu", False), ("metal", False), ("cuda", True)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert may_start_early(World(), config) is expected
     assert not may_start_early(World(), active)
-    assert not may_start_early(Ranks(), config)
+    assert may_start_early(Ranks("nccl"), config)
+    assert not may_start_early(Ranks("ring"), config)
 
 
 def test_long_iterations_do_not_start_early(make_trainer, early_starts, monkeypatch):

@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
+from deltatune.train.batch_loss import full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
-from deltatune.train.step import Step, full_loss, mean_loss_and_gradients
+from deltatune.train.step import Step
 from deltatune.train.tree import from_host
 from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer
 

@@ -30,10 +30,10 @@ from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
+from ..train.batch_loss import loss_of
 from ..train.by_layer.stored_weights import StoredWeights
 from ..train.evaluate import evaluating, inferring
 from ..train.setup import Run, training
-from ..train.step import loss_of
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .placement import Placed, PlannedPass, chosen, refusing_layouts

@@ -24,10 +24,11 @@ from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
 from ..train.distributed import World
 from ..train.setup import Training, build_step, training
-from ..train.step import Arrays, Step, Sums, arrays
+from ..train.step import Step, Sums
 from ..train.tree import leaves
 from ..train.updates.expert_updates import ExpertGradients
 from ..train.updates.optimizer import build_optimizer

@@ -18,6 +18,7 @@ from ..layers import gated_delta_layers
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
 from ..patches.whole_rows import whole_rows
+from .batch_loss import Arrays, LossFunction, arrays, loss_of
 from .by_layer.layer_step import by_layers
 from .by_layer.layer_weights import LayerWeights
 from .compiled import compiled
@@ -26,7 +27,6 @@ from .ending.nonfinite import refuse_damaged
 from .preferences.figures import line, means
 from .reports.screen import Screen
 from .setup import Run, training
-from .step import Arrays, LossFunction, arrays, loss_of
 from .tree import number
 
 

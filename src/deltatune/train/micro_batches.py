@@ -4,10 +4,14 @@ An NVIDIA GPU waits for the CPU, which builds and launches thousands of operatio
 iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
 for nothing but the first one's update, and changes neither parameters nor optimizer. If the first one fails, or the run
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
+
+Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. While a rank waits
+for the others, its update can be undone: if one of them has died, the state before the update is saved.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,6 +23,7 @@ from ..machine import backend
 from ..options.config import TrainConfig
 from .distributed import World
 from .ending.early_end import Ending
+from .ending.interrupt import StoppedError
 from .reports.result import Advance
 from .saved.saving import Saving
 from .step import Step, Sums
@@ -61,6 +66,8 @@ class MicroBatches:
         self._started: _Started | None = None
         trained = sum(leaf.nbytes for _, leaf in leaves(step.model.trainable_parameters()))
         self._can_start_early = may_start_early(world, config) and trained <= MOST_TRAINED
+        # Experts that are updated in place cannot be put back.
+        self._can_undo = world.size > 1 and config.expert_updates != "active" and trained <= MOST_TRAINED
 
     def advance(self, batch: Batch, starts_next: bool) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
@@ -80,13 +87,16 @@ class MicroBatches:
         # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
         # unchanged.
         if early:
-            mx.async_eval(loss, weight, saving.sums)
+            with self._waiting():
+                mx.async_eval(loss, weight, saving.sums)
         else:
             with self._ending.waiting():
                 mx.eval(loss, weight, saving.sums)
         progress.micro_batches += 1
         norm = None
         if completes:
+            if self._can_undo:
+                saving.before = self._step.before_update()
             saving.updating = True
             norm = self._step.update(*saving.sums)
             # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
@@ -97,14 +107,22 @@ class MicroBatches:
             # All numbers travel in one message with the update, which saves a round trip for each.
             asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
             numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
-        evaluate = mx.async_eval if early else mx.eval
-        evaluate(self._step.parameters(), self._step.optimizer.state, norm, numbers)
+        with self._waiting():
+            (mx.async_eval if early else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm, numbers)
         if early:
             self._start_next(completes)
+            with self._waiting():
+                mx.eval(numbers)
         values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]
         if world.size == 1:
             values[2:2] = [tokens, self._ending.stop.asked]
         return Advance(tuple(values), None if norm is None else number(norm))
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Let another thread save while this one may wait for ranks that have died, if the last update can be saved."""
+        saving = self._saving
+        can_save = saving.before is not None or not saving.updating
+        return self._ending.waiting() if self._world.size > 1 and can_save else nullcontext()
 
     def _taken(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
         """Return the losses, weights and gradients of `batch`, which may have been started already."""
@@ -132,16 +150,21 @@ class MicroBatches:
         try:
             results = self._launched(batch, accumulated, self._saving.progress.iteration + 1)
             figures = self._step.figures
-            mx.async_eval(results, figures)
+            with self._waiting():
+                mx.async_eval(results, figures)
+        except StoppedError:
+            raise
         except Exception as error:  # noqa: BLE001  (it is raised in _taken)
             results, problem = None, error
         self._started = _Started(batch, results, figures, problem)
 
 
 def may_start_early(world: World, config: TrainConfig) -> bool:
-    """Whether iterations may be started early: on one NVIDIA GPU, if no update waits for which experts had tokens.
+    """Whether iterations may be started early: on NVIDIA GPUs, if no update waits for which experts had tokens.
 
-    A step by layers is computed when it returns, so that nothing is gained.
+    A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
+    for which a message waits until all that was started has been computed.
     """
+    connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None
-    return backend.device() == "cuda" and world.size == 1 and config.expert_updates != "active" and not by_layers
+    return backend.device() == "cuda" and connected and config.expert_updates != "active" and not by_layers

@@ -42,12 +42,13 @@ from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
+from .batch_loss import Arrays, LossFunction, chunked_loss, full_loss
 from .distributed import World
 from .learned_positions import check_positions
 from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
-from .step import Arrays, LossFunction, Step, chunked_loss, full_loss
+from .step import Step
 from .tree import leaves
 from .updates.optimizer import UpdateOptions
 from .updates.routers import router_losses

@@ -5,176 +5,26 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
-import numpy as np
 from mlx.utils import tree_map
 
 from ..data import Batch
-from ..layers import logits_of
 from ..lora.linear import factor_dtypes
-from ..lora.together import together
 from ..machine import backend
 from ..models.vision.frozen_tower import frozen_tower
-from ..models.vision.inputs import VisionBatch
-from ..models.vision.split import VisionArrays, vision_arrays
-from ..ops.cross_entropy import linear_cross_entropy
-from ..ops.experts import routing
-from ..ops.functional import differentiated_once, undisturbed
 from ..ops.random_state import drawing_with
-from ..ops.segments import segments
-from ..ops.tracing import side_outputs
+from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import compiled
 from .distributed import World
-from .tree import from_host, leaves, number, places
+from .tree import leaves, number, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
 from .updates.expert_updates import ActiveExperts, ExpertGradients
 from .updates.routers import FIGURES, RouterLosses, real_lengths
-
-# A step on images is compiled for at most this many numbers of positions.
-_POSITION_COUNTS = 4
-
-# (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
-# model's loss takes the images as a fourth argument, VisionArrays. A preference loss takes the preferences as its last
-# argument, counts them in the second sum, and returns a third array, [2, figures] (preferences/loss.py).
-LossFunction = Callable[..., tuple[mx.array, ...]]
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None, dict[str, mx.array] | None]
-# The arrays of a PreferenceBatch that a step reads.
-_PREFERENCE_ARRAYS = ("documents", "present", "desirable", "reference", "tokens", "lengths")
-
-
-def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
-    """Make a cross-entropy loss that never holds the logits of all tokens at once.
-
-    Args:
-        backbone: The model up to its head: inputs [B, T] (and images) -> hidden states [B, T, D].
-        head: Its head: hidden states -> logits.
-    """
-
-    def loss(
-        inputs: mx.array, targets: mx.array, weights: mx.array, *images: VisionArrays
-    ) -> tuple[mx.array, mx.array]:
-        hidden = backbone(inputs, *images)
-        if images and "counted" in images[0]:
-            at = images[0]["counted"]
-            hidden, targets, weights = (x.reshape(-1, *x.shape[2:])[at] for x in (hidden, targets, weights))
-        return linear_cross_entropy(head, hidden, targets, weights)
-
-    return loss
-
-
-def full_loss(model: nn.Module) -> LossFunction:
-    """Make a cross-entropy loss over all logits of `model` at once, for a model whose head cannot be split off."""
-
-    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        losses = nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
-        return (losses * weights).sum(), weights.sum()
-
-    return loss
-
-
-def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
-    """Convert a batch to MLX arrays: inputs, targets, weights, and segments, images and preferences (each or None).
-
-    Args:
-        batch: The batch.
-        tower: A frozen vision tower, which is then run here and not in the step.
-    """
-    packed = None if batch.segments is None else mx.array(batch.segments)
-    images = None
-    if batch.images is not None:
-        images = vision_arrays(batch.images, tower)
-        counted = counted_positions(batch.weights)
-        images |= {} if counted is None else {"counted": mx.array(counted)}
-    preferences = None
-    if batch.preferences is not None:
-        preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
-    inputs, targets, weights = from_host(batch.inputs, batch.targets, batch.weights)
-    return inputs, targets, weights, packed, images, preferences
-
-
-def counted_positions(weights: np.ndarray) -> np.ndarray | None:
-    """Return the positions that need logits: those whose weight is not 0, which excludes images and prompts.
-
-    Other positions fill the result up to a multiple of a quarter of all, so that only few shapes are compiled.
-
-    Args:
-        weights: The weights of the targets, [B, T].
-
-    Returns:
-        Positions in the flattened batch, ascending, int32; None if all positions would be returned.
-    """
-    quarter = max(weights.size // _POSITION_COUNTS, 1)
-    counted = np.flatnonzero(weights)
-    size = max(-(-len(counted) // quarter), 1) * quarter
-    if size >= weights.size:
-        return None
-    others = np.flatnonzero(weights.reshape(-1) == 0)[: size - len(counted)]
-    return np.sort(np.concatenate([counted, others])).astype(np.int32)
-
-
-def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, ...]:
-    """Compute `loss` on a batch; return the sum of losses, the sum of weights, and a preference loss's figures."""
-    inputs, targets, weights, packed, *more = batch
-    with segments(packed):
-        return loss(inputs, targets, weights, *(array for array in more if array is not None))
-
-
-def mean_loss_and_gradients(
-    model: nn.Module,
-    loss: LossFunction,
-    batch: Arrays,
-    parameters: Any = None,
-    routers: RouterLosses | None = None,
-    lengths: mx.array | None = None,
-) -> tuple[Any, ...]:
-    """Compute the loss of a batch and the gradients of its mean.
-
-    Args:
-        model: The model.
-        loss: The loss.
-        batch: The batch.
-        parameters: What the model uses in the place of its trainable parameters, and what is differentiated by.
-        routers: What is added to the mean for the routers of a mixture; None for a model without routers.
-        lengths: With `routers`, how many positions of each row hold tokens, [B].
-
-    Returns:
-        The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are;
-        then the figures of a preference loss and of routers, as one array [2, figures].
-    """
-    inputs, packed = batch[0], batch[3]
-
-    def mean(parameters: Any) -> tuple[mx.array, ...]:
-        model.update(parameters)
-        with side_outputs.collecting(routers is not None) as sums:
-            total, weight, *figures = loss_of(loss, batch)
-        quotient = total / mx.where(weight > 0, weight, 1.0)
-        if routers is not None:
-            added, reported = routers.of(sums, weight)
-            quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
-        return quotient, total, weight, *figures
-
-    trainable = model.trainable_parameters()
-    watching: Any = nullcontext()
-    if routers is not None and lengths is not None:
-        watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
-    # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs: in
-    # trainable arrays, and in others that a layer replaces while it runs, as Gemma 3n clips weights.
-    try:
-        with undisturbed(model), segments(packed), watching, differentiated_once(), together(model):
-            (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
-                trainable if parameters is None else parameters
-            )
-    finally:
-        # Arrays in lists within a module, which undisturbed() leaves.
-        model.update(trainable)
-    return total, weight, gradients, *figures
 
 
 class Sums(NamedTuple):
@@ -189,6 +39,20 @@ class Sums(NamedTuple):
     gradients: Any
     loss: mx.array
     weight: mx.array
+
+
+class BeforeUpdate(NamedTuple):
+    """What an update replaces.
+
+    Attributes:
+        parameters: The trainable parameters, by path.
+        joined: The bundles, and those of the parameters that are parts of them.
+        optimizer: The optimizer's state.
+    """
+
+    parameters: dict[str, mx.array]
+    joined: tuple[list[mx.array], dict[str, mx.array]]
+    optimizer: dict[str, Any]
 
 
 class Step:
@@ -332,6 +196,18 @@ class Step:
         others, parts, norm, experts = self._update(others, gradients, loss, weight)
         self._replace(others, parts)
         return norm, ExpertGradients(*experts)
+
+    def before_update(self) -> BeforeUpdate:
+        """Return what the next update replaces, so that undo() can put it back."""
+        parameters = {path: place.array for path, place in self._places.items()}
+        return BeforeUpdate(parameters, self._joined, tree_map(lambda leaf: leaf, self.optimizer.state))
+
+    def undo(self, before: BeforeUpdate) -> None:
+        """Put back what updates have replaced since before_update()."""
+        for path, array in before.parameters.items():
+            self._places[path].array = array
+        self._joined = before.joined
+        updates.restore(self.optimizer, before.optimizer)
 
     def finish_update(self, experts: ExpertGradients) -> None:
         """Update the experts that had tokens."""

@@ -11,8 +11,8 @@ from deltatune.models.vision.inputs import Picture, token_positions, vision_batc
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
+from deltatune.train.batch_loss import arrays, counted_positions, mean_loss_and_gradients
 from deltatune.train.setup import choose_loss, prepare
-from deltatune.train.step import arrays, counted_positions, mean_loss_and_gradients
 
 pytest.importorskip("mlx_vlm")
 

@@ -19,7 +19,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import ours, recording, seeded
 from deltatune.selftest.parity.cases import RANK, SCALE, STEPS, Adapters, ParityCase, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
-from deltatune.train.step import chunked_loss
+from deltatune.train.batch_loss import chunked_loss
 
 # The cases whose recordings `make test` replays, and how many of their steps: one with experts, one without.
 REPLAYED = ("qwen3_5_moe", "kimi_linear")

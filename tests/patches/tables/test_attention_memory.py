@@ -18,10 +18,10 @@ from deltatune.ops.segments import segments
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
+from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare
-from deltatune.train.step import full_loss
 
 pytestmark = [
     pytest.mark.any_blas,

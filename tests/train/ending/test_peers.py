@@ -51,7 +51,6 @@ def message(done):
 
 
 def test_a_killed_rank_is_named_once_and_the_others_save(killed, two_ranks):
-    # At the start of an iteration no update is being made, during which nothing could be saved.
     done, was_killed = killed(two_ranks | {"iters": 10**5, "save_every": 10**5}, 1, 5.0)
     assert was_killed
     assert "rank 1 of 2 ended before the run did" in message(done)
@@ -69,6 +68,52 @@ def test_one_of_two_others_speaks_for_both(killed, two_ranks):
     assert re.search(r"no state was saved yet in .*, so the same command starts from the begin", message(done))
     for rank in (1, 2):
         assert f"Node with rank {rank} exited with code 2" in done.stdout + done.stderr
+
+
+# Rank 1 kills itself as it makes its third update, which rank 0 has begun or is about to begin. With "early", iterations
+# start early as they do on NVIDIA GPUs.
+KILLED_IN_AN_UPDATE = """
+import os, signal, sys
+import deltatune
+from deltatune.train import iterations, micro_batches
+from deltatune.train.step import Step
+
+if sys.argv[1] == "early":
+    micro_batches.may_start_early = lambda *_: True
+    iterations.LONGEST = 1e9
+plain, made, started, start_next = Step.update, [], [], micro_batches.MicroBatches._start_next
+
+def update(self, *sums):
+    made.append(self)
+    if self._world.rank == 1 and len(made) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, *sums)
+
+def start(self, after_update):
+    start_next(self, after_update)
+    if not started:
+        print("started early", flush=True)
+    started.append(self)
+
+Step.update, micro_batches.MicroBatches._start_next = update, start
+from deltatune.cli import main
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["early", "in turn"])
+def test_a_rank_that_dies_during_an_update_costs_no_iteration(launch, two_ranks, tmp_path, mode):
+    """What rank 0 had replaced by then is put back, so that what it saves is one state."""
+    options = two_ranks | {"iters": 8, "save_every": 100, "steps_per_report": 100}
+    done = launch(options, program=KILLED_IN_AN_UPDATE, before=(mode,))
+    assert ("started early" in done.stdout) == (mode == "early")
+    assert "the state after iteration 4 is saved in" in message(done)
+    if mode == "early":
+        again = launch(options, "--resume")
+        assert "Resuming after iteration 4 of 8" in again.stdout, again.stderr
+        whole = launch(options | {"adapter_path": str(tmp_path / "whole")})
+        assert "Iter 8/8" in whole.stdout, whole.stderr
+        assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from deltatune.errors import UserError
 from deltatune.lora.linear import LoRALinear
 from deltatune.machine.compiling import without_kernels
 from deltatune.options.config import TrainConfig
+from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.setup import build_step
-from deltatune.train.step import full_loss
 from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
 
 RATE, RATIO = 0.01, 16.0

@@ -17,9 +17,9 @@ from deltatune.ops import pieces
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
+from deltatune.train.batch_loss import arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
 from deltatune.train.setup import build_step
-from deltatune.train.step import arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.updates.optimizer import build_optimizer
 from deltatune.train.updates.routers import RouterLosses, real_lengths, router_losses
 from families import FAMILIES as FAMILY_OPTIONS

@@ -19,8 +19,9 @@ from ...models.head import split_head
 from ...models.load import load_model
 from ...options.config import LoraConfig, TrainConfig
 from ...patches import patched
+from ...train.batch_loss import LossFunction, chunked_loss
 from ...train.distributed import World
-from ...train.step import LossFunction, Step, chunked_loss
+from ...train.step import Step
 from ...train.tree import at, number
 from ...train.updates.optimizer import build_optimizer
 from . import seeded

@@ -13,10 +13,10 @@ from ...data import Batch, Example, collate
 from ...data.preferences.complete import completed
 from ...data.preferences.preference import Preference, lay_out
 from ...options.config import TrainConfig
+from ...train.batch_loss import LossFunction, arrays
 from ...train.preferences.answers import answers_of
 from ...train.preferences.loss import TokenLosses, chunked_token_losses, preference_loss
 from ...train.preferences.objectives import objective_of
-from ...train.step import LossFunction, arrays
 from .cases import STEPS, Adapters, ParityRun
 from .families import Config, Weights
 from .ours import adapt, load, parts, train

@@ -10,7 +10,7 @@ from ...data import Batch
 from ...models.load import load_vision_tower
 from ...models.vision.inputs import Picture, VisionSpec, single_frames, token_positions, vision_batch
 from ...models.vision.split import split_vision, vision_spec
-from ...train.step import LossFunction, chunked_loss
+from ...train.batch_loss import LossFunction, chunked_loss
 from .cases import Adapters, ParityRun
 from .families import Config, Weights
 from .ours import from_save, install, train

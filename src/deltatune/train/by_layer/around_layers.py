@@ -16,8 +16,8 @@ import mlx.nn as nn
 from ...models.vision.tower import TowerInputs, run_tower
 from ...ops.functional import undisturbed
 from ...ops.random_state import drawing_with
+from ..batch_loss import Arrays, LossFunction
 from ..compiled import compiled
-from ..step import Arrays, LossFunction
 from ..tree import Place
 from ..updates.routers import RouterLosses
 from .layer_calls import Recorder

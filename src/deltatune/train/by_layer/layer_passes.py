@@ -25,7 +25,7 @@ from ...ops.random_state import drawing_with
 from ...ops.segments import segments
 from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
-from ..step import Arrays, LossFunction, loss_of
+from ..batch_loss import Arrays, LossFunction, loss_of
 from ..tree import leaves, places
 from ..updates.routers import RouterLosses
 from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures

@@ -15,9 +15,10 @@ from ...data.batches.packing import row_capacity
 from ...errors import UserError
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
+from ..batch_loss import Arrays
 from ..compiled import compiled
 from ..setup import Training, with_loss
-from ..step import Arrays, Step
+from ..step import Step
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
 

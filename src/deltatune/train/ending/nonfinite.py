@@ -18,9 +18,9 @@ from ...errors import UserError
 from ...lora.adapter import Adapter
 from ...lora.new_rows import GrownTable
 from ...ops.functional import is_finite
+from ..batch_loss import LossFunction, arrays, mean_loss_and_gradients
 from ..by_layer.layer_passes import LayerPasses
 from ..by_layer.layer_weights import LayerWeights
-from ..step import LossFunction, arrays, mean_loss_and_gradients
 from ..tree import leaves
 
 # A layer to watch: its name in messages, and its module.

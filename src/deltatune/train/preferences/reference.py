@@ -20,13 +20,13 @@ import numpy as np
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
 from ...options.config import TrainConfig
+from ..batch_loss import arrays, loss_of
 from ..compiled import compiled
 from ..distributed import World
 from ..evaluate import evaluating
 from ..reports.screen import Screen
 from ..saved.state import write_atomically
 from ..setup import Training, batch_order
-from ..step import arrays, loss_of
 from .answers import answers_of
 
 _Parts = Mapping[str, tuple[BatchOrder, Sequence[Preference]]]

@@ -16,7 +16,7 @@ from ...machine import blas
 from ...ops.trial.rankings import Rankings
 from ..distributed import World
 from ..reports.log import Metrics
-from ..step import Step, Sums
+from ..step import BeforeUpdate, Step, Sums
 from ..updates.optimizer import restore
 from . import state
 from .outputs import Outputs
@@ -46,6 +46,7 @@ class Saving:
         sums: This rank's sums since the last update.
         saved: The iteration after which the state was last saved; -1 if it never was.
         updating: Whether an update is being made, so that the parameters may be partly updated.
+        before: What that update replaces, where it can be undone.
         metrics: The metrics of the run, on rank 0.
         after: Is called on rank 0 after each save.
     """
@@ -64,6 +65,7 @@ class Saving:
         self._outputs, self._world, self._identity, self._chosen = outputs, world, identity, chosen
         self.sums = self._no_sums()
         self.saved, self.updating = -1, False
+        self.before: BeforeUpdate | None = None
         self.metrics: Metrics | None = None
         self.after: Callable[[], None] = lambda: None
         # Whether the state file that the next save replaces is undamaged.
@@ -79,7 +81,7 @@ class Saving:
         """Reset the accumulated sums, after every update."""
         self.sums = self._no_sums()
         self.progress.micro_batches = 0
-        self._start, self.updating = None, False
+        self._start, self.updating, self.before = None, False, None
 
     def note_start(self) -> None:
         """Remember the progress if an accumulation begins here."""
@@ -120,10 +122,13 @@ class Saving:
         """Return to the state after the last update and save it on rank 0. No rank waits for another.
 
         Raises:
-            RuntimeError: If an update is being made, so that parameters and optimizer may not fit together.
+            RuntimeError: If an update is being made that cannot be undone: parameters and optimizer may then not fit
+                together.
             UserError: If the file system refuses.
         """
-        if self.updating:
+        if self.before is not None:
+            self._step.undo(self.before)
+        elif self.updating:
             raise RuntimeError("an update was being made; the state that was saved before it is still there")
         if self._start is not None:
             # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
