@@ -21,8 +21,8 @@ import processes
 import trainers
 from machine import heading
 
-# The tokens of the shorter of two runs of the batch decoder, and how many times as many more the longer one has.
-_FIRST, _MORE = 8, 4
+# The steps of the batch decoder before it is timed, in which the step is compiled.
+_WARM_UP = 4
 
 
 def decode(model: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
@@ -49,18 +49,28 @@ def decode(model: Any, prompts: list[list[int]], tokens: int) -> tuple[float, fl
 
 
 def decode_together(model: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
-    """The same by the batch decoder: two runs, whose difference is the time of further tokens."""
+    """The same by the batch decoder, from when the tokens of one step are read to when those of the last one are."""
     from deltatune.models.batch_decoder import BatchDecoder
 
-    rows, seconds, answers = len(prompts), [], []
-    for count in (_FIRST, _FIRST + _MORE * tokens):
-        decoder = BatchDecoder(model, rows, (), count)
-        started = time.perf_counter()
-        answers = decoder.run(prompts)
-        seconds.append(time.perf_counter() - started)
-    step = (seconds[1] - seconds[0]) / (_MORE * tokens)
+    class Timed(BatchDecoder):
+        """Notes when prompts have been read, and when the tokens of each step are read."""
+
+        def _decode(self, enough: int) -> None:
+            times.append(time.perf_counter())
+            super()._decode(enough)
+
+        def _take(self, tokens: mx.array) -> None:
+            super()._take(tokens)
+            times.append(time.perf_counter())
+
+    import mlx.core as mx
+
+    rows, times = len(prompts), [time.perf_counter()]
+    answers = Timed(model, rows, (), _WARM_UP + tokens).run(prompts)
+    # The last step is one that nobody needs, started before its predecessor's tokens were read.
+    started, prompted, steps = times[0], times[1], times[2 + _WARM_UP : -1]
     found = [list(step) for step in zip(*answers, strict=True)]
-    return rows * len(prompts[0]) / (seconds[0] - _FIRST * step), rows / step, found
+    return rows * len(prompts[0]) / (prompted - started), rows * (len(steps) - 1) / (steps[-1] - steps[0]), found
 
 
 def main() -> None:

@@ -157,6 +157,36 @@ def watched_card() -> Iterator[None]:
     print(f"             the driver counted {most * 2**20 / 1e9:.2f} GB on the card at most", flush=True)
 
 
+# Takes so many bytes of the GPU's memory, says so, and holds them until its input ends.
+TAKES = """
+import ctypes, sys
+driver, context, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+free, total = ctypes.c_size_t(), ctypes.c_size_t()
+driver.cuInit(0)
+driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+driver.cuCtxSetCurrent(context)
+driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+size = free.value - int(sys.argv[1])
+if driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
+    raise SystemExit("the GPU refused")
+print(f"another program holds {size / 1e9:.2f} GB of the card", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def smaller_card(free: float | None) -> Iterator[None]:
+    """Within the context another program holds all of the GPU's memory but so many bytes."""
+    if free is None:
+        yield
+        return
+    command = [sys.executable, "-c", TAKES, str(int(free))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        print(f"    {process.stdout.readline().strip()}", flush=True)
+        yield
+
+
 def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, memory: str | None) -> None:
     """Run `deltatune train`, and print what it says of its memory, its disk and its speed, when it says it."""
     folder.mkdir()
@@ -183,7 +213,7 @@ def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, m
     started = time.perf_counter()
     last: deque[str] = deque(maxlen=30)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with watched_card(), subprocess.Popen(command, **streams) as process:
+    with watched_card(), smaller_card(options.card), subprocess.Popen(command, **streams) as process:
         stop = threading.Timer(options.seconds, process.kill)
         stop.start()
         assert process.stdout is not None
@@ -212,6 +242,7 @@ def main() -> None:
     parser.add_argument("--from", dest="source", choices=SOURCES, default="plan", help="where layers come from")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--all-on-disk", action="store_true", help="leave all layers on the disk, whatever is planned")
+    parser.add_argument("--card", type=float, help="leave so many bytes of the GPU free, as a smaller card has them")
     parser.add_argument("--seconds", type=float, default=150, help="of one training")
     parser.add_argument("--folder", type=Path, nargs="+", default=[Path(tempfile.gettempdir())], help="of the layers")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint there, and use one that was kept")

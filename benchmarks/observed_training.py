@@ -25,6 +25,8 @@ from deltatune.plan import placement
 from deltatune.train.by_layer import stored_weights
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.reports.reporting import Reporting
+from driver_counts import DriverCounts
+from machine import gpu
 
 SOURCES = ("plan", "disk", "cache", "host")
 
@@ -58,6 +60,7 @@ class Observed:
     def __init__(self) -> None:
         self._weights: LayerWeights | None = None
         self._waited, self._read, self._count = 0.0, 0, 0
+        self._counts = DriverCounts() if gpu() is not None else None
 
     def reading(self, made: Callable[..., None]) -> Callable[..., None]:
         """LayerWeights.__init__, of which the object is kept."""
@@ -83,6 +86,8 @@ class Observed:
                 line += f", waited {waited:.2f} s ({waited / seconds:.0%}), read {read / 1e9:.2f} GB"
                 line += f" ({read / seconds / 1e9:.2f} GB a second of the step)"
             print(line, flush=True)
+            if self._counts is not None:
+                print(f"memory: {self._counts.said()} GB", flush=True)
 
         return wrapped
 

@@ -71,6 +71,41 @@ class Driver:
         return self.status
 
 
+class Card:
+    """A driver whose GPU has 20 GB free; each call returns `status` if it is the one named."""
+
+    def __init__(self, refused=""):
+        self.refused, self.calls = refused, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == "cuMemGetInfo_v2":
+                arguments[0]._obj.value = 20 * 10**9
+            return int(name == self.refused)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "refused", ["", "cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"]
+)
+def test_a_plan_for_cuda_counts_what_is_free(monkeypatch, refused):
+    """Another program, or a screen, has the rest of the card; what this process has taken serves the run."""
+    card = Card(refused)
+    monkeypatch.setattr(nvidia, "_driver", lambda: card)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend, "gpu_memory", lambda: 24 * 10**9)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 10**9)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 5 * 10**8)
+    limits = device_limits.device_limits()
+    if refused:
+        assert (limits.bytes, limits.why_bytes) == (24 * 10**9, "the GPU's memory")
+    else:
+        assert (limits.bytes, limits.why_bytes) == (20 * 10**9, "the free memory of the GPU")
+        assert card.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+
+
 @pytest.mark.parametrize(
     ("driver", "taken"), [(Driver(0), True), (Driver(801), False), (None, False), (object(), False)]
 )

@@ -69,6 +69,19 @@ def driver_version() -> tuple[int, int]:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def free_memory() -> int | None:
+    """Return the bytes of the GPU's memory that no program has taken; None where the driver does not say."""
+    driver, context, free, total = _driver(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    if driver is None or driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
+        return None
+    if driver.cuCtxPushCurrent_v2(context):
+        return None
+    refused = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    driver.cuDevicePrimaryCtxRelease_v2(0)
+    return None if refused else free.value
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..machine import backend
+from ..machine import backend, nvidia
 from ..machine.container import container
 
 # The number in the message `[metal::malloc] Resource limit (499000) exceeded` of Apple GPUs.
 METAL_BUFFERS = 499_000
+# What CUDA takes during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
+CUDA_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class DeviceLimits:
 def device_limits() -> DeviceLimits:
     """The limits of MLX's default device.
 
-    Metal reports both limits and CUDA its memory. On a CPU the limit is the memory of the machine or the container.
+    Metal reports both limits. On CUDA arrays may take what is free of the GPU's memory, but for what CUDA needs.
+    On a CPU the limit is the memory of the machine or the container.
     """
     device = backend.device()
     if device == "cpu":
@@ -45,7 +48,17 @@ def device_limits() -> DeviceLimits:
         why = "the GPU's recommended working set"
         return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
     why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
-    return DeviceLimits(None, backend.gpu_memory() or None, why, "the GPU's memory")
+    size, why_bytes = _cuda_memory()
+    return DeviceLimits(None, size, why, why_bytes)
+
+
+def _cuda_memory() -> tuple[int | None, str]:
+    total, free = backend.gpu_memory(), nvidia.free_memory()
+    if free is None:
+        return total or None, "the GPU's memory"
+    # What this process has taken serves the run.
+    free += mx.get_active_memory() + mx.get_cache_memory()
+    return max(0, min(total, free) - CUDA_BYTES), "the free memory of the GPU"
 
 
 def _main_memory() -> tuple[int | None, str]:

@@ -33,6 +33,7 @@ from ..train.setup import Run
 from ..train.tree import leaves
 from . import arithmetic
 from .array_layout import ArrayLayout
+from .device_limits import device_limits
 from .fit import batch_shape, planned_step, shape
 from .forecast import forecast_step
 from .layers_on_disk import held, left_on_disk
@@ -284,6 +285,7 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
 
     Raises:
         TooLittleMemoryError: it is too little with all layers but two on the disk.
+        UserError: it is more than the device has.
     """
     layers = describe(model)
     sizes = tuple(
@@ -298,6 +300,12 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
         raise TooLittleMemoryError(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
             f"{size_above(least)}; give that or more, or {planned.smaller}."
+        )
+    limits = device_limits()
+    if limits.bytes is not None and placement.bytes > limits.bytes:
+        raise UserError(
+            f"memory: {size(memory)} is more than the {size(limits.bytes)} that arrays may take here "
+            f"({limits.why_bytes}), and {size(placement.bytes)} of it are planned; give --memory less."
         )
     return dataclasses.replace(placement, on_host=bool(streamed) and fits_on_host(placement.on_disk * ranks))
 

@@ -18,6 +18,7 @@ from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
+from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.by_layer.stored_weights import StoredWeights
@@ -299,6 +300,21 @@ def test_too_little_memory_is_said_by_plan_and_by_train(config, tmp_path, capsys
     assert trained.returncode == 2
     assert re.match(rf"deltatune: {said}", trained.stderr)
     assert not (tmp_path / "none" / "adapters.safetensors").exists()
+
+
+@pytest.mark.bad_input("`--memory` that is more than the device has")
+def test_more_memory_than_the_device_has_is_refused(config, least, capsys, monkeypatch):
+    """Unless the run needs less than that anyway."""
+    memory = least(config)
+    flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--max-seq-length", "32"]
+    flags += ["--num-layers", "4", "--rank", "2", "--memory", str(memory)]
+    for has, code in ((memory // 2, 2), (memory, 0)):
+        monkeypatch.setattr(placement, "device_limits", lambda has=has: DeviceLimits(None, has, "", "a test"))
+        assert main(["plan", *flags]) == code
+    monkeypatch.setattr(placement, "device_limits", lambda: DeviceLimits(None, memory // 2, "", "a test"))
+    assert main(["train", *flags]) == 2
+    said = r"memory: [\d.]+ MB is more than the [\d.]+ MB that arrays may take here \(a test\), and [\d.]+ MB of it are"
+    assert re.search(rf"^deltatune: {said} planned; give --memory less\.$", capsys.readouterr().err, re.M)
 
 
 def test_plan_says_what_is_read(config, least, capsys, monkeypatch):

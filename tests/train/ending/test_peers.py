@@ -70,8 +70,8 @@ def test_one_of_two_others_speaks_for_both(killed, two_ranks):
         assert f"Node with rank {rank} exited with code 2" in done.stdout + done.stderr
 
 
-# Rank 1 kills itself as it makes its third update, which rank 0 has begun or is about to begin. With "early", iterations
-# start early as they do on NVIDIA GPUs.
+# Rank 1 kills itself as it makes its third update, which rank 0 has begun or is about to begin. With "early",
+# iterations start early as they do on NVIDIA GPUs.
 KILLED_IN_AN_UPDATE = """
 import os, signal, sys
 import deltatune

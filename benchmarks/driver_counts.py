@@ -1,0 +1,54 @@
+"""Says what the memory on an NVIDIA card is, as MLX and as the driver count it, while a program runs."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import mlx.core as mx
+
+from deltatune.machine import nvidia
+
+# CUmemPool_attribute of CUDA's cuda.h: what the pool has of the card, and what of that is handed out.
+RESERVED, USED = 5, 7
+
+
+class DriverCounts:
+    """Looks often, in a thread, at what MLX's pool of memory holds, and keeps the moment of the most."""
+
+    def __init__(self) -> None:
+        driver, pool = nvidia.library(["libcuda.so.1"]), ctypes.c_void_p()
+        assert driver is not None
+        if driver.cuInit(0) or driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0):
+            raise SystemExit("NVIDIA's driver names no pool of memory.")
+        self._driver: Any = driver
+        self._pool, self._most = pool, (0, 0, 0, 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _attribute(self, kind: int) -> int:
+        value = ctypes.c_uint64()
+        self._driver.cuMemPoolGetAttribute(self._pool, ctypes.c_int(kind), ctypes.byref(value))
+        return value.value
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.01):
+            seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
+            self._most = max(self._most, seen)
+
+    def said(self) -> str:
+        """Return the counts at the moment of the most since the last call, in GB."""
+        (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
+        parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached}
+        return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+
+    def trim(self) -> None:
+        """Give back what the pool holds and has not handed out."""
+        self._driver.cuMemPoolTrimTo(self._pool, ctypes.c_size_t(0))
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        self._thread.join()
