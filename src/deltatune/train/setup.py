@@ -349,8 +349,7 @@ def training(
         config: The options of the run.
         compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
             documents do not influence each other.
-        checkpoints: What the backward pass computes again, which a plan has chosen because `config.grad_checkpoint`
-            is auto.
+        checkpoints: What a plan has chosen to compute again, where `config.grad_checkpoint` is auto.
 
     Raises:
         UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed

@@ -18,13 +18,13 @@ from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
 from deltatune.selftest.parity import ours, recording
 from deltatune.selftest.parity.cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun
-from deltatune.train import step
+from deltatune.train import batch_loss
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 # Most faults show by this step.
 FEW = 3
 _gated_delta = recurrence.gated_delta
-_cross_entropy = step.linear_cross_entropy
+_cross_entropy = batch_loss.linear_cross_entropy
 
 
 def shows(module: ModuleType, reference: recording.Recording, run: Callable[[pytest.MonkeyPatch], ParityRun]) -> bool:
@@ -95,7 +95,7 @@ def _padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(head: Any, hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         return _cross_entropy(head, hidden, targets, mx.ones_like(weights))
 
-    monkeypatch.setattr(step, "linear_cross_entropy", faulty)
+    monkeypatch.setattr(batch_loss, "linear_cross_entropy", faulty)
 
 
 def _adapter_scale(monkeypatch: pytest.MonkeyPatch) -> None:
