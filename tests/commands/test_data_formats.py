@@ -10,6 +10,7 @@ import yaml
 
 import data_formats
 from console import called, deltatune
+from deltatune.plan import fit
 
 # One case for each way into the data: Arrow files in training, a stream, a mapping in YAML, an array.
 TRIED = [
@@ -28,7 +29,9 @@ def cases(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=" ".join)
-def test_formats_of_data(cases, tried):
+def test_formats_of_data(cases, tried, monkeypatch):
+    # A plan looks for larger values that fit for 12 s.
+    monkeypatch.setattr(fit, "_SECONDS", 1.0)
     known, shown = cases
     command = deltatune if tried == TRIED[0] else called
     assert data_formats.problem(known[tried], command(*known[tried].arguments), shown) is None

@@ -122,8 +122,9 @@ def in_force(target: str) -> Function | None:
 def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
     """Replace every target, and look through the loaded modules once for all of them."""
     originals = [defined_function(records[0]) for records in targets if records[0].target not in _in_force]
-    replacements = [entry.ours for entry in _in_force.values()]
-    loaded = LoadedModules(function for function in originals + replacements if function is not None)
+    # What a module got since the last time may be either.
+    replaced = [function for entry in _in_force.values() for function in (entry.ours, entry.upstream)]
+    loaded = LoadedModules(function for function in originals + replaced if function is not None)
     for records in targets:
         _apply_target(records, report, loaded)
 
