@@ -171,7 +171,7 @@ class LayerPasses:
         lengths: mx.array | None = None,
         watch: Watch | None = None,
     ) -> tuple[Any, ...]:
-        """Return what step.mean_loss_and_gradients() does, computed.
+        """Return what batch_loss.mean_loss_and_gradients() does, computed.
 
         Args:
             batch: The batch.
