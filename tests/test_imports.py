@@ -1,6 +1,7 @@
 """Imports go one way and in no circle, only patches/ and models/ name upstream, and each name has one meaning."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -109,6 +110,35 @@ def test_what_is_too_long_is_found():
     nested = "class A:\n  if x:\n    def f():\n" + "      pass\n" * 59
     assert too_long("a.py", nested) == ["a.py:3: f has 60 lines"]
     assert not too_long("a.py", "def f():\n" + "    pass\n" * 58)
+
+
+def long_bodies(name: str, text: str) -> list[str]:
+    """Name the functions of a kernel's file that have 180 lines or more, from the first line of their declaration."""
+    long, start = [], 0
+    for number, line in enumerate(text.splitlines(), 1):
+        # Functions end with a brace alone, structs and what else is declared with a semicolon.
+        if start and line == "}" and number - start >= 179:
+            long.append(f"{name}:{start}: {number - start + 1} lines: split it by phase")
+        if line == "}" or (line[:1].strip() and line.endswith(";")):
+            start = 0
+        elif not start and re.match(r"[a-z_]", line):
+            start = number
+    return long
+
+
+def test_kernel_bodies_stay_short():
+    files = sorted((ROOT / "src" / "deltatune" / "ops" / "kernels").rglob("*.h"))
+    assert len(files) > 40
+    assert not [line for path in files for line in long_bodies(path.name, path.read_text("utf-8"))]
+
+
+def test_a_long_kernel_body_is_found():
+    body = "template <int C>\ninline void f(int x,\n              int y) {\n" + "  ++x;\n" * 176
+    assert long_bodies("a.h", f"using A = int;\n\n{body}}}\n") == ["a.h:3: 180 lines: split it by phase"]
+    assert not long_bodies("a.h", body.replace("++x;", "}", 1).removesuffix("  ++x;\n") + "}\n")
+    assert not long_bodies(
+        "a.h", "struct A {\n" + "  int x;\n" * 90 + "};\n" + "inline int f() {\n" + "\n" * 90 + "}\n"
+    )
 
 
 def test_no_two_public_classes_have_one_name():

@@ -1,6 +1,6 @@
 """The launches of the fused kernels for a gate per key channel, with the same functions as fused.py.
 
-The kernels are in ops/kernels/gated_delta/channel.h, which explains their outputs. fused_op.py calls the functions.
+The kernels are in ops/kernels/gated_delta/channel*.h, which explain their outputs. fused_op.py calls the functions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from .tiling import ChannelTiling, padded
 _FURTHER = ("solve", "scores", "factors")
 _SCALED = ("queries", "keys", "ends")
 PREPARED = (*_FURTHER, *_SCALED)
+# The blocks of the prepare kernel that fit on a multiprocessor in bf16: each mostly waits, so that more are faster.
+_PREPARE_RESIDENT = 3
 # channel.h calls what the files of kernels with one gate per head hold.
 _OF_SCANS = ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse")
-FILES = bodies(*_OF_SCANS, "gradient_slices", "gradient_gates", "gradients", "channel")
+_OF_GRADIENTS = ("gradient_slices", "gradient_gates", "gradients")
+FILES = bodies(*_OF_SCANS, *_OF_GRADIENTS, "channel", "channel_positions", "channel_gradients")
 
 PREPARE = replace(
     fused.PREPARE,
@@ -44,6 +47,9 @@ PREPARE = replace(
     files=FILES,
     arrays=(*PREPARE_ARRAYS, *PREPARED),
     memory="ChannelPrepareMemory",
+    groups=lambda tiling: tiling.prepare_groups,
+    bounded=True,
+    resident=_PREPARE_RESIDENT,
 )
 SCAN = replace(
     fused.SCAN,
@@ -51,15 +57,13 @@ SCAN = replace(
     files=FILES,
     sizes=("v_shape[1]",),
     arrays=("v", "mask", *_SCALED, "initial", *_FURTHER, *SCANNED),
-    memory_values=(*SCAN_MEMORY_VALUES, "true", "false"),
+    memory_values=(*SCAN_MEMORY_VALUES, "true"),
 )
 REVERSE = replace(
     SCAN,
     name="gated_delta_channel_reverse",
     sizes=("dy_shape[1]",),
     arrays=("dy", "mask", *_SCALED, "d_last", *_FURTHER, *REVERSED),
-    memory_values=(*SCAN_MEMORY_VALUES, "true", "true"),
-    bytes=lambda tiling: tiling.reverse_bytes,
 )
 GRADIENTS = DeltaKernel(
     name="gated_delta_channel_gradients",
@@ -88,7 +92,7 @@ def prepare(tiling: ChannelTiling, x: KernelInputs) -> Launch:
         "scores": triangle,
         "factors": ((*chunks, tiling.chunk + padded(tiling.key_size)), mx.float32),
         "queries": (rows, tiling.saved_dtype),
-        "keys": (rows, mx.float32),
+        "keys": (rows, tiling.saved_dtype),
         "ends": (rows, mx.float32),
     }
     return PREPARE.launch(tiling, x.named(*PREPARE_ARRAYS), outputs)

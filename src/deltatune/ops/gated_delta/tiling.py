@@ -211,6 +211,11 @@ class ChannelTiling(Tiling):
     """The sizes of a call with a gate per key channel, and how a machine divides it. A chunk has 16 or 32 positions."""
 
     @property
+    def prepare_groups(self) -> int:
+        """Groups in a block of the prepare kernel, which share the pairs of a chunk's tiles."""
+        return 4 * (self.chunk // 16)
+
+    @property
     def saved_stride(self) -> int:
         """Elements between rows of u or of R; states have no tails here."""
         return self.chunk + 8
@@ -221,12 +226,6 @@ class ChannelTiling(Tiling):
         return self.key_rows_bytes(self.chunk, 4)
 
     @property
-    def rough_key_bytes(self) -> int:
-        """Bytes of one chunk of scaled keys for rough products, which read only the high half of a pair of bf16."""
-        pairs = self.machine == "cuda" and self.dtype == mx.bfloat16
-        return self.scaled_key_bytes // 2 if pairs else self.scaled_key_bytes
-
-    @property
     def two_tile_bytes(self) -> int:
         """Bytes of prefix q, prefix k and suffix k, which a chunk of two tiles needs and one of one tile does not."""
         return 3 * 16 * self.key_stride * 4 * (self.chunk // 16 - 1)
@@ -235,39 +234,25 @@ class ChannelTiling(Tiling):
     def prepare_bytes(self) -> int:
         gates = 4 * self.chunk * padded(self.key_size)
         solve = 4 * self.triangle_elements + 8 * self.square_elements
-        return (
-            2 * self.key_chunk_bytes + gates + self.two_tile_bytes + solve + 2 * 68 * self.chunk + 4 * self.chunk + 16
-        )
-
-    def _scan_bytes(self, keys: int) -> int:
-        values = self.chunk * (self.slice + 8) * self.input_bytes
-        numbers = 4 * (self.chunk + padded(self.key_size))
-        queries = self.key_rows_bytes(self.chunk, self.saved_dtype.size)
-        stage = keys + queries + self.scaled_key_bytes + 8 * self.triangle_elements + values + numbers
-        return self.stages * stage + self.slice // 16 * self.strip_bytes + 16
+        return 2 * self.key_chunk_bytes + gates + self.two_tile_bytes + solve + 72 * self.chunk + 16
 
     @cached_property
     def scan_bytes(self) -> int:
-        """Bytes of shared memory per block of the forward scan."""
-        return self._scan_bytes(self.rough_key_bytes)
-
-    @cached_property
-    def reverse_bytes(self) -> int:
-        """Bytes of shared memory per block of the reverse scan."""
-        return self._scan_bytes(self.scaled_key_bytes)
+        """Bytes of shared memory per block of either scan."""
+        values = self.chunk * (self.slice + 8) * self.input_bytes
+        numbers = 4 * (self.chunk + padded(self.key_size))
+        queries_and_keys = 2 * self.key_rows_bytes(self.chunk, self.saved_dtype.size)
+        stage = queries_and_keys + self.scaled_key_bytes + 8 * self.triangle_elements + values + numbers
+        return self.stages * stage + self.slice // 16 * self.strip_bytes + 16
 
     @cached_property
     def gradient_bytes(self) -> int:
         c, width = self.chunk, padded(self.key_size)
         second_tile, columns = c // 16 - 1, _UNSTAGED_CHANNELS if self.unstaged else width
         products = 3 * (c + 16 * second_tile) * (columns + 4) * 4
-        pairs, by_channel = 2 * 16 * 24 * 4 * second_tile, (8 if self.unstaged else 20) * width
+        pairs, by_channel = 2 * 16 * 24 * 4 * second_tile, (8 if self.unstaged else 16 + c // 4) * width
         stages = max(self.stages * self.gradient_stage_bytes, products)
-        return stages + self.two_tile_bytes + pairs + 2 * 68 * c + 20 * c + by_channel + 16
-
-    @property
-    def largest_bytes(self) -> int:
-        return max(super().largest_bytes, self.reverse_bytes)
+        return stages + self.two_tile_bytes + pairs + 144 * c + 20 * c + by_channel + 16
 
 
 def _scan_slice(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tuple[int, int, int]:
@@ -365,18 +350,19 @@ def choose_channel_tiling(
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        first = _largest_full_slice(batch * value_heads, value_size)
+        first = _scan_slice(batch * value_heads, key_size, value_size, dtype)
         divisions = [
-            Division(chunk=chunk, slice=scan_rows, gradient_slice=rows, stages=2)
+            Division(chunk=chunk, slice=scan_rows, split=split, loaders=loaders, gradient_slice=rows, stages=2)
             for chunk in (32, 16)
-            for scan_rows in (first, 64, 32, 16)
-            for rows in slices
+            for scan_rows, split, loaders in (first, (64, 1, 0), (32, 1, 0), (16, 1, 0))
+            for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
         divisions += [Division(chunk=16, slice=16, gradient_slice=rows, stages=1, overlay=True) for rows in slices]
     for division in divisions:
-        if dtype == mx.float32 and machine == "metal" and division.chunk > 16:
+        chunk = division.chunk
+        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
             continue
-        tiling = ChannelTiling.made(sizes, division, machine, 8 if division.chunk == 32 else 4)
+        tiling = ChannelTiling.made(sizes, division, machine, 8 if chunk == 32 else 4)
         if tiling.fits:
             return tiling
     return None

@@ -95,15 +95,6 @@ inline Store stored_at(P* p, long block, int count) {
   return s;
 }
 
-// The part of a Wide matrix that rough products read: for bf16, its high plane.
-template <typename In> struct UpperOf { using type = Wide<In>; };
-template <> struct UpperOf<bf16> { using type = Single; };
-template <typename In> using Upper = typename UpperOf<In>::type;
-template <typename In, typename P>
-inline Upper<In> upper_at(P* p, long block, int count) {
-  return stored_at<Upper<In>>(p, block * (Wide<In>::bytes / Upper<In>::bytes), count);
-}
-
 struct Tile {
   float x[8];
   inline float get(int e) const { return x[e]; }

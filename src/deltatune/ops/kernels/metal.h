@@ -130,13 +130,6 @@ Stored<typename Store::element> stored_at(const device typename Store::element* 
   return Stored<typename Store::element>{const_cast<device typename Store::element*>(p) + block * count};
 }
 
-// The part of a Wide matrix that rough products read: all of it on Metal.
-template <typename In> using Upper = Wide<In>;
-template <typename In>
-Stored<float> upper_at(const device float* p, long block, int count) {
-  return stored_at<Wide<In>>(p, block, count);
-}
-
 // The row and the first column of a lane's two elements of an 8x8 simdgroup matrix.
 inline int fragment_row(int lane) {
   return ((lane >> 2) & 4) + ((lane >> 1) & 3);

@@ -11,9 +11,9 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
                            PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, true>;
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL>;
   using Room = Rooms<In, C, DK, CHANNEL>;
-  using Types = ScanTypes<In, CHANNEL, true>;
+  using Types = ScanTypes<In, CHANNEL>;
   constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8;
   constexpr int blocks = C / 16, key_tiles = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
@@ -45,7 +45,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, true, Memory>(
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, Memory>(
           loader, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
           chunks - 1 - coming);
     }

@@ -13,9 +13,9 @@ template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GRO
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
                         bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
                             GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL, false>;
+  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL>;
   using Room = Rooms<In, C, DK, CHANNEL>;
-  using Types = ScanTypes<In, CHANNEL, false>;
+  using Types = ScanTypes<In, CHANNEL>;
   constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8;
   constexpr int blocks = C / 16, key_tiles = padded(DK) / 16;
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
@@ -48,7 +48,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, false, Memory>(
+      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, Memory>(
           loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
           coming);
     }

@@ -1,10 +1,9 @@
 // The shared memory of both scans, and how chunks and states are copied there and back.
 
 // The shared memory of the two scans: STAGES times what they hold of a chunk, then the strips.
-template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool UNSTAGED, bool CHANNEL = false,
-          bool REVERSE = false>
+template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool UNSTAGED, bool CHANNEL = false>
 struct ScanMemory {
-  using Types = ScanTypes<In, CHANNEL, REVERSE>;
+  using Types = ScanTypes<In, CHANNEL>;
   static constexpr constant int k = 0;
   static constexpr constant int q = k + room_of<UNSTAGED, typename Types::keys, C, DK>();
   static constexpr constant int ends = q + room_of<UNSTAGED, typename Types::queries, C, DK>();
@@ -22,10 +21,10 @@ struct ScanMemory {
 };
 
 // Copies the K and Q of a chunk to shared memory. With one gate per head they are rows of the inputs; with a gate per
-// channel (the first flag; the second marks the reverse scan) they are blocks that the prepare kernel wrote.
+// channel (the flag) they are blocks that the prepare kernel wrote.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
           typename PE, typename Live>
-inline void load_keys(Flag<false>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+inline void load_keys(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
                       PE, Live live, long, long row) {
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK);
   const long from = (row * HK + at.y / (HV / HK)) * DK;
@@ -36,22 +35,10 @@ inline void load_keys(Flag<false>, Flag<false>, Place at, threadgroup char* memo
 }
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
           typename PE, typename Live>
-inline void load_keys(Flag<true>, Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
+inline void load_keys(Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
                       PE ends, Live, long chunk, long) {
   constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
-  copy_block<count, threads>(shared_at<Upper<In>>(memory, Memory::k, count), upper_at<In>(k, chunk, count), 0, arrival,
-                             at.index);
-  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
-                             arrival, at.index);
-  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count),
-                             0, arrival, at.index);
-}
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
-          typename PE, typename Live>
-inline void load_keys(Flag<true>, Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
-                      PE ends, Live, long chunk, long) {
-  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
-  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::k, count), stored_at<Wide<In>>(k, chunk, count), 0,
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count), stored_at<Saved<In>>(k, chunk, count), 0,
                              arrival, at.index);
   copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
                              arrival, at.index);
@@ -71,7 +58,7 @@ inline auto unstaged_keys(Flag<true>, P from, long chunk, long, int, Live)
 }
 
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED,
-          bool CHANNEL, bool REVERSE, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM,
+          bool CHANNEL, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM,
               typename PF>
 inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PE ends, PV values,
                        PM mask, PF solve, PF scores, PF factors, int length, int chunks, int n) {
@@ -87,7 +74,7 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * numbers,
                        arrival, at.index);
   if (!UNSTAGED)
-    load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, Flag<CHANNEL && REVERSE>{}, at, memory, arrival, q, k,
+    load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, at, memory, arrival, q, k,
                                                  ends, live, chunk, row);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::values, C * (SLICE + 8)), SLICE + 8,
                                values + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
