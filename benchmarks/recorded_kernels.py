@@ -2,12 +2,13 @@
 
 usage: python benchmarks/recorded_kernels.py FOLDER SIZE... [--racecheck]
 
-A size is written as for gated_delta.py: 1x8192x16/32. FOLDER gets the machine code of the kernels of a call, forward
-and backward, and a file of their arguments for each size. The assembler's report is printed: registers, what they
-spill, and products that it runs one after another. Kernels that are in the cache (DELTATUNE_CACHE) are not compiled
-again and have no report. PYTHONPATH=OTHER/src compiles another checkout's kernels, and LD_PRELOAD=.../libnvrtc.so.13
-compiles with another release of CUDA. --racecheck makes kernels for compute-sanitizer's racecheck, which does not see
-that one lane reports to a barrier for its whole group: in these kernels every lane reports.
+A size is written as for gated_delta.py: 1x8192x16/32, or 1x8192x32/32/channel. FOLDER gets the machine code of the
+kernels of a call, forward and backward, and a file of their arguments for each size. The assembler's report is printed:
+registers, what they spill, and products that it runs one after another. Kernels that are in the cache (DELTATUNE_CACHE)
+are not compiled again and have no report. PYTHONPATH=OTHER/src compiles another checkout's kernels, and
+LD_PRELOAD=.../libnvrtc.so.13 compiles with another release of CUDA. --racecheck makes kernels for compute-sanitizer's
+racecheck, which does not see that one lane reports to a barrier for its whole group: in these kernels every lane
+reports.
 """
 
 from __future__ import annotations
@@ -84,13 +85,13 @@ def record(size: Size, recorder: Recorder) -> None:
     """Trace a call of `size` forward and backward; `recorder` runs its launches."""
     rows = (size.batch, size.tokens)
     q, v = (mx.zeros((*rows, heads, size.head_size), mx.bfloat16) for heads in (size.key_heads, size.value_heads))
-    gates = mx.zeros(v.shape[:3])
+    log_g, beta = mx.zeros(v.shape if size.per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
 
     def call(*arrays: mx.array) -> list[mx.array]:
         return list(gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda"), execute=recorder.run))
 
     state = mx.zeros((size.batch, size.value_heads, size.head_size, size.head_size))
-    mx.vjp(call, [q, q, v, gates, gates], [v, state])
+    mx.vjp(call, [q, q, v, log_g, beta], [v, state])
 
 
 def main() -> None:
