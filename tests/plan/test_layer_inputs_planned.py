@@ -19,13 +19,13 @@ LAYERS = 12
 def test_the_plan_saves_what_a_step_does(tiny_checkpoint, tmp_path):
     """Of the inputs, two are in memory at a time."""
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=LAYERS, hidden_size=128)
-    config, given = options(folder, memory=1), blank_batch(2, 512, False)
+    config, given = options(folder, memory=1), blank_batch(2, 256, False)
     planned, counted = [], []
     for inputs in (None, tmp_path / "inputs"):
         model, stored = loaded(folder, config)
         stored.close()
-        plan = forecast_step(model, config, BatchShape(2, 512), ArrayLayout.measured(), inputs_on_disk=bool(inputs))
-        assert plan.layer_inputs == LAYERS * 2 * 512 * 128 * 4
+        plan = forecast_step(model, config, BatchShape(2, 256), ArrayLayout.measured(), inputs_on_disk=bool(inputs))
+        assert plan.layer_inputs == LAYERS * 2 * 256 * 128 * 4
         planned.append(plan.bytes.amount)
         del model, stored
         gc.collect()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow 
 LAYERS, HIDDEN = 4, 256
 # Bytes of one activation of the layers' width, for a token.
 ACTIVATION = 4 * HIDDEN
-LENGTHS = (512, 1024)
+LENGTHS = (256, 512)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_vocabulary_loss(dtype, host_folder):
 
 def test_lora_products(host_folder):
     text = cuda_text(low_rank_kernels.ROWS)
-    machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True)
+    machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True, optimised=True)
     assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
 
     def wrong(kernel, launch):

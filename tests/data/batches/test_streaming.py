@@ -166,7 +166,7 @@ def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path):
         most = 0
         for number in range(count // 10):
             next(batches)
-            if number % 7 == 0:
+            if number % 19 == 0:
                 gc.collect()
                 most = max(most, tracemalloc.get_traced_memory()[0])
         assert batches.state()["epoch"] == 1

@@ -47,7 +47,7 @@ FLAGS = ["-std=c++14", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off
 # -O1 is for the runtime that zig builds once, which takes five times as long without it.
 FLAGS += ["-O1", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
-# Metal's text is not optimised, since compiling takes most of the time. CUDA's is, for its tiles are large: for size,
+# Text is not optimised, since compiling takes most of the time. LoRA's for CUDA is, which computes for long: for size,
 # which takes the compiler half as long as for speed.
 PLAIN, OPTIMISED = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
@@ -196,7 +196,7 @@ class HostMachine:
         watch: Whether every access to threadgroup memory is checked for races, which no order of lanes can hide.
         bytes: The threadgroup memory that a block may have; by default a Mac's.
         cuda: Whether the text is CUDA's alone, where pointers name no address space.
-        optimised: Whether the text is optimised; CUDA's always is, for its tiles are large.
+        optimised: Whether the text is optimised, which takes the compiler four times as long.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class HostMachine:
     ):
         self.folder = Path(folder)
         limits = WATCHED * watch + ([f"-DDELTATUNE_THREADGROUP_BYTES={bytes}"] if bytes else [])
-        self.flags = FLAGS + limits + (OPTIMISED if cuda or optimised else PLAIN) + WATCH * watch
+        self.flags = FLAGS + limits + (OPTIMISED if optimised else PLAIN) + WATCH * watch
         self.watch = watch
         self.flags_of_runtime = [*FLAGS, *limits, "-Xclang", "-O2"]
         self.cuda = cuda

@@ -75,7 +75,7 @@ def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "window"),
-    [(32768, 32768, True, 0), (5000, 32768, True, 0), (32768, 32768, True, 1000), (4096, 4096, False, 0)],
+    [(8192, 8192, True, 0), (3000, 8192, True, 0), (8192, 8192, True, 1000), (4096, 4096, False, 0)],
 )
 def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, window, of_keys):
     found = long_launches.divided(queries, keys, causal, window, 2.0e6, of_keys)

@@ -39,7 +39,7 @@ def make_machine(host_folder, host_module):
     """Return make_machine(text, watch=False) -> a host machine with the least memory of a block on NVIDIA GPUs."""
 
     def machine(text: str = TEXT, watch: bool = False):
-        return host_module.HostMachine(host_folder, text, watch, 99 * 1024, cuda=True)
+        return host_module.HostMachine(host_folder, text, watch, 99 * 1024, cuda=True, optimised=True)
 
     return machine
 

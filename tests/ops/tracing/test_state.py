@@ -6,8 +6,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import deltatune
 
+# Reads the source alone.
+pytestmark = pytest.mark.any_blas
 SOURCE = Path(deltatune.__file__).parent
 # Names of modules that functions change, and what they hold: facts about the process, which steer no layer's forward.
 OF_THE_PROCESS = {

@@ -76,6 +76,7 @@ def test_every_attribute_is_described():
     assert all(f"        {each.name}: " in trace.Trace.__doc__ for each in fields(trace.Trace))
 
 
+@pytest.mark.any_blas
 def test_the_page_says_who_sets_and_who_reads():
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", (TRACING / "README.md").read_text(encoding="utf-8"), re.M)
     stated = {name: tuple(re.findall(r"`([^`]+)`", cell) for cell in cells) for name, *cells in rows}
