@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deltatune.machine import backend
+from deltatune.machine import backend, compiling
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.trial import timing, verdicts
 from deltatune.ops.trial.candidates import Candidate
@@ -41,7 +41,9 @@ def unmeasured(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "clock", clock)
     monkeypatch.setattr(choice, "CANDIDATES", {name: named(name) for name in seconds})
     verdicts.forget()
-    yield SimpleNamespace(seconds=seconds, traced=traced)
+    # Times are those of this clock, so that g++ need not build MLX's kernels for each.
+    with compiling.without_kernels():
+        yield SimpleNamespace(seconds=seconds, traced=traced)
     verdicts.forget()
 
 
