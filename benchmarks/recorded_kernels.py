@@ -31,7 +31,7 @@ from deltatune.ops.kernels import cubin, launch, nvrtc
 from deltatune.ops.kernels.launch import Launch
 from sizes import Size
 
-DTYPES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
+DTYPES = {mx.bfloat16: "bfloat16", mx.float32: "float32", mx.int32: "int32"}
 TOLD = re.compile(r"registers|spill|Potential")
 
 
@@ -65,6 +65,7 @@ class Recorder:
                 "code": name,
                 "inputs": list(kernel.inputs),
                 "outputs": {key: [list(shape), DTYPES[dtype]] for key, (shape, dtype) in kernel.outputs.items()},
+                "changes": list(kernel.changes),
                 "scalars": list(self.given["scalars"]),
                 "blocks": list(kernel.blocks),
                 "threads": kernel.groups * 32,

@@ -2,9 +2,10 @@
 
 usage: python benchmarks/time_kernels.py FOLDER... [--calls 20] [--once]
 
-Prints for each size and folder the microseconds of all kernels in a row and of each, whether five runs gave the same
-bits, and how far the results are from those of the first folder, in their norm. With --once each kernel runs once, and
-what is not finite is named: for compute-sanitizer and ncu.
+Prints for each size and folder the microseconds of all kernels in a row and of each, with the TB/s if each array were
+read or written once (the first line has those of a copy); whether five runs gave the same bits, and how far the results
+are from those of the first folder, in their norm. With --once each kernel runs once, and what is not finite is named:
+for compute-sanitizer and ncu.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sizes import Size, inputs
 DYNAMIC_BYTES = 8
 RESULTS = ("y", "last", "dq", "dk", "dv", "d_log_g", "d_beta", "d_initial")
 GATES = ("log_g", "beta")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}
 Arrays = dict[str, torch.Tensor]
 
 
@@ -74,7 +75,8 @@ def drawn(size: Size, kernels: list[dict[str, Any]]) -> Arrays:
         arrays[name] = array if name in GATES else array.bfloat16()
     for kernel in kernels:
         for name, (shape, dtype) in kernel["outputs"].items():
-            arrays[name] = torch.full(shape, float("nan"), device="cuda", dtype=DTYPES[dtype])
+            poison = -1 if dtype == "int32" else float("nan")
+            arrays[name] = torch.full(shape, poison, device="cuda", dtype=DTYPES[dtype])
     return arrays
 
 
@@ -89,6 +91,12 @@ def microseconds(run: Callable[[], None], calls: int) -> float:
     return 1e3 * start.elapsed_time(end) / calls
 
 
+def copy_rate() -> float:
+    """Return the TB/s, read and written, of a copy of 2 GB."""
+    source, to = torch.randn(2, 1 << 29, device="cuda").unbind()
+    return 2e-6 * source.nbytes / microseconds(lambda: to.copy_(source), 20)
+
+
 def measure(driver: Driver, folder: Path, size: Size, kernels: list[dict[str, Any]], calls: int) -> tuple[str, Arrays]:
     """Return the words for a folder's times at a size, and its results; without calls, what is not finite."""
     arrays = drawn(size, kernels)
@@ -96,6 +104,12 @@ def measure(driver: Driver, folder: Path, size: Size, kernels: list[dict[str, An
     def run_all() -> None:
         for kernel in kernels:
             driver.launch(folder, kernel, arrays)
+
+    def run_alone(kernel: dict[str, Any]) -> None:
+        # What another kernel of the call sets to zero.
+        for name in kernel.get("changes", ()):
+            arrays[name].zero_()
+        driver.launch(folder, kernel, arrays)
 
     run_all()
     torch.cuda.synchronize()
@@ -108,11 +122,11 @@ def measure(driver: Driver, folder: Path, size: Size, kernels: list[dict[str, An
         run_all()
         torch.cuda.synchronize()
         same &= all(torch.equal(arrays[name].float(), results[name]) for name in RESULTS)
-    each = [
-        f"{kernel['name'].removeprefix('gated_delta_hopper_')} "
-        f"{microseconds(lambda kernel=kernel: driver.launch(folder, kernel, arrays), calls):.1f}"
-        for kernel in kernels
-    ]
+    each = []
+    for kernel in kernels:
+        time = microseconds(lambda kernel=kernel: run_alone(kernel), calls)
+        rate = sum(arrays[name].nbytes for name in (*kernel["inputs"], *kernel["outputs"])) / time / 1e6
+        each.append(f"{kernel['name'].removeprefix('gated_delta_hopper_')} {time:.1f} at {rate:.2f}")
     told = f"{microseconds(run_all, calls):.1f} us ({', '.join(each)}), {'same' if same else 'OTHER'} bits"
     return told, results
 
@@ -120,7 +134,7 @@ def measure(driver: Driver, folder: Path, size: Size, kernels: list[dict[str, An
 def main() -> None:
     options = parse()
     driver, first = Driver(), options.folders[0]
-    print(heading(), flush=True)
+    print(f"{heading()}; a copy: {copy_rate():.2f} TB/s", flush=True)
     for path in sorted(first.glob("*.json")):
         reference: Arrays | None = None
         for folder in options.folders:

@@ -128,6 +128,8 @@ inline void load_parts(unsigned* r, unsigned place) { load_parts_of(r, place, fa
 inline void load_turned_parts(unsigned* r, unsigned place) { load_parts_of(r, place, true); }
 inline void load_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, false); }
 inline void load_turned_parts_if(bool on, unsigned* r, unsigned place) { load_parts_if_of(on, r, place, true); }
+// Blocks run one after another.
+inline int counted(device int* number) { return (*number)++; }
 inline float float_of(unsigned bits) { return as_type<float>(bits); }
 
 // Adds to c [16, 8] the product of a [16, 16] and b [16, 8], whose upper and lower eight rows are b0 and b1.

@@ -40,7 +40,7 @@ _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 _SCAN_GROUPS, _NARROW_SCAN_GROUPS = 12, 16
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
 # but for those of dy, and its groups of 32 threads.
-_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_368, 16
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_416, 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
@@ -117,6 +117,8 @@ def _own_values(tiling: HopperTiling) -> Values:
 
 def _prepare_blocks(tiling: HopperTiling) -> Blocks:
     blocks_of_head = -(-tiling.value_heads // (tiling.key_heads * tiling.prepare_heads))
+    if blocks_of_head == 1:
+        return tiling.chunks * tiling.key_heads, 1, tiling.batch
     return tiling.chunks, tiling.key_heads * blocks_of_head, tiling.batch
 
 
@@ -157,7 +159,7 @@ SCAN = DeltaKernel(
 REVERSE = replace(
     SCAN,
     name="gated_delta_hopper_reverse",
-    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
+    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED, "taken"),
     groups=lambda tiling: _SCAN_GROUPS,
 )
 WIDE_SCAN = replace(
@@ -179,7 +181,7 @@ GRADIENTS = DeltaKernel(
     ),
     values=("In", "DV", "HK", "HV", "BLOCKS", "MASKED", "SEGMENTED"),
     sizes=("q_shape[1]", "q_shape[0]"),
-    arrays=GRADIENT_ARRAYS,
+    arrays=(*GRADIENT_ARRAYS[:-4], "taken", *GRADIENT_ARRAYS[-4:]),
     memory="HopperGradientMemory",
     memory_values=("DV",),
     bounded=True,
@@ -214,13 +216,17 @@ def scan(tiling: HopperTiling, x: KernelInputs, prepared: Arrays) -> Launch:
 def reverse(tiling: HopperTiling, x: KernelInputs, prepared: Arrays, cotangents: Arrays) -> Launch:
     """Return the launch of the reverse scan, with the outputs of `prepare`, and dy and d_last.
 
-    It writes `reverse_outputs`.
+    It writes `reverse_outputs`, and then `taken`: that the blocks of the gradient kernel have taken no item of work.
     """
     inputs = x.named("q", "k", "mask") | cotangents | prepared
-    outputs = _in_cores(tiling, "d_states", reverse_outputs(tiling, x))
+    outputs = _in_cores(tiling, "d_states", reverse_outputs(tiling, x)) | {"taken": ((8,), mx.int32)}
     return (REVERSE if tiling.narrow else WIDE_REVERSE).launch(tiling, inputs, outputs)
 
 
 def gradients(tiling: HopperTiling, x: KernelInputs, scanned: Arrays) -> Launch:
-    """Return the launch of the gradient kernel. Arguments and outputs are those of `fused.gradients`."""
-    return GRADIENTS.launch(tiling, gradient_inputs(x, scanned), gradient_outputs(tiling, x))
+    """Return the launch of the gradient kernel, which counts in `taken` of the reverse scan.
+
+    Other arguments and the outputs are those of `fused.gradients`.
+    """
+    launch = GRADIENTS.launch(tiling, gradient_inputs(x, scanned), gradient_outputs(tiling, x))
+    return replace(launch, written={"taken": "const_cast<GLOBAL int*>(taken)"}, changes=("taken",))

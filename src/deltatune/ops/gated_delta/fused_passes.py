@@ -79,9 +79,9 @@ class FusedPasses:
         cotangents = {"dy": dy.astype(tiling.dtype), "d_last": d_last.astype(mx.float32)}
         prepared = dict(zip(kernels.PREPARED, saved, strict=True))
         run = partial(self._launch, kernels.reverse)
-        d_states, d_right, dv, d_initial = long_scans.reverse(run, tiling, x, prepared, cotangents)
+        d_states, d_right, dv, d_initial, *taken = long_scans.reverse(run, tiling, x, prepared, cotangents)
         scanned = {"factors": prepared["factors"], "states": states, "d_states": d_states, "u": u}
-        scanned |= {"d_right": d_right, "dy": cotangents["dy"]}
+        scanned |= {"d_right": d_right, "dy": cotangents["dy"]} | dict(zip(("taken",), taken, strict=False))
         dq, dk, d_log_g, d_beta = self._launch(kernels.gradients, tiling, x, scanned)
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[: self.floats]
 

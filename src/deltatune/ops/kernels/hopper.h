@@ -144,6 +144,8 @@ inline void copy_signalled_piece(unsigned to, const T* from, bool live, unsigned
 inline void signalled_pieces_sent(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(mbarrier) : "memory");
 }
+// Adds one to a number in device memory and returns what it was.
+inline int counted(int* number) { return atomicAdd(number, 1); }
 inline unsigned bits_of(float x) { return __float_as_uint(x); }
 // The second byte of each of two numbers, and the lower halves of two.
 inline unsigned second_bytes_of(float one, float other) {

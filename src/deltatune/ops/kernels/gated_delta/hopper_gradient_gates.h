@@ -114,16 +114,20 @@ inline void write_rows(threadgroup const char* rows, P out, GradientItem item, i
 
 // Fills the tables of every unit's gates, and adds up what the units contribute to the gradients of log_g and beta.
 // Writes every item's dq and dk. Two warps do it, a thread for each position.
-template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PL, typename PM,
-          typename PZ, typename PF, typename OQ, typename OK, typename B>
+template <typename In, int DV, int HK, int HV, bool MASKED, bool SEGMENTED, typename PL, typename PM, typename PZ,
+          typename PF, typename OQ, typename OK, typename B>
 inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PL log_g,
                       PM mask, PZ segments, PF factors, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL B* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
-  const int t = at.index % 64, units = items > at.x ? (items - at.x + BLOCKS - 1) / BLOCKS * repeats : 0;
-  for (int step = -1; step < units; ++step) {
-    if (step + 1 < units) {
-      const GradientItem item = item_at<HK>(at.x + (step + 1) / repeats * BLOCKS, chunks);
+  const GradientItems<DV> next{room, barriers};
+  const int t = at.index % 64;
+  // The items of a step's unit, and of the one after it.
+  int number = -1, following = at.x;
+  for (int step = -1; number < items; ++step, number = following) {
+    if (step >= 0 && (step + 1) % repeats == 0) following = next.after(step / repeats);
+    if (following < items) {
+      const GradientItem item = item_at<HK>(following, chunks);
       const GradientTables<DV> tables{room, step + 1};
       const int hv = item.head * repeats + (step + 1) % repeats;
       const long chunk = ((long)item.row * HV + hv) * chunks + item.n;
@@ -140,7 +144,7 @@ inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length
       release(barriers.tables(step + 1), at);
     }
     if (step < 0) continue;
-    const GradientItem item = item_at<HK>(at.x + step / repeats * BLOCKS, chunks);
+    const GradientItem item = item_at<HK>(number, chunks);
     const GradientTables<DV> tables{room, step};
     mbarrier_wait(barriers.sums(), step);
     const Place here = hidden(at);

@@ -25,14 +25,17 @@ struct HopperGradientMemory {
   static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 2 * 1024;
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
   static constexpr constant int rate_sums = after_sums + 256, dots = rate_sums + 256, totals = dots + 32;
-  static constexpr constant int barriers = totals + 2 * 64;
-  static constexpr constant int bytes = barriers + 208 + 1024;
+  // The numbers of the items that this block takes next, in turn.
+  static constexpr constant int items = totals + 2 * 64;
+  static constexpr constant int barriers = items + 16;
+  static constexpr constant int bytes = barriers + 240 + 1024;
 };
 
 // The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
 // be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are
 // written, and were read; team 1 has added to the sums of dk, and then team 2 has, or read them; the planes of an item's
-// weights are written, and were read; rows of dq or dk are handed over, and are in device memory.
+// weights are written, and were read; rows of dq or dk are handed over, and are in device memory; the number of the
+// next item is there.
 struct GradientBarriers {
   enum : int { warps = 12 };
   unsigned place;
@@ -53,6 +56,7 @@ struct GradientBarriers {
   inline unsigned planes_read() const { return place + 152; }
   inline unsigned dy() const { return place + 160; }
   inline unsigned dy_read() const { return place + 168; }
+  inline unsigned next(int round) const { return place + 208 + 8 * (round & 3); }
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
@@ -75,6 +79,7 @@ struct GradientBarriers {
       mbarrier_init_for_groups(planes_read(), 4);
       mbarrier_init(dy(), 32);
       mbarrier_init_for_groups(dy_read(), 4);
+      for (int round = 0; round < 4; ++round) mbarrier_init(next(round), 1);
       mbarriers_started();
     }
     barrier();
@@ -97,6 +102,27 @@ template <int HK>
 inline GradientItem item_at(int number, int chunks) {
   return GradientItem{number / HK % chunks, number % HK, number / HK / chunks};
 }
+
+// The items of a block: the first is that of its own number, and then whichever the blocks have not taken yet, for some
+// multiprocessors are slower than others. The warp that loads what the scans saved is at most two items ahead of all
+// others, so that four places in turn are enough.
+template <int DV>
+struct GradientItems {
+  Room room;
+  GradientBarriers barriers;
+  inline threadgroup int* place(int round) const {
+    return reinterpret_cast<threadgroup int*>(room.memory + HopperGradientMemory<DV>::items) + (round & 3);
+  }
+  // Takes the item that follows that of `round`: `taken` counts those that all blocks have taken so.
+  inline void take(int round, GLOBAL int* taken, int blocks) const {
+    *place(round) = blocks + counted(taken);
+    mbarrier_arrive(barriers.next(round));
+  }
+  inline int after(int round) const {
+    mbarrier_wait(barriers.next(round), round / 4);
+    return *place(round);
+  }
+};
 
 // The address of a piece of 16 bytes in a tile.
 inline unsigned piece_place(unsigned tile, int row, int piece) {
@@ -156,12 +182,14 @@ inline SavedBlock saved_block(PT states, PT d_states, PU u, PU d_right, int lane
 // Copies what the scans saved of all units to the stages. One warp does it.
 template <int DV, int HK, int HV, int BLOCKS, typename PT, typename PU>
 inline void load_saved(Place at, Room room, GradientBarriers barriers, int items, int chunks, PT states, PT d_states,
-                       PU u, PU d_right) {
+                       PU u, PU d_right, GLOBAL int* taken) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
+  const GradientItems<DV> next{room, barriers};
   const SavedBlock block = saved_block<DV>(states, d_states, u, d_right, at.lane < 8 ? at.lane : 0);
   int stage = 0, use = 0;
-  for (int number = at.x; number < items; number += BLOCKS) {
+  for (int number = at.x, round = 0; number < items; number = next.after(round), ++round) {
+    if (at.lane == 0) next.take(round, taken, BLOCKS);
     const GradientItem item = item_at<HK>(number, chunks);
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const long chunk = ((long)item.row * HV + item.head * repeats + repeat) * chunks + item.n;
@@ -224,8 +252,7 @@ inline void load_keys(Room room, P q, P k, long row_stride, Live live, bool alig
 }
 
 // Copies the inputs of all items to shared memory. One warp does it.
-template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, typename PQ, typename PK, typename PM,
-          typename PY>
+template <typename In, int DV, int HK, int HV, bool MASKED, typename PQ, typename PK, typename PM, typename PY>
 inline void load_inputs(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PQ q, PK k,
                         PM mask, PY dy) {
   constexpr int repeats = HV / HK;
@@ -234,8 +261,9 @@ inline void load_inputs(Place at, Room room, GradientBarriers barriers, int leng
     if (!aligned) copies_fence();
     signalled_pieces_sent(mbarrier);
   };
+  const GradientItems<DV> next{room, barriers};
   int unit = 0;
-  for (int number = at.x, round = 0; number < items; number += BLOCKS, ++round) {
+  for (int number = at.x, round = 0; number < items; number = next.after(round), ++round) {
     const GradientItem item = item_at<HK>(number, chunks);
     const auto live = alive<MASKED>(mask, item.row, item.n * 64, length);
     const bool whole = !MASKED && live.left >= 64 && aligned;

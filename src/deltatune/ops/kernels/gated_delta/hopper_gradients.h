@@ -6,7 +6,7 @@
 // each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group one warp copies 16
 // rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of log_g and beta and write
 // dq and dk.
-// A block takes every BLOCKS-th item of work, which is a chunk of a key head with its HV / HK value heads; a unit is
+// A block takes one item of work after another, which is a chunk of a key head with its HV / HK value heads; a unit is
 // one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
 
@@ -237,13 +237,14 @@ inline void put_dots(Room room, int team, float dot, Place at) {
 }
 
 // Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
-template <typename In, int DV, int HK, int HV, int BLOCKS, int KIND>
+template <typename In, int DV, int HK, int HV, int KIND>
 inline void weigh_items(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   GradientProgress<DV> progress{0, 0, 0, 0};
+  const GradientItems<DV> next{room, barriers};
   float dq[64];
-  for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
+  for (int number = at.x; number < items; number = next.after(progress.round++)) {
     if (KIND == 0) clear_floats(dq);
     _Pragma("unroll 1")
     for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
@@ -291,13 +292,14 @@ inline void weigh_items(Place at, Room room, GradientBarriers barriers, int item
 }
 
 // Team 2 of a block: it computes dk. The other teams wait for its stages, so its end of an item must be short.
-template <typename In, int DV, int HK, int HV, int BLOCKS>
+template <typename In, int DV, int HK, int HV>
 inline void sum_keys(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
   GradientProgress<DV> progress{0, 0, 0, 0};
+  const GradientItems<DV> next{room, barriers};
   float pairs[32], sums[64];
-  for (int number = at.x; number < items; number += BLOCKS, ++progress.round) {
+  for (int number = at.x; number < items; number = next.after(progress.round++)) {
     _Pragma("unroll 1")
     for (int repeat = 0; repeat < repeats; ++repeat, ++progress.unit) {
       float dot = 0.0f;
@@ -336,13 +338,14 @@ enum GradientRegisters : int { GRADIENT_LOADER = 40, GRADIENT_OF_Y = 216, GRADIE
 static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <= 4 * 128,
               "groups share out what the block starts with");
 
-// Computes what gated_delta_gradients does, from the same inputs. The grid is at most BLOCKS blocks.
+// Computes what gated_delta_gradients does, from the same inputs and `taken`, which is 0. The grid is BLOCKS blocks, or
+// as many as there are items.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PQ, typename PK,
           typename PL, typename PM, typename PZ, typename PF, typename PT, typename PY, typename OQ, typename OK,
           typename B>
 inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int length, int batch, PQ q, PK k,
                                          PL log_g, PM mask, PZ segments, PF factors, PT states, PT d_states, PF u,
-                                         PF d_right, PY dy, OQ dq, OK dk, GLOBAL float* d_log_g,
+                                         PF d_right, PY dy, GLOBAL int* taken, OQ dq, OK dk, GLOBAL float* d_log_g,
                                          GLOBAL B* d_beta) {
   using Memory = HopperGradientMemory<DV>;
   static_assert(DV % 32 == 0, "stages have 16 rows, and two are added in turn");
@@ -354,20 +357,20 @@ inline void gated_delta_hopper_gradients(Place at, threadgroup char* memory, int
   if (at.group < 4) {
     fewer_registers<GRADIENT_LOADER>();
     if (at.group == 0)
-      load_saved<DV, HK, HV, BLOCKS>(at, room, barriers, items, chunks, states, d_states, u, d_right);
+      load_saved<DV, HK, HV, BLOCKS>(at, room, barriers, items, chunks, states, d_states, u, d_right, taken);
     else if (at.group == 1)
-      load_inputs<In, DV, HK, HV, BLOCKS, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, dy);
+      load_inputs<In, DV, HK, HV, MASKED>(at, room, barriers, length, items, chunks, q, k, mask, dy);
     else
-      sum_gates<In, DV, HK, HV, BLOCKS, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask,
-                                                           segments, factors, dq, dk, d_log_g, d_beta);
+      sum_gates<In, DV, HK, HV, MASKED, SEGMENTED>(at, room, barriers, length, items, chunks, log_g, mask, segments,
+                                                   factors, dq, dk, d_log_g, d_beta);
   } else if (at.group < 8) {
     more_registers<GRADIENT_OF_Y>();
-    weigh_items<In, DV, HK, HV, BLOCKS, 0>(at, room, barriers, items);
+    weigh_items<In, DV, HK, HV, 0>(at, room, barriers, items);
   } else if (at.group < 12) {
     more_registers<GRADIENT_OF_R>();
-    weigh_items<In, DV, HK, HV, BLOCKS, 1>(at, room, barriers, items);
+    weigh_items<In, DV, HK, HV, 1>(at, room, barriers, items);
   } else {
     fewer_registers<GRADIENT_OF_U>();
-    sum_keys<In, DV, HK, HV, BLOCKS>(at, room, barriers, items);
+    sum_keys<In, DV, HK, HV>(at, room, barriers, items);
   }
 }

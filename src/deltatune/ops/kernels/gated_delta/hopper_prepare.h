@@ -296,7 +296,7 @@ struct TriangleSolver {
 };
 
 // Does what gated_delta_prepare does. The grid is (chunks, blocks, B), with as many blocks for a key head as it has
-// pairs of value heads.
+// pairs of value heads. With one for each it is (HK x chunks, 1, B): neighbours do heads that are side by side in memory.
 template <typename In, int HK, int HV, int HEADS, bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL,
           typename PB, typename PM, typename PZ>
 inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
@@ -304,6 +304,7 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
                                        GLOBAL float* factors) {
   using Memory = HopperPrepareMemory<HEADS>;
   constexpr int repeats = HV / HK, blocks = (repeats + HEADS - 1) / HEADS;
+  if (blocks == 1) at.y = at.x % HK, at.x /= HK;
   const Room room = room_of(memory);
   const int warp = uniform(at.group), lane = at.lane, chunks = (length + 63) / 64, key_head = at.y / blocks;
   const int first = key_head * repeats + at.y % blocks * HEADS, left = (key_head + 1) * repeats - first;

@@ -576,7 +576,8 @@ template <typename In, int DK, int DV, int HK, int HV, int STAGES, bool MASKED, 
           typename PY, typename PM, typename PE, typename PS, typename PF>
 inline void gated_delta_hopper_wide_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask,
                                        PE d_last, PS solve, PS scores, PF factors, GLOBAL In* d_states,
-                                       GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial) {
+                                       GLOBAL float* d_right, GLOBAL In* dv, GLOBAL float* d_initial, GLOBAL int* taken) {
+  if (at.index == 0 && at.x + at.y + at.z == 0) *taken = 0;
   const int chunks = (length + 63) / 64;
   const long head = (long)at.z * HV + at.y;
   run_teams<DK, STAGES>(
