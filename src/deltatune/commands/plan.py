@@ -21,7 +21,11 @@ def add(commands: Any) -> None:
         description="Plan a run without running a step. The options are those of `deltatune train`. The exit code is 1 "
         "if the run does not fit.",
     )
-    parser.add_argument("--verbose", action="store_true", help="say which primitives hold the memory, and where")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="say which primitives hold the memory, where, and what smaller adapters would save",
+    )
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
@@ -43,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if console.is_terminal:
         with PlanPanel(console, arguments.verbose) as shown:
-            plan = examine(config, shown=shown)
+            plan = examine(config, shown=shown, advise=arguments.verbose)
     else:
-        plan = examine(config, shown=PlanLines(partial(print, flush=True), arguments.verbose))
+        lines = PlanLines(partial(print, flush=True), arguments.verbose)
+        plan = examine(config, shown=lines, advise=arguments.verbose)
     return 0 if fits(plan.forecast, plan.limits) else 1
 
 

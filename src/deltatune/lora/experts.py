@@ -22,6 +22,8 @@ from .weights import dense_weight, frozen, input_size, is_quantized, output_fact
 
 # The number of indices from which mlx-lm's expert layers sort their rows by expert.
 _SORTED_FROM = 64
+# The ranks that the kernels for experts on NVIDIA GPUs take are multiples of this.
+_RANKS_ON_CUDA = 8
 # The arrays of a switch linear.
 _ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
@@ -156,8 +158,17 @@ def projection(module: nn.Module) -> Projection | None:
         factors = ("lora_a", "lora_b")
         still = frozen(adapter)
         trains += [name for name in factors if name not in still]
-        settings |= {name: adapter[name] for name in factors} | {"scale": adapter.scale} | _dropout(adapter)
+        settings |= dict(zip(factors, _factors(adapter), strict=True)) | {"scale": adapter.scale} | _dropout(adapter)
     return Projection(**arrays, **settings, trains=tuple(trains))
+
+
+def _factors(adapter: nn.Module) -> tuple[mx.array, mx.array]:
+    """Return A and B, on NVIDIA GPUs with zeros up to the next rank that the kernels there take."""
+    a, b = adapter["lora_a"], adapter["lora_b"]
+    missing = -a.shape[1] % _RANKS_ON_CUDA if backend.device() == "cuda" else 0
+    if not missing:
+        return a, b
+    return mx.pad(a, [(0, 0), (0, missing), (0, 0)]), mx.pad(b, [(0, 0), (0, 0), (0, missing)])
 
 
 def _dropout(adapter: nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
 from ..train.tree import leaves
 from . import screen
+from .advice import advice
 from .array_layout import ArrayLayout
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import DeviceLimits, device_limits
@@ -43,7 +44,13 @@ _MOST_RANK = 256
 _SECONDS = 12.0
 
 
-def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: screen.Shown | None = None) -> RunForecast:
+def examine(
+    config: TrainConfig,
+    limits: DeviceLimits | None = None,
+    shown: screen.Shown | None = None,
+    *,
+    advise: bool = False,
+) -> RunForecast:
     """Plan the run that `config` describes, and search for the largest batch, length and rank that fit.
 
     The weights are not read from the disk.
@@ -52,6 +59,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: scre
         config: the run.
         limits: the limits to plan for; those of MLX's default device where None.
         shown: is told what is found, as soon as it is known.
+        advise: whether to say what smaller adapters and moments would save where the run fits, too.
 
     Raises:
         UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
@@ -84,6 +92,7 @@ def examine(config: TrainConfig, limits: DeviceLimits | None = None, shown: scre
     for name, value in _searches(run, searched, first, limits, layout):
         values[name] = value
         shown.largest(name, value)
+    shown.advice(_smaller(run, searched, first, limits, layout, asked=advise).strip())
     return dataclasses.replace(forecast, batch=values["batch"], length=values["length"], rank=values.get("rank"))
 
 
@@ -166,6 +175,7 @@ def check(run: Run, *, force: bool = False) -> Checked:
     if not fits(plan, limits):
         message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}{_from_disk(run, limits, layout)}"
         if not force:
+            message += _smaller(run, _without_choice(run.config), plan, limits, layout)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
     return Checked(said, None if choice is None else choice.checkpoints)
@@ -263,6 +273,24 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
     if fitting.value:
         return f"It fits with {words}--max-seq-length {fitting.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
+
+
+def _smaller(
+    run: Run, config: TrainConfig, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout, *, asked: bool = False
+) -> str:
+    """A sentence on smaller adapters and moments, where bytes are lacking or it is asked for.
+
+    Computing layers again comes first, which changes no result.
+    """
+    over = plan.bytes.amount - limits.bytes if limits.bytes is not None else 0
+    if not config.grad_checkpoint or (over < 1 and not asked):
+        return ""
+
+    def planned(model: nn.Module, config: TrainConfig) -> int:
+        return planned_step(model, config, plan.rows, plan.length, run.splits, layout).bytes.amount
+
+    said = advice(run, config, plan.bytes.amount, over, planned)
+    return f" {said}" if said else ""
 
 
 def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:

@@ -23,6 +23,7 @@ from ..layers import describe
 from ..machine import backend, disk_rate, host_memory
 from ..models.checkpoint_files import WEIGHTS
 from ..ops.functional import is_floating
+from ..options.config import TrainConfig
 from ..train.by_layer.inputs_on_host import InputsOnHost
 from ..train.by_layer.layer_functions import array_places, lowest_layer
 from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
@@ -32,13 +33,15 @@ from ..train.reports.screen import Fact
 from ..train.setup import Run
 from ..train.tree import leaves
 from . import arithmetic
+from .advice import advice
 from .array_layout import ArrayLayout
 from .device_limits import device_limits
 from .fit import batch_shape, planned_step, shape
-from .forecast import forecast_step
+from .forecast import Forecast, forecast_step
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size, size_above
+from .traced_step import BatchShape
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ def _rounded(count: float) -> int:
 
 
 class TooLittleMemoryError(UserError):
-    """`memory` is less than a run takes with all of its layers but two on the disk."""
+    """`memory` is less than a run takes with all of its layers but two on the disk; `lacking` are the bytes over it."""
+
+    lacking = 0
 
 
 class Placed(NamedTuple):
@@ -232,11 +237,26 @@ def placed(run: Run) -> Placed:
             batch = batch_shape(config, rows, length, run.splits)
             plan = forecast_step(model, config, batch, layout, inputs_on_disk=True)
             planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
-            placement = chosen(model, stored, memory, planned, run.world.size)
+            try:
+                placement = chosen(model, stored, memory, planned, run.world.size)
+            except TooLittleMemoryError as error:
+                raise _with_advice(error, run, batch, plan, layout) from None
             both = (placement.on_disk + inputs) * run.world.size
             placement = dataclasses.replace(placement, inputs_on_host=placement.on_host and fits_on_host(both))
     products, dtype = plan.products, _most_used_dtype(model)
     return Placed(dataclasses.replace(placement, products=products, dtype=dtype, inputs=inputs), lines, stored)
+
+
+def _with_advice(
+    error: TooLittleMemoryError, run: Run, batch: BatchShape, plan: Forecast, layout: ArrayLayout
+) -> TooLittleMemoryError:
+    """The refusal with a sentence on smaller adapters and moments; `plan` is that of layers' inputs on the disk."""
+
+    def planned(model: nn.Module, config: TrainConfig) -> int:
+        return forecast_step(model, config, batch, layout, inputs_on_disk=True).bytes.amount
+
+    said = advice(run, run.config, plan.bytes.amount, error.lacking, planned)
+    return TooLittleMemoryError(f"{error} {said}" if said else str(error))
 
 
 def _most_used_dtype(model: nn.Module) -> mx.Dtype:
@@ -297,10 +317,12 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
     placement = Placement(memory, planned.peak, planned.tokens, sizes, lowest, streamed or (), stored.path)
     if streamed is None:
         least = held(planned.peak, sizes, tuple(range(len(sizes))))
-        raise TooLittleMemoryError(
+        error = TooLittleMemoryError(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
             f"{size_above(least)}; give that or more, or {planned.smaller}."
         )
+        error.lacking = least - memory
+        raise error
     limits = device_limits()
     if limits.bytes is not None and placement.bytes > limits.bytes:
         raise UserError(

@@ -32,6 +32,9 @@ class Shown(Protocol):
     def largest(self, name: str, result: Largest) -> None:
         """Take the largest length, batch or rank that fits."""
 
+    def advice(self, sentence: str) -> None:
+        """Take what smaller adapters and moments would save; an empty text where that is nothing."""
+
 
 class PlanLines:
     """Says a plan in plain lines, for a pipe or a file.
@@ -59,6 +62,10 @@ class PlanLines:
 
     def largest(self, name: str, result: Largest) -> None:
         self._say(f"  {name}: {words(result)}")
+
+    def advice(self, sentence: str) -> None:
+        if sentence:
+            self._say(sentence)
 
 
 class PlanPanel:
@@ -121,6 +128,10 @@ class PlanPanel:
         if name == "length":
             self._rows = result
         self._add(name, words(result))
+
+    def advice(self, sentence: str) -> None:
+        if sentence:
+            self._add("smaller", sentence)
 
     def _add(self, name: str, text: str, share: float | None = None) -> None:
         self._facts[name] = Fact(name, text, share=share)

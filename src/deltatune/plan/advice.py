@@ -1,0 +1,126 @@
+"""Says what smaller moments, and a lower rank for experts, would take from a step that does not fit, by their plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..lora.convert import adapters
+from ..options.config import TrainConfig
+from ..train.setup import Run, load_model, prepare
+from ..train.tree import leaves
+from ..train.updates.optimizer import build_optimizer
+from .screen import size
+
+#: Returns the peak, in bytes, of the run's step with another model or other options.
+Planned = Callable[[nn.Module, TrainConfig], int]
+
+# The optimizers that have a form with moments of 8 bits.
+_IN_8_BITS = {"adam": "adam8bit", "adamw": "adamw8bit"}
+# What takes less of the peak than this share away is not worth its words.
+_LEAST_SHARE = 0.02
+
+
+class _Change(NamedTuple):
+    """Options that take memory away, as they are typed, and a run's options with them."""
+
+    words: str
+    config: TrainConfig
+
+
+def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned) -> str:
+    """Return one sentence on 8-bit moments and a lower rank for experts, or nothing where they would hardly help.
+
+    Args:
+        run: the run, its model prepared.
+        config: its options, as its step was planned.
+        peak: what the step was planned to hold, in bytes.
+        over: how much of that is too much; less than 1 where it fits.
+        planned: plans the same step anew. It is asked twice at most.
+    """
+    if config.resume:
+        return ""
+    said, left, least = [], peak, int(_LEAST_SHARE * peak)
+    moments = _moments_in_8_bits(config)
+    if moments is not None and _moments(run.model, config) - _moments(run.model, moments.config) >= least:
+        config, left = moments.config, planned(run.model, moments.config)
+        said.append(f"{moments.words} takes {_at_least(peak - left)} less")
+    if not 0 < over <= peak - left:
+        ranks = _lower_rank_of_experts(run.model, config, over - (peak - left), least)
+        if ranks is not None:
+            other = load_model(ranks.config, image=run.image, lazy=True).model
+            prepare(other, ranks.config)
+            before, left = left, planned(other, ranks.config)
+            said.append(f"{ranks.words} {'another ' if said else 'takes '}{_at_least(before - left)} less")
+    if not said:
+        return ""
+    kept = 2 * _bytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
+    what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
+    end = "" if over < 1 else "; it fits then" if peak - left >= over else "; that alone is not enough"
+    return f"{what}, their gradients and moments take {size(kept)}: {', '.join(said)}{end}."
+
+
+def _moments_in_8_bits(config: TrainConfig) -> _Change | None:
+    """The same optimizer with moments in 8 bits, if there is one."""
+    name = config.optimizer.lower()
+    if name not in _IN_8_BITS or config.expert_updates != "dense":
+        return None
+    settings = dict(config.optimizer_config)
+    own = settings.pop(name, None)
+    moved = f" (with optimizer_config's {name} under that name)" if own else ""
+    settings |= {_IN_8_BITS[name]: own} if own else {}
+    changed = dataclasses.replace(config, optimizer=_IN_8_BITS[name], optimizer_config=settings)
+    return _Change(f"--optimizer {_IN_8_BITS[name]}{moved}", changed)
+
+
+def _lower_rank_of_experts(model: nn.Module, config: TrainConfig, over: int, least: int) -> _Change | None:
+    """Half of the experts' rank, or a half of that and so on with which, by arithmetic, `over` bytes less are held.
+
+    None where that saves less than `least` bytes, or the experts' ranks are the user's choice already.
+    """
+    experts = {path: adapter for path, adapter in adapters(model).items() if adapter["lora_a"].ndim == 3}
+    holders = {path.split(".")[-2] for path in experts}
+    ranks = {adapter["lora_a"].shape[1] for adapter in experts.values()}
+    pattern = f"*.{min(holders, default='')}.*"
+    chosen = config.lora_parameters.rank_pattern.keys() - {pattern}
+    if len(holders) != 1 or len(ranks) != 1 or chosen or config.resume_adapter_file is not None:
+        return None
+    (rank,) = ranks
+    numbers, of_experts = (_bytes(tree) for tree in (model.trainable_parameters(), [*map(_factors, experts.values())]))
+    # Factors, their gradients, and their share of the moments.
+    held = 2 * of_experts + _moments(model, config) * of_experts // numbers
+    halves = [rank >> times for times in range(1, rank.bit_length())]
+    lower = next((half for half in halves if held * (rank - half) // rank >= over), rank // 2)
+    if lower < 1 or held * (rank - lower) // rank < least:
+        return None
+    patterns = {pattern: lower}
+    changed = dataclasses.replace(config.lora_parameters, rank_pattern=patterns)
+    words = f"--rank-pattern {shlex.quote(json.dumps(patterns))}"
+    return _Change(words, dataclasses.replace(config, lora_parameters=changed))
+
+
+def _factors(adapter: nn.Module) -> list[mx.array]:
+    return [adapter["lora_a"], adapter["lora_b"]]
+
+
+def _moments(model: nn.Module, config: TrainConfig) -> int:
+    """The bytes of the optimizer's state for what trains; nothing is computed."""
+    optimizer = build_optimizer(config)
+    optimizer.init(model.trainable_parameters())
+    return _bytes(optimizer.state)
+
+
+def _bytes(tree: object) -> int:
+    return sum(array.nbytes for _, array in leaves(tree))
+
+
+def _at_least(count: int) -> str:
+    """Bytes as size() gives them, rounded down."""
+    unit = 10**7 if count >= 1e9 else 10**5
+    return size(max(count, 0) // unit * unit)
