@@ -60,10 +60,10 @@ def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned
             said.append(f"{ranks.words} {'another ' if said else 'takes '}{_at_least(before - left)} less")
     if not said:
         return ""
-    kept = 2 * _bytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
+    taken = 2 * _bytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
     what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
     end = "" if over < 1 else "; it fits then" if peak - left >= over else "; that alone is not enough"
-    return f"{what}, their gradients and moments take {size(kept)}: {', '.join(said)}{end}."
+    return f"{what}, their gradients and moments take {size(taken)}: {', '.join(said)}{end}."
 
 
 def _moments_in_8_bits(config: TrainConfig) -> _Change | None:
@@ -72,9 +72,9 @@ def _moments_in_8_bits(config: TrainConfig) -> _Change | None:
     if name not in _IN_8_BITS or config.expert_updates != "dense":
         return None
     settings = dict(config.optimizer_config)
-    own = settings.pop(name, None)
-    moved = f" (with optimizer_config's {name} under that name)" if own else ""
-    settings |= {_IN_8_BITS[name]: own} if own else {}
+    chosen = settings.pop(name, None)
+    moved = f" (with optimizer_config's {name} under that name)" if chosen else ""
+    settings |= {_IN_8_BITS[name]: chosen} if chosen else {}
     changed = dataclasses.replace(config, optimizer=_IN_8_BITS[name], optimizer_config=settings)
     return _Change(f"--optimizer {_IN_8_BITS[name]}{moved}", changed)
 
