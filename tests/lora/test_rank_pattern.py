@@ -16,6 +16,7 @@ from deltatune.errors import UserError
 from deltatune.lora import adapters, convert_to_lora, load_adapter_weights, load_adapters, save_adapters
 from deltatune.lora.pissa import PiSSALinear
 from deltatune.models.load import load_model
+from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig
 
 TOKENS = mx.array([[5, 6, 7, 8]])
@@ -182,3 +183,13 @@ def test_a_module_that_mlx_lm_adapts_itself_keeps_the_highest_rank(tiny_model):
     model.layers[0].self_attn.q_proj = AdaptedByMlxLm(64, 64)
     with pytest.raises(UserError, match="mlx-lm adapts itself and cannot save with another rank than the highest"):
         convert_to_lora(model, LoraConfig(rank=4, rank_pattern={"q_proj": 2}))
+
+
+def test_a_merged_checkpoint_computes_what_the_adapted_model_does(saved, tmp_path):
+    path, folder, model = saved
+    merge_checkpoint(path, folder, tmp_path / "merged")
+    merged = load_model(tmp_path / "merged")[0]
+    with patched():
+        expected, found = model(TOKENS), merged(TOKENS)
+    assert mx.abs(found - load_model(path)[0](TOKENS)).max() > 0.01
+    assert mx.allclose(found, expected, rtol=0, atol=1e-4)
