@@ -10,8 +10,6 @@ already are not repeated. At the end all are printed as a table.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import ready
 from machine import heading
+from measured_once import measured_once
 
 MIDDLE = {"rank": 8, "rate": 5e-3, "lines": 4000}
 RUNS = [
@@ -36,21 +35,20 @@ RUNS = [
 ]
 
 
-def measure(run: dict[str, Any], updates: int, questions: int, folder: Path) -> dict[str, Any]:
+def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Losses and the share of right answers after a run."""
-    items = task.write(folder / "data", test=questions)["test"]
+    items = task.write(folder / "data", test=run["questions"])["test"]
     lines = folder / "data" / "train.jsonl"
     kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
     lines.write_text("".join(kept), encoding="utf-8")
-    config = flow.options(MODEL, folder, updates, (run["rate"], run["rate"] / 25))
+    config = flow.options(MODEL, folder, run["updates"], (run["rate"], run["rate"] / 25))
     config.lora_parameters = LoraConfig(rank=run["rank"], scale=2.0)
-    config.steps_per_eval = updates
+    config.steps_per_eval = run["updates"]
     prepared = ready(config)
     prepared.prepare()
     result = Trainer.of(prepared, Screen(shown=False)).run()
     score = ask(prepared.loaded, items)
-    found = {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": score.accuracy}
-    return run | {"updates": updates, "questions": questions} | found
+    return {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": score.accuracy}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -68,17 +66,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("results", type=Path)
     arguments = parser.parse_args()
-    done = arguments.results.read_text(encoding="utf-8").splitlines() if arguments.results.exists() else []
-    results = [json.loads(line) for line in done]
-    for run in RUNS:
-        wanted = run | {"updates": arguments.updates, "questions": arguments.questions}
-        if any(wanted.items() <= each.items() for each in results):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            results.append(measure(run, arguments.updates, arguments.questions, Path(folder)))
-        with arguments.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(results[-1]) + "\n")
-        print(json.dumps(results[-1]), flush=True)
+    common = {"updates": arguments.updates, "questions": arguments.questions}
+    results = measured_once(arguments.results, [run | common for run in RUNS], measure)
     print(f"\n{heading()}\n\n{table(results)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +25,7 @@ class DriverCounts:
             raise SystemExit("NVIDIA's driver names no pool of memory.")
         self._driver: Any = driver
         self._pool, self._most = pool, (0, 0, 0, 0)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _attribute(self, kind: int) -> int:
         value = ctypes.c_uint64()
@@ -34,7 +33,8 @@ class DriverCounts:
         return value.value
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.01):
+        while True:
+            time.sleep(0.01)
             seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
             self._most = max(self._most, seen)
 
@@ -43,12 +43,3 @@ class DriverCounts:
         (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
         parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached}
         return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-
-    def trim(self) -> None:
-        """Give back what the pool holds and has not handed out."""
-        self._driver.cuMemPoolTrimTo(self._pool, ctypes.c_size_t(0))
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._stop.set()
-        self._thread.join()

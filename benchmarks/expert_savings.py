@@ -13,8 +13,6 @@ take, gradients in bf16 too.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from deltatune.train.setup import ready
 from deltatune.train.tree import leaves
 from deltatune.train.updates import optimizer as optimizers
 from machine import heading
+from measured_once import measured_once
 
 EXPERTS = "mlp.switch_mlp.*"
 RUNS: dict[str, dict[str, Any]] = {
@@ -75,19 +74,18 @@ class RoundedAtRandom(mlx.optimizers.AdamW):
 ROUNDED = {"nearest": Rounded, "random": RoundedAtRandom}
 
 
-def measure(
-    changes: dict[str, Any], seed: int, rate: float, updates: int, questions: int, folder: Path
-) -> dict[str, Any]:
+def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Losses, the share of right answers, and the bytes of adapters, gradients and moments, after a run."""
-    items = task.write(folder / "data", test=questions)["test"]
-    config = flow.options(MODEL, folder, updates, (rate, rate / 25))
+    changes, rate = RUNS[run["run"]], run["rate"]
+    items = task.write(folder / "data", test=run["questions"])["test"]
+    config = flow.options(MODEL, folder, run["updates"], (rate, rate / 25))
     if "rank" in changes:
         chosen = {"rank_pattern": {EXPERTS: changes["rank"]}, "alpha": changes.get("alpha")}
         config.lora_parameters = replace(config.lora_parameters, **chosen)
     if "optimizer" in changes:
         config.optimizer_config = {changes["optimizer"]: config.optimizer_config["adamw"]}
         config.optimizer = changes["optimizer"]
-    config.seed, config.steps_per_eval = seed, updates
+    config.seed, config.steps_per_eval = run["seed"], run["updates"]
     kinds = {"adamw": ROUNDED[changes["rounded"]]} if "rounded" in changes else {}
     with patch.dict(optimizers.OPTIMIZERS, kinds):
         prepared = ready(config)
@@ -126,20 +124,9 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("results", type=Path)
     arguments = parser.parse_args()
-    done = arguments.results.read_text(encoding="utf-8").splitlines() if arguments.results.exists() else []
-    results = [json.loads(line) for line in done]
-    for seed in arguments.seeds:
-        for name in arguments.runs:
-            wanted = {"run": name, "seed": seed, "rate": arguments.rate}
-            wanted |= {"updates": arguments.updates, "questions": arguments.questions}
-            if any(wanted.items() <= each.items() for each in results):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                options = seed, arguments.rate, arguments.updates, arguments.questions
-                results.append(wanted | measure(RUNS[name], *options, Path(folder)))
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(results[-1]) + "\n")
-            print(json.dumps(results[-1]), flush=True)
+    common = {"rate": arguments.rate, "updates": arguments.updates, "questions": arguments.questions}
+    runs = [{"run": name, "seed": seed} | common for seed in arguments.seeds for name in arguments.runs]
+    results = measured_once(arguments.results, runs, measure)
     print(f"\n{heading()}\n\n{table(results)}")
 
 

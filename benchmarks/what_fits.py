@@ -10,7 +10,7 @@ every linear and AdamW. Memory grows with the length in a straight line: the tab
 which the line through the plans of the two lengths meets what MLX may use of it, and in brackets that line, in GB and
 KB a token. NVIDIA GPUs with more memory cut rows into larger pieces, so each memory has a line of its own, and --tokens
 must be lengths of several pieces. A Mac lends its GPU two thirds of its memory up to 36 GB and three quarters above; of
-an NVIDIA GPU, 1 GB is left to CUDA.
+an NVIDIA GPU, a plan leaves 1.5 GB to CUDA.
 
 With --by-layers, the plans are those of `--memory`: all layers but two are on the disk, and so are layers' inputs.
 --experts gives the rank of experts' adapters there, 0 for none; all others have rank 8, and moments have 8 bits.
@@ -39,7 +39,7 @@ from deltatune.ops.recomputation import Checkpoints, operators_pay
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
-from deltatune.plan.device_limits import METAL_BUFFERS, DeviceLimits
+from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.layers_on_disk import held
 from deltatune.plan.search import fits
@@ -63,7 +63,7 @@ LONGEST = 1 << 18
 def usable(device: str, memory: int) -> float:
     """The bytes that MLX may use of a memory in GB as it is sold."""
     if device == "cuda":
-        return (memory - 1) * 1e9
+        return memory * 1e9 - CUDA_BYTES
     return memory * GIB * (2 / 3 if memory <= 36 else 3 / 4)
 
 
