@@ -81,7 +81,10 @@ class FusedPasses:
         run = partial(self._launch, kernels.reverse)
         d_states, d_right, dv, d_initial, *taken = long_scans.reverse(run, tiling, x, prepared, cotangents)
         scanned = {"factors": prepared["factors"], "states": states, "d_states": d_states, "u": u}
-        scanned |= {"d_right": d_right, "dy": cotangents["dy"]} | dict(zip(("taken",), taken, strict=False))
+        scanned |= {"d_right": d_right, "dy": cotangents["dy"]}
+        # Hopper's reverse scan alone writes it, for the gradient kernel.
+        if taken:
+            scanned["taken"] = taken[0]
         dq, dk, d_log_g, d_beta = self._launch(kernels.gradients, tiling, x, scanned)
         return (dq, dk, dv, d_log_g, d_beta, d_initial)[: self.floats]
 
