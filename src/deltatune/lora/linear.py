@@ -18,6 +18,7 @@ from ..ops.products.low_rank import add_product, both_products, columns_product,
 from ..ops.recomputation import input_of
 from ..ops.tracing import trace
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
+from .next_token import adapted_token, forget
 from .together import output
 from .weights import dense_weight, input_size, is_quantized, quantization
 
@@ -165,10 +166,17 @@ class LoRALinear(Adapter):
         self.lora_b = mx.zeros((rank, outputs))
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = token_output(self, x) if type(self) is LoRALinear else None
-        if y is None and type(self) is LoRALinear:
-            y = output(self, x)
+        y = self._by_itself(x) if type(self) is LoRALinear else None
         return self._with_update(self.linear, x) if y is None else y
+
+    def _by_itself(self, x: mx.array) -> mx.array | None:
+        told = trace.current()
+        if told.next_tokens:
+            return token_output(self, x)
+        if x.shape[-2:-1] == (1,) and not told.whole_rows and not (self.training and self.dropout_rate):
+            return adapted_token(self, x, told.known)
+        forget(told.known)
+        return output(self, x)
 
     def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         return with_update(base, x, self.dropout(x), self.lora_a, self.lora_b, self.scale)

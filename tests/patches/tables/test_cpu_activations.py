@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import olmo_hybrid
+from mlx_lm.models import activations, olmo_hybrid
 
 from deltatune.machine import backend
 from deltatune.ops.attention.blocked import attention_blocked
@@ -93,6 +93,16 @@ def test_an_mlp_calls_each_projection_once(served, monkeypatch, dtype):
         mx.eval(mlp(mx.ones((1, 5, 16), dtype)))
     assert len(calls) == 3
     assert served["swiglu"] == (dtype == mx.float32)
+
+
+@pytest.mark.parametrize(("width", "tokens", "by_operations"), [(128, 1, 0), (128, 16, 1), (256, 1, 1)])
+def test_a_decoders_swiglu_is_mlxs_until_it_is_large(served, width, tokens, by_operations):
+    gate, x = (mx.random.normal((64, tokens, width), key=mx.random.key(seed)) for seed in (0, 1))
+    expected = activations.swiglu(gate, x)
+    with patched():
+        served.clear()
+        assert mx.allclose(activations.swiglu(gate, x), expected, atol=1e-5).item()
+    assert served["swiglu"] == by_operations
 
 
 def test_a_gelu_is_served_by_its_kind(served):

@@ -35,7 +35,7 @@ _FEWEST = 2**13
 
 def serves(*arrays: mx.array) -> bool:
     """Whether the functions of this module are to be used: for large fp32 arrays on a CPU that is not Apple's."""
-    served = _by_operations(*arrays) and (arrays[0].size >= _FEWEST or is_small_case())
+    served = (arrays[0].size >= _FEWEST or is_small_case()) and _by_operations(*arrays)
     if served:
         note("exponentials")
     return served

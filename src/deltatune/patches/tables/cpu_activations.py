@@ -15,7 +15,11 @@ from ...upstream import GELU_KIND
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
 from ..small_cases import layer_input, same_layer, serving
+from ..whole_rows import decodes
 from .pointwise import IS_GATED_NORM, IS_SILU, IS_SWIGLU
+
+# A decoder takes no gradient, which would take exponentials again, so that smaller arrays gain nothing.
+_FEWEST_IN_DECODING = 2**14
 
 
 def _silu(upstream: Function) -> Function:
@@ -29,6 +33,8 @@ def _silu(upstream: Function) -> Function:
 
 def _swiglu(upstream: Function) -> Function:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        if gate.ndim == 3 and gate.size < _FEWEST_IN_DECODING and decodes(gate.shape[1]):
+            return upstream(gate, x)
         serves = gate.shape == x.shape and exponentials.serves(gate, x)
         return exponentials.swiglu(gate, x) if serves else upstream(gate, x)
 

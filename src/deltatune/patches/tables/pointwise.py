@@ -18,6 +18,7 @@ from ...ops.decoding.gated_attention_token import GatedAttention, RowArrays
 from ...ops.decoding.row_caches import AttentionRows
 from ...ops.pointwise import conv, heads, norms, rows, silu
 from ...ops.recomputation import remembered
+from ...ops.tracing import trace
 from ..last_convolution import taken
 from ..patch_record import Function, Patch
 from ..small_cases import (
@@ -100,7 +101,7 @@ def _embedding(upstream: Function) -> Function:
 
 def _linear(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        y = token_output(self, x)
+        y = token_output(self, x) if trace.current().next_tokens else None
         return upstream(self, x) if y is None else y
 
     return __call__
