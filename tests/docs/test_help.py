@@ -320,7 +320,7 @@ ELSEWHERE = {
     "--loss-variant": FORMULAS,
     "--max-pixels": PICTURES,
     "--max-seq-length": f"{DATA}::test_long_examples_are_cut_and_counted",
-    "--memory": "train/by_layer/test_bounded_runs::test_a_bound_that_everything_fits_within_changes_nothing",
+    "--memory": "train/by_layer/test_bounded_runs::test_a_bound_that_everything_fits_within_changes_no_result",
     "--min-p": SAMPLING,
     "--min-pixels": PICTURES,
     "--model": SEVERAL,

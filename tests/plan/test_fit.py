@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
+from deltatune.plan import device_limits as device_limits_module
 from deltatune.plan import fit, primitives, screen, search
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits, device_limits
@@ -183,6 +184,26 @@ def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited
     change = [*mended[1].replace(" and ", " ").split(), *([mended[2]] if mended[2] else [])]
     code, said, err = run(*arguments, *change)
     assert code == 0, err
+
+
+def test_a_step_that_fits_with_less_queued_work_is_trained_so(run, options, limited, tmp_path, monkeypatch):
+    """As on an NVIDIA GPU, where a plan without the wait for queued work would refuse the run."""
+    arguments = ["train", *options, "--adapter-path", tmp_path / "adapters", "--iters", 1, "--grad-checkpoint"]
+    limited(10**12)
+    code, said, err = run(*arguments)
+    assert code == 0, err
+    need = sizes(said)
+    limited(int(need * 0.93))
+    assert run(*arguments)[0] == 2
+    monkeypatch.setattr(device_limits_module, "brake", lambda size: int(0.9 * size))
+    own, set_limits, plain = mx.set_memory_limit(2**40), [], mx.set_memory_limit
+    plain(own)
+    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_limits.append(limit) or plain(limit))
+    code, said, err = run(*arguments)
+    assert code == 0, err
+    assert re.search(r"it fits, with less work queued for the GPU, which may take a quarter longer\.", said)
+    assert int(0.9 * int(need * 0.93)) in set_limits
+    assert set_limits[-1] == own
 
 
 def test_buffers_alone_can_be_too_many_and_force_trains_all_the_same(run, options, limited, tmp_path):

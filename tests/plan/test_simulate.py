@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from counted_programs import LINUX, output_of
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.graph import evaluation_order, read
+from deltatune.plan.simulate import PACES, Simulation
 
 FOLDER = Path(__file__).parent
 
@@ -46,3 +50,34 @@ def test_training_is_foreseen_within_five_and_ten_percent(options):
     found = output_of(benchmark, "--worker", json.dumps(options | {"waiting": True}))
     assert found["planned"] == pytest.approx(found["counted"], rel=0.05)
     assert found["planned_bytes"] == pytest.approx(found["counted_bytes"], rel=0.10)
+
+
+@LINUX
+def test_mlx_waits_for_queued_work_above_its_memory_limit_as_foreseen():
+    """Sixty products, each summed at once: what is alive at a time is what waits in the queue."""
+    x = mx.random.normal((512, 512))
+    mx.eval(x)
+    layout, held = ArrayLayout.measured(), x.nbytes
+
+    def peaks(limit):
+        total = sum(((x @ (x + number)).sum() for number in range(60)), mx.array(0.0))
+        leaf = layout.address(x)
+        machine, (out,) = Simulation(layout, PACES["cpu"], limit), read(layout, [total], {leaf})
+        order = evaluation_order([out], 20)
+        sources = {node.address: node for made in order for node in made.inputs if not node.kind}
+        machine.add_leaves(list(sources.values()))
+        machine.evaluate(order, [out])
+        others = mx.get_active_memory() - held
+        own = mx.set_memory_limit(0)
+        mx.set_memory_limit(own if limit is None else others + limit)
+        mx.reset_peak_memory()
+        try:
+            mx.eval(total)
+        finally:
+            mx.set_memory_limit(own)
+        return machine.bytes.amount, mx.get_peak_memory() - others
+
+    (free, counted), (braked, within) = peaks(None), peaks(10 * held + held // 2)
+    assert counted <= free
+    assert 10 * held < within <= braked
+    assert braked < free / 2

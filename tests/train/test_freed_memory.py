@@ -51,6 +51,19 @@ def test_the_bound_follows_the_peak_and_nothing_is_given_back_between_iterations
         assert allocator.limit == 100, "never more than MLX itself would hold"
 
 
+def test_a_limit_holds_from_the_start_and_the_peak_lowers_it(allocator):
+    with FreedMemory(limit=70) as memory:
+        assert allocator.limit == 70
+        allocator.peak = 50
+        memory.after_iteration()
+        assert allocator.limit == 55
+        allocator.peak = 69
+        memory.after_iteration()
+        assert allocator.limit == 70
+    with FreedMemory(limit=170):
+        assert allocator.limit == 100, "never more than MLX itself would hold"
+
+
 def test_a_threshold_gives_all_back_after_an_iteration_that_leaves_more(allocator):
     with FreedMemory(threshold=30) as memory:
         allocator.peak, allocator.kept = 50, 30

@@ -60,7 +60,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
     """
     from ..data.batches.show import show_batch
     from ..plan import placement
-    from ..plan.fit import Checked, check
+    from ..plan.fit import check
     from ..train import Trainer
     from ..train.distributed import World
     from ..train.evaluate import say_loss
@@ -93,12 +93,12 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
             screen.say(line)
         weights = None if placed is None else placed.weights(run, stack)
         trainer = Trainer.of(run, screen, folder, weights)
-        checked = check(run, force=config.force) if placed is None else Checked(placed.placement.said(), None)
+        checked = check(run, force=config.force) if placed is None else placed.checked()
         for fact in checked.said:
             screen.say(fact)
         if serve and world.main:
             _serve(stack, trainer, screen)
-        result = trainer.run(checkpoints=checked.checkpoints)
+        result = trainer.run(checkpoints=checked.checkpoints, memory_limit=checked.memory_limit)
         if weights is not None:
             screen.say(weights.disk.said(result.seconds))
         if config.test:

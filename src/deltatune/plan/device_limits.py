@@ -14,6 +14,9 @@ from ..machine.container import container
 METAL_BUFFERS = 499_000
 # What CUDA takes during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
 CUDA_BYTES = 1_500_000_000
+# From this share of what arrays may take on, MLX is made to wait for what it has queued for an NVIDIA GPU. The rest is
+# for what an operation allocates before MLX looks.
+BRAKE = 0.95
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class DeviceLimits:
     bytes: int | None
     why_buffers: str
     why_bytes: str
+
+    @property
+    def brake(self) -> int | None:
+        """The bytes from which on MLX waits for queued work in a run; None where it is not made to."""
+        return None if self.bytes is None else brake(self.bytes)
+
+
+def brake(size: int) -> int | None:
+    """Return the bytes from which on MLX waits for queued work, where arrays may take `size` bytes."""
+    return int(BRAKE * size) if backend.device() == "cuda" else None
 
 
 def device_limits() -> DeviceLimits:

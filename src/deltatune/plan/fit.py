@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -80,14 +79,16 @@ def examine(
     # Where larger values are searched for, auto may checkpoint every layer.
     searched = _without_choice(run.config)
     if choice is None:
-        first = planned_step(run.model, searched, rows, length, run.splits, layout)
+        first = planned_step(run.model, searched, (rows, length), run.splits, layout, brake=limits.brake)
         forecast = RunForecast(first, limits)
         shown.step(forecast)
     else:
         forecast = RunForecast(choice.forecast, limits, checkpoints=str(choice))
         shown.step(forecast)
         all_again = choice.again == choice.of
-        first = choice.forecast if all_again else planned_step(run.model, searched, rows, length, run.splits, layout)
+        first = choice.forecast
+        if not all_again:
+            first = planned_step(run.model, searched, (rows, length), run.splits, layout, brake=limits.brake)
     values = {}
     for name, value in _searches(run, searched, first, limits, layout):
         values[name] = value
@@ -100,24 +101,26 @@ def _searches(
     run: Run, config: TrainConfig, first: Forecast, limits: DeviceLimits, layout: ArrayLayout
 ) -> Iterator[tuple[str, Largest]]:
     """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
-    planned = partial(planned_step, splits=run.splits, layout=layout)
     rows, length, until = first.rows, first.length, time.monotonic() + _SECONDS
+
+    def planned(rows: int, length: int, model: nn.Module = run.model, config: TrainConfig = config) -> Forecast:
+        return planned_step(model, config, (rows, length), run.splits, layout, brake=limits.brake)
 
     def planned_at_rank(rank: int) -> Forecast:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
         other = load_model(changed, image=run.image, lazy=True).model
         prepare(other, changed)
-        return planned(other, changed, rows=rows, length=length)
+        return planned(rows, length, other, changed)
 
     lengths = {length: first}
     yield "length", largest(
-        lambda length: planned(run.model, config, rows=rows, length=length), limits, lengths,
+        lambda length: planned(rows, length), limits, lengths,
         Values(_LENGTHS, max(length, _positions(run.loaded.config))), deadline=_halfway(until),
     )  # fmt: skip
     # A row more needs what as many tokens more in each row need, or more than that.
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
-        lambda rows: planned(run.model, config, rows=rows, length=length), limits, {rows: first},
+        lambda rows: planned(rows, length), limits, {rows: first},
         Values(_rows_each(config), max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
         # Half of the operations, those of the recurrence, are as many for any number of rows.
         slower=lambda times: (1 + times) / 2,
@@ -144,10 +147,12 @@ class Checked:
     Args:
         said: what to tell the user: the plan, or why there is none on this version of MLX.
         checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
+        memory_limit: the bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
     """
 
     said: list[Fact | str]
     checkpoints: Checkpoints | None
+    memory_limit: int | None = None
 
 
 def check(run: Run, *, force: bool = False) -> Checked:
@@ -164,7 +169,7 @@ def check(run: Run, *, force: bool = False) -> Checked:
     try:
         layout = ArrayLayout.measured()
         choice = _choice(run, limits, layout)
-        plan = choice.forecast if choice else planned_step(run.model, run.config, *shape(run), run.splits, layout)
+        plan = choice.forecast if choice else _of_run(run, run.config, layout, limits.brake)
     except LayoutError as error:
         line = (
             f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
@@ -178,7 +183,12 @@ def check(run: Run, *, force: bool = False) -> Checked:
             message += _smaller(run, _without_choice(run.config), plan, limits, layout)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(said, None if choice is None else choice.checkpoints)
+    return Checked(said, None if choice is None else choice.checkpoints, limits.brake)
+
+
+def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: int | None = None) -> Forecast:
+    """The plan of the run's largest step with these options."""
+    return planned_step(run.model, config, shape(run), run.splits, layout, brake=brake)
 
 
 def _choice(
@@ -191,10 +201,10 @@ def _choice(
     """
     if run.config.grad_checkpoint != "auto":
         return None
-    order, (rows, length) = order_of(run.model), shape(run)
+    order = order_of(run.model)
 
     def attempt(checkpoints: Checkpoints) -> Forecast:
-        plan = planned_step(run.model, run.config, rows, length, run.splits, layout, checkpoints)
+        plan = planned_step(run.model, run.config, shape(run), run.splits, layout, checkpoints, limits.brake)
         if tried is not None:
             tried(order.choice(checkpoints, plan))
         return plan
@@ -255,7 +265,7 @@ def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimit
     config = _without_choice(run.config)
 
     def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
-        return planned_step(run.model, config, rows, length, run.splits, layout)
+        return planned_step(run.model, config, (rows, length), run.splits, layout, brake=limits.brake)
 
     words = ""
     if not config.grad_checkpoint or (choice is not None and choice.again < choice.of):
@@ -287,7 +297,8 @@ def _smaller(
         return ""
 
     def planned(model: nn.Module, config: TrainConfig) -> int:
-        return planned_step(model, config, plan.rows, plan.length, run.splits, layout).bytes.amount
+        tokens = plan.rows, plan.length
+        return planned_step(model, config, tokens, run.splits, layout, brake=limits.brake).bytes.amount
 
     said = advice(run, config, plan.bytes.amount, over, planned)
     return f" {said}" if said else ""
@@ -308,7 +319,7 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
         return ""
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
-    plan = planned_step(run.model, config, *shape(run), run.splits, layout)
+    plan = _of_run(run, config, layout)
     too_many = limits.buffers is not None and plan.buffers.amount > limits.buffers
     if too_many or left_on_disk(plan.bytes.amount, frozen, room, least=1) is None:
         return ""
@@ -323,14 +334,14 @@ def _bytes(tree: Any) -> int:
 def planned_step(
     model: nn.Module,
     config: TrainConfig,
-    rows: int,
-    length: int,
+    tokens: tuple[int, int],
     splits: Splits,
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
+    brake: int | None = None,
 ) -> Forecast:
-    """The forecast of a step."""
-    return forecast_step(model, config, batch_shape(config, rows, length, splits), layout, checkpoints)
+    """The forecast of a step of so many rows and tokens of a row; `checkpoints` and `brake` as in forecast_step()."""
+    return forecast_step(model, config, batch_shape(config, *tokens, splits), layout, checkpoints, brake=brake)
 
 
 def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> BatchShape:

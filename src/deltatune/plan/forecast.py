@@ -89,6 +89,7 @@ def forecast_step(
     checkpoints: Checkpoints | None = None,
     *,
     inputs_on_disk: bool = False,
+    brake: int | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -99,12 +100,13 @@ def forecast_step(
         layout: how the loaded MLX stores its arrays.
         checkpoints: what is computed again where `config.grad_checkpoint` is auto.
         inputs_on_disk: whether a step by layers keeps the inputs of layers in files, or in the host's memory.
+        brake: the bytes from which on MLX waits for queued work; None where it does not.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
         built = trace_step(model, config, shape, layout, checkpoints, inputs_on_disk=inputs_on_disk)
-        forecast = _planned(built, config, layout)
+        forecast = _planned(built, config, layout, brake)
         del built
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
@@ -115,8 +117,8 @@ def forecast_step(
     return replace(forecast, seconds=time.monotonic() - started)
 
 
-def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout) -> Forecast:
-    machine, tower = simulate_step(built, layout), simulate_tower(built, layout)
+def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake: int | None) -> Forecast:
+    machine, tower = simulate_step(built, layout, brake), simulate_tower(built, layout)
     peak_bytes = _moment(machine, built, machine.bytes, by_bytes=True)
     if tower is not None and tower.bytes.amount > peak_bytes.amount:
         peak_bytes = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")

@@ -35,8 +35,8 @@ from ..train.tree import leaves
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
-from .device_limits import device_limits
-from .fit import batch_shape, planned_step, shape
+from .device_limits import brake, device_limits
+from .fit import Checked, batch_shape, planned_step, shape
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
@@ -176,6 +176,10 @@ class Placed(NamedTuple):
     lines: list[str]
     stored: StoredWeights
 
+    def checked(self) -> Checked:
+        """Return what is said, and the memory limit of a step as a whole; one by layers has its own."""
+        return Checked(self.placement.said(), None, None if self.placement.streamed else brake(self.placement.memory))
+
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
         """Read what stays in memory; return where the layers' weights are read from, or None if all stay.
 
@@ -224,10 +228,10 @@ def placed(run: Run) -> Placed:
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
             unbounded = dataclasses.replace(config, memory=None)
-            plan = planned_step(model, unbounded, rows, length, run.splits, layout)
+            plan = planned_step(model, unbounded, (rows, length), run.splits, layout, brake=brake(memory))
             fits = plan.bytes.amount <= memory
         if not fits:
-            plan = planned_step(model, config, rows, length, run.splits, layout)
+            plan = planned_step(model, config, (rows, length), run.splits, layout)
         smaller = "a smaller --batch-size or --max-seq-length"
         planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
         inputs = 0

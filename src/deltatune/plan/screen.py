@@ -190,7 +190,7 @@ def longest(result: Largest) -> str:
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
     """What the step needs of what the device has, for the first lines of a run."""
     of = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes else ""
-    text = f"{size(plan.bytes.amount)} planned{of}; {plan.rows} x {plan.length:,} tokens"
+    text = f"{size(plan.bytes.amount)} planned{of}{_waits(plan, limits)}; {plan.rows} x {plan.length:,} tokens"
     text += f".{unknown(plan)}" if plan.unknown else ""
     share = plan.bytes.amount / limits.bytes if limits.bytes else None
     return Fact("memory", text, line=line(plan, limits), share=share)
@@ -205,11 +205,17 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
     """One sentence with the peaks and the limits of the device."""
     most = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes is not None else ""
     buffers = f" of {limits.buffers:,}" if limits.buffers is not None else ""
-    fit = "it fits" if fits(plan, limits) else "it does not fit"
+    fit = f"it fits{_waits(plan, limits)}" if fits(plan, limits) else "it does not fit"
     return (
         f"Plan: {plan.rows} x {plan.length:,} tokens need {size(plan.bytes.amount)}{most} and "
         f"{plan.buffers.amount:,}{buffers} live buffers at their peaks: {fit}.{unknown(plan)}"
     )
+
+
+def _waits(plan: Forecast, limits: DeviceLimits) -> str:
+    """What follows where a step that fits does so because MLX waits for queued work."""
+    waits = limits.brake is not None and plan.bytes.amount > limits.brake and fits(plan, limits)
+    return ", with less work queued for the GPU, which may take a quarter longer" if waits else ""
 
 
 def unknown(plan: Forecast) -> str:

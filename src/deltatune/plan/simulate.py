@@ -78,10 +78,11 @@ class Simulation:
     Args:
         layout: how the loaded MLX stores its arrays.
         pace: how the device groups operations into tasks.
+        brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
     """
 
-    def __init__(self, layout: ArrayLayout, pace: Pace):
-        self.layout, self._pace = layout, pace
+    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None):
+        self.layout, self._pace, self._brake = layout, pace, brake
         self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
         self.buffers, self.bytes = Peak(), Peak()
@@ -149,6 +150,9 @@ class Simulation:
         self._temporaries = []
         if self._queue.tasks > TASKS_AHEAD:
             self._run_one_task()
+        while self._brake is not None and self.live_bytes > self._brake and self._queue.tasks:
+            self._end_task()
+            self._run_one_task()
         for source in node.inputs * len(outputs):
             self._release_array(source.address)
         for output in outputs:
@@ -190,6 +194,12 @@ class Simulation:
         queue.waiting.append(held)
         queue.operations += operations
         if queue.operations >= pace.operations or (pace.elements is not None and queue.elements >= pace.elements):
+            self._end_task()
+
+    def _end_task(self) -> None:
+        """End the task that operations are added to, unless it is empty."""
+        queue = self._queue
+        if queue.operations:
             queue.operations = queue.elements = 0
             queue.tasks += 1
             queue.waiting.append(None)

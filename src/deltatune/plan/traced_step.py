@@ -334,9 +334,9 @@ def simulate_forward(layout: ArrayLayout, inputs: Any, noted: Sequence[Sequence[
     return machine
 
 
-def simulate_step(built: TracedStep, layout: ArrayLayout) -> Simulation:
-    """The simulated run of the step at the pace of MLX's default device."""
-    machine = Simulation(layout, PACES[backend.device()])
+def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None) -> Simulation:
+    """The simulated run of the step at the pace of MLX's default device; `brake` is MLX's memory limit."""
+    machine = Simulation(layout, PACES[backend.device()], brake)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.add_leaves(phase.made)

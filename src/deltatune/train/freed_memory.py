@@ -29,18 +29,22 @@ class FreedMemory:
     Args:
         threshold: A number of bytes. If more is kept after an iteration, all of it is given back, and there is no
             other bound. None for the bound by the peak.
+        limit: What MLX may hold at most where it can: above it, MLX gives back what it keeps, and waits for what it has
+            queued. None for MLX's own limit.
     """
 
-    def __init__(self, threshold: int | None = None):
-        self._threshold = threshold
+    def __init__(self, threshold: int | None = None, limit: int | None = None):
+        self._threshold, self._limit = threshold, limit
         self._peak = 0
-        # MLX's own limit, while the block runs.
-        self._own_limit = 0
+        # MLX's own limit, and the most that it may be while the block runs.
+        self._own_limit = self._most = 0
 
     def __enter__(self) -> FreedMemory:
         # MLX tells its limit only while another one is set.
-        self._own_limit = mx.set_memory_limit(0)
-        mx.set_memory_limit(self._own_limit)
+        self._own_limit = self._most = mx.set_memory_limit(0)
+        if self._limit is not None:
+            self._most = min(self._own_limit, self._limit)
+        mx.set_memory_limit(self._most)
         return self
 
     def __exit__(
@@ -57,4 +61,4 @@ class FreedMemory:
         peak = mx.get_peak_memory()
         if peak > self._peak and backend.device() != "cpu":
             self._peak = peak
-            mx.set_memory_limit(min(self._own_limit, int(ROOM * peak)))
+            mx.set_memory_limit(min(self._most, int(ROOM * peak)))

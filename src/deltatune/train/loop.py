@@ -127,11 +127,12 @@ class Trainer:
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
         return cls(*from_run, world=run.world, screen=screen, folder=folder, weights=weights, **more)
 
-    def run(self, *, checkpoints: Checkpoints | None = None) -> Result:
+    def run(self, *, checkpoints: Checkpoints | None = None, memory_limit: int | None = None) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
 
         Args:
             checkpoints: What is computed again where `config.grad_checkpoint` is auto (plan.fit.check).
+            memory_limit: The bytes from which on MLX waits for queued work; None for its own limit (plan.fit.check).
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -151,7 +152,7 @@ class Trainer:
             if backend.device() == "metal":
                 # MLX's own limit comes back for whatever a notebook does next.
                 stack.callback(mx.set_wired_limit, mx.set_wired_limit(backend.gpu_memory()))
-            freed_memory = FreedMemory(config.clear_cache_threshold)
+            freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
             step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes))
             saving = self._saving(step, chosen)
             ending = Ending(saving, config, parts.outputs, parts.world, parts.screen)
