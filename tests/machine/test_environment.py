@@ -38,9 +38,10 @@ def test_work_goes_to_the_gpu_in_small_pieces_unless_the_user_chose(before, afte
     env = {name: value for name, value in os.environ.items() if name != environment.QUEUE}
     if before is not None:
         env[environment.QUEUE] = before
-    probe = f"import os, deltatune; print(os.environ['{environment.QUEUE}'])"
+    probe = f"import os, deltatune; print(os.environ['{environment.QUEUE}'])\n"
+    probe += "from deltatune.plan.simulate import PACES; print((PACES['cuda'].elements >> 20) - 1)"
     result = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == after
+    assert result.stdout.split() == [after, after], "a plan counts with it"
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), (" 2", True), ("0", False), ("", False), ("false", False)])

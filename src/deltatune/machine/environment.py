@@ -132,6 +132,12 @@ def limit_queue() -> None:
         os.environ.setdefault(QUEUE, str(QUEUED))
 
 
+def queued() -> int:
+    """Return the millions of elements that a piece of work for an NVIDIA GPU reads at most, as MLX reads them."""
+    found = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUE, str(QUEUED)))
+    return int(found[1]) if found else 0
+
+
 def see_own_gpu() -> None:
     """Give each process of a launched run one NVIDIA GPU of its own, in the order of ranks.
 

@@ -35,11 +35,11 @@ class Pace:
 
 
 # Sources in mlx/backend: cpu/encoder.h; metal/device.cpp (the largest chips) and metal/allocator.cpp; cuda/device.cpp,
-# where machine/environment.py sets the number of elements.
+# where machine/environment.py sets the number of elements, unless the user has set another.
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": Pace(101, (environment.QUEUED + 1) << 20, page=16384),
+    "cuda": Pace(101, (environment.queued() + 1) << 20, page=16384),
 }
 
 
