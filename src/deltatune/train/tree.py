@@ -67,7 +67,9 @@ def from_host(*arrays: np.ndarray) -> list[mx.array]:
     if len({array.shape for array in arrays}) > 1 or not kinds <= _FOUR_BYTES.keys():
         return [mx.array(array) for array in arrays]
     joined = mx.array(np.stack([np.ascontiguousarray(array).view(np.int32) for array in arrays]))
-    return [joined[i].view(_FOUR_BYTES[array.dtype]) for i, array in enumerate(arrays)]
+    # joined[i] is a gather, for which MLX builds a kernel on CUDA.
+    parts = mx.split(joined, len(arrays))
+    return [part.squeeze(0).view(_FOUR_BYTES[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
 
 
 def iteration_key(seed: int, iteration: int, rank: int) -> mx.array:
