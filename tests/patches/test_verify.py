@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 from mlx_lm.models import qwen3_next
 
+from deltatune.ops.trial.foresight import look_ahead
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched, verify
 from deltatune.patches.tables import experts
@@ -82,3 +85,18 @@ def test_a_run_asks_with_the_rows_of_its_batches(mixture, monkeypatch):
     monkeypatch.setattr(verify, "logits_of", logits_of)
     with training(mixture, TrainConfig(batch_size=3, grad_checkpoint=False), compare=False):
         assert shapes == [(3, 2)]
+
+
+def test_what_the_question_tries_is_foreseen(mixture, monkeypatch):
+    looked: list[str] = []
+
+    @contextmanager
+    def watched(trace_calls):
+        look_ahead(lambda: looked.extend({call.operator for call in trace_calls()}), None)
+        yield
+
+    monkeypatch.setattr(verify, "foreseen", watched)
+    with patched():
+        told = serving(mixture)
+    assert set(looked) == {"gated delta", "attention", "experts"}
+    assert names(told.delta) == {"chunk"}

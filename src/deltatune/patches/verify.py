@@ -9,6 +9,8 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import LayerInfo, describe, gated_delta_layers, logits_of
+from ..ops.tracing.trace import NotedCall
+from ..ops.trial.foresight import foreseen
 from . import callers
 from .whole_rows import whole_rows
 
@@ -47,8 +49,14 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
     layers = _layers(model)
     attending = [layer for layer in layers if layer.kind == "attention"]
     routing = [layer for layer in layers if layer.experts]
-    with callers.noting() as calls, whole_rows():
-        logits_of(model, mx.array([[0, 1]] * rows))
+
+    def noted() -> list[NotedCall]:
+        with callers.noting() as calls, whole_rows():
+            logits_of(model, mx.array([[0, 1]] * rows))
+        return calls
+
+    with foreseen(noted):
+        calls = noted()
     names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
     return Serving(
         {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},

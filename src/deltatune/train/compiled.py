@@ -10,9 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine import backend
-from ..ops.kernels.cubin import built_side_by_side
 from ..ops.tracing import trace
+from ..ops.trial.foresight import foreseen
 from .tree import Place, leaves
 
 # What MLX says where a function that it compiles reads the values of an array.
@@ -30,7 +29,7 @@ def compiled(
     A model may read values in the middle of its forward pass, as mlx-lm's dbrx does to find the rows of each expert.
     Its function runs operation by operation, and a warning says so.
 
-    On an NVIDIA GPU the kernels of the first call are built side by side.
+    On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials before it.
 
     Args:
         function: The function.
@@ -54,10 +53,11 @@ def compiled(
             return call(*arguments)
         arrays = [(place, place.array) for tree in inputs for place in _array_places(tree)]
         try:
-            if not known:
-                _build_kernels(partial(function, *arguments))
-                _put_back(arrays)
-            results = call(*arguments)
+            if known:
+                results = call(*arguments)
+            else:
+                with foreseen(partial(_ahead, partial(function, *arguments), arrays)):
+                    results = call(*arguments)
         except BaseException as error:
             _put_back(arrays)
             reads = isinstance(error, ValueError) and _READS in str(error)
@@ -76,14 +76,13 @@ def compiled(
     return restoring
 
 
-def _build_kernels(call: Callable[[], Any]) -> None:
-    """Build the kernels of `call`, where an NVIDIA GPU has them to build; MLX's own trace asks for one after another.
-
-    It is traced once for that, which takes a tenth of a second for 24 layers, and is not counted.
-    """
-    if backend.device() == "cuda":
-        with trace.having(recurrences=Counter(), attentions=Counter(), callers=None), built_side_by_side():
+def _ahead(call: Callable[[], Any], arrays: Sequence[tuple[Place, mx.array]]) -> None:
+    """Trace a call whose results nobody uses, and which is not counted; it leaves `arrays` in their places."""
+    try:
+        with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
             call()
+    finally:
+        _put_back(arrays)
 
 
 def _put_back(arrays: Sequence[tuple[Place, mx.array]]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
-from deltatune.ops.kernels import cubin, fatbin, launch, nvrtc
+from deltatune.ops.kernels import builds, cubin, fatbin, launch, nvrtc
 
 AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 
@@ -69,5 +69,6 @@ class _Fast:
 
 def forget_kernels() -> None:
     """Let the next call build its kernels anew; tilings hold the launches that were made with them."""
-    for remembered in (launch.kernel_of, cubin._built, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
+    builds.forget()
+    for remembered in (launch.kernel_of, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
         remembered.cache_clear()

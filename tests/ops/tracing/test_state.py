@@ -21,6 +21,7 @@ OF_THE_PROCESS = {
     "machine.compiling._depth": "how many contexts are open in which mx.compile builds no kernels",
     "machine.file_lock._held": "the locks that this process holds",
     "machine.startup._problem": "what is wrong with the machine, until a command says so",
+    "ops.kernels.builds._builds": "the code of the kernels that this process has built or builds",
     "ops.trial.candidates._announced": "the messages that were shown",
     "ops.trial.first_use._right": "which kernels were right in this process",
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",

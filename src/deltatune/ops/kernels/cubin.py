@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ...machine import atomic_files, environment, nvidia
 from ..tracing import trace
-from . import fatbin, nvrtc
+from . import builds, fatbin, nvrtc
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +110,12 @@ class CubinKernel:
         dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
         kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), trace.current().builders
         if builders is not None:
-            builders.submit(_built, self, *kind)
+            builds.begin(builders, (self, *kind), partial(_build, self, *kind))
             outputs = list(zip(output_shapes, output_dtypes, strict=True))
             return lambda inputs: [mx.zeros(*output) for output in outputs]
         arguments: dict[str, Any] = {
             "name": self.name,
-            "compiled_source": _built(self, *kind),
+            "compiled_source": builds.code((self, *kind), partial(_build, self, *kind)),
             "output_shapes": output_shapes,
             "output_dtypes": output_dtypes,
             "scalars": [size for shape in shapes for size in shape],
@@ -162,8 +162,7 @@ def _shapes_read(kernel: CubinKernel) -> tuple[bool, ...]:
     return tuple(f"{name}_shape" in kernel.source for name in kernel.inputs)
 
 
-@cache
-def _built(kernel: CubinKernel, *kind: tuple) -> bytes:
+def _build(kernel: CubinKernel, *kind: tuple) -> bytes:
     return code_of(kernel.name, kernel.text(*kind))
 
 

@@ -14,7 +14,7 @@ say which of them they bring back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, fields
@@ -84,6 +84,8 @@ class Trace:
         rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
+        foreseen: The trials whose kernels are being built while calls are only foreseen (ops/trial/foresight.py); None
+            where calls are made.
         known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.
     """
 
@@ -108,6 +110,7 @@ class Trace:
     trials: bool = True
     rankings: object | None = None
     builders: Executor | None = None
+    foreseen: set[Hashable] | None = None
     known: Known = field(default_factory=Known)
 
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 from ...errors import UserError
 from ...machine import backend
 from ..tracing import trace
-from . import rankings, timing, verdicts
+from . import foresight, rankings, timing, verdicts
 from .case import Case, judged
 from .verdicts import Verdict, machine
 
@@ -103,6 +103,8 @@ def choose(
         # fastest, and otherwise serves what nothing else does.
         last, others = names[-1], [name for name in known if name in names[:-1]]
         names = (last, *others) if known[:1] == [last] else (*others, last)
+    if foresight.looks_ahead():
+        return _foreseen(operator, names, candidate_of)
     measured = backend.compares_times()
     compares = measured and known is None and not forced and (run is None or run.by_time)
     serving = _right(operator, names, candidate_of, first=not compares, forced=forced)
@@ -120,6 +122,32 @@ def choose(
     if _is_new(message):
         logger.info(message)
     return ranked[0], serving.right[ranked[0]].function
+
+
+def _foreseen(
+    operator: Operator, names: Sequence[str], candidate_of: Callable[[str], Candidate | str]
+) -> tuple[str, Callable[..., Any]]:
+    """Return what will probably serve a call that is only foreseen; the kernels of the trials before it are built."""
+    serving: list[tuple[str, Callable[..., Any]]] = []
+    for name in names:
+        candidate = candidate_of(name)
+        if isinstance(candidate, str) or not _may_pass(operator, name, candidate):
+            continue
+        serving.append((name, candidate.function))
+        if not backend.compares_times():
+            break
+    return serving[0]
+
+
+def _may_pass(operator: Operator, name: str, candidate: Candidate) -> bool:
+    """Whether nothing is known against a candidate; where nothing is known, its trial's kernels are built."""
+    if candidate.checked is None or candidate.trusted:
+        return True
+    stored, shape, checked = _stored(operator, name), candidate.shape, candidate.checked
+    verdict = verdicts.remembered(stored, shape)
+    if verdict is None:
+        foresight.build((stored, shape), lambda: operator.case_of(shape).call(checked))
+    return verdict is None or verdict.passed
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,11 @@ def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
     return _known[name, shape]
 
 
+def remembered(name: str, shape: Any) -> Verdict | None:
+    """Return the verdict of this process, or else the stored one; None if there is none. Arguments are as in `of`."""
+    return _known.get((name, shape)) or _read(path_of(name, shape))
+
+
 def again(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
     """Measure now, whatever verdict is stored, and store the new one. Arguments and result are those of `of`."""
     verdict = _known[name, shape] = of_refused(measure(), name, shape)
