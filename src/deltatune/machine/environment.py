@@ -134,8 +134,8 @@ def limit_queue() -> None:
 
 def queued() -> int:
     """Return the millions of elements that a piece of work for an NVIDIA GPU reads at most, as MLX reads them."""
-    found = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUE, str(QUEUED)))
-    return int(found[1]) if found else 0
+    digits = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUE, str(QUEUED)))
+    return int(digits[1]) if digits else 0
 
 
 def see_own_gpu() -> None:
