@@ -34,7 +34,7 @@ from deltatune.layers import describe
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
 from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.ops import pieces
+from deltatune.ops import layer_cut
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -169,11 +169,11 @@ def _of_gradients(model: nn.Module) -> dict[str, Callable[[], Any]]:
 
     def long_rows() -> float | str:
         # Pieces of ten tokens.
-        before, pieces.PIECE_BYTES = pieces.PIECE_BYTES, dict.fromkeys(pieces.PIECE_BYTES, 10 * 2 * 64 * 4)
+        before, layer_cut.PIECE_BYTES = layer_cut.PIECE_BYTES, dict.fromkeys(layer_cut.PIECE_BYTES, 10 * 2 * 64 * 4)
         try:
             return with_checkpoints()
         finally:
-            pieces.PIECE_BYTES = before
+            layer_cut.PIECE_BYTES = before
 
     return {"full": full, "checkpoints": with_checkpoints, "long rows": long_rows}
 

@@ -10,8 +10,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from deltatune.machine import backend
-from deltatune.ops import pieces
+from deltatune.ops import checkpoint, layer_cut, pieces
 from deltatune.ops.attention import attention
+from deltatune.ops.layer_cut import ROWS, TOKENS, LayerCut
 from deltatune.ops.pieces import Carry
 from deltatune.ops.tracing.known_masks import MaskRule, remember
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -21,22 +22,23 @@ from deltatune.train.setup import prepare, training
 from model_gradients import relative_errors, rounding_bound
 
 B, T = 2, 200
-# A piece of one token, pieces within a chunk of gated delta, and pieces of whole chunks.
-CUTS = ([0, 100, T], [0, 64, 128, 192, T], [0, 1, 70, 199, T])
+# Pieces within a chunk of gated delta, of whole chunks, of one token, and of whole rows.
+CUTS = [LayerCut(TOKENS, bounds) for bounds in ((0, 100, T), (0, 64, 128, 192, T), (0, 1, 70, 199, T))]
+CUTS.append(LayerCut(ROWS, (0, 1, B)))
 
 
 @contextmanager
-def cut(bounds, monkeypatch):
-    """Rows of T tokens run in pieces within `bounds`; yields a list that grows with each layer's call."""
+def cut(how, monkeypatch):
+    """Batches of T tokens run in the pieces of `how`; yields a list that grows with each layer's call."""
     calls = []
     run = pieces.in_pieces
 
     def counted(*arguments, **options):
-        calls.append(arguments[2])
+        calls.append(arguments[4])
         return run(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "bounds_of", lambda x: bounds if bounds and x.shape[1] == T else [0, x.shape[1]])
+        patch.setattr(checkpoint, "layer_cut", lambda x: how if x.shape[1] == T else None)
         patch.setattr(pieces, "in_pieces", counted)
         yield calls
 
@@ -67,8 +69,8 @@ def batch(packed=False):
     return rows[:, :-1], rows[:, 1:], mx.ones((B, T)), owners, None
 
 
-def found(model, config, arrays, bounds, monkeypatch):
-    with cut(bounds, monkeypatch) as calls, training(model, config, compare=False) as trained:
+def found(model, config, arrays, how, monkeypatch):
+    with cut(how, monkeypatch) as calls, training(model, config, compare=False) as trained:
         model.train()
         mx.random.seed(3)
         loss, _, gradients = mean_loss_and_gradients(model, trained.loss, arrays)
@@ -101,22 +103,22 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
     loss, expected, calls = found(model, config, batch(), None, monkeypatch)
     assert not calls
     bound = bound_of(model, config, batch(), expected, monkeypatch)
-    for bounds in CUTS:
-        value, gradients, calls = found(model, config, batch(), bounds, monkeypatch)
+    for how in CUTS:
+        value, gradients, calls = found(model, config, batch(), how, monkeypatch)
         assert value == pytest.approx(loss, rel=bound)
         assert calls
-        assert relative_errors(expected, gradients)[0] < bound, bounds
+        assert relative_errors(expected, gradients)[0] < bound, how
 
 
 def test_packed_documents_start_anew_in_pieces(tiny_model, monkeypatch):
     model, config = made(tiny_model, "qwen3_5", pack=True)
     loss, expected, _ = found(model, config, batch(packed=True), None, monkeypatch)
     bound = bound_of(model, config, batch(packed=True), expected, monkeypatch)
-    for bounds in CUTS:
-        value, gradients, calls = found(model, config, batch(packed=True), bounds, monkeypatch)
+    for how in CUTS:
+        value, gradients, calls = found(model, config, batch(packed=True), how, monkeypatch)
         assert len(calls) == 4
         assert value == pytest.approx(loss, rel=bound)
-        assert relative_errors(expected, gradients)[0] < bound, bounds
+        assert relative_errors(expected, gradients)[0] < bound, how
     # The bound tells documents that start anew from documents that do not.
     for module, name, defect in (
         (pieces, "_restarted", lambda states, *_: list(states)),
@@ -146,27 +148,46 @@ def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
 
 
 def test_an_nvidia_gpu_with_more_memory_has_larger_pieces(monkeypatch):
-    for device, smallest in pieces.PIECE_BYTES.items():
+    for device, smallest in layer_cut.PIECE_BYTES.items():
         largest = 10_000 * smallest // 2048 if device == "cuda" else smallest
         for memory, size in ((0, smallest), (smallest, smallest), (10_000 * smallest, largest)):
             monkeypatch.setattr(backend, "device", lambda device=device: device)
             monkeypatch.setattr(backend, "gpu_memory", lambda memory=memory: memory)
-            assert pieces.piece_bytes() == size
+            assert layer_cut.piece_bytes() == size
             tokens = size // (4 * 64)
-            assert len(pieces.bounds_of(mx.zeros((1, 3 * tokens, 64)))) == 4
+            assert len(layer_cut.layer_cut(mx.zeros((1, 3 * tokens, 64))).spans) == 3
 
 
-def test_short_rows_and_bounds():
-    tokens = pieces.piece_bytes() // (4 * 64)
+def test_long_rows_are_cut_across_the_batch():
+    tokens = layer_cut.piece_bytes() // (4 * 64)
     for length in (1, tokens, 2 * tokens - 1):
-        assert pieces.bounds_of(mx.zeros((1, length, 64))) == [0, length]
-    bounds = pieces.bounds_of(mx.zeros((1, 2 * tokens + 5, 64)))
-    assert bounds[0] == 0
-    assert bounds[-1] == 2 * tokens + 5
-    assert all(0 < b - a <= tokens + 128 for a, b in pairwise(bounds))
-    assert all(a % 128 == 0 for a in bounds[:-1])
-    long = pieces.bounds_of(mx.zeros((4, 100 * tokens, 64)))
-    assert len(long) - 1 == pieces.MOST_PIECES
+        assert layer_cut.layer_cut(mx.zeros((1, length, 64))) is None
+    for batch in (1, 3):
+        found = layer_cut.layer_cut(mx.zeros((batch, 2 * tokens + 5, 64)))
+        assert found.axis == TOKENS
+        assert found.bounds[0] == 0
+        assert found.bounds[-1] == 2 * tokens + 5
+        assert all(0 < b - a <= tokens + 128 for a, b in found.spans)
+        assert all(a % 128 == 0 for a, _ in found.spans)
+    assert len(layer_cut.layer_cut(mx.zeros((4, 100 * tokens, 64))).spans) == layer_cut.MOST_PIECES
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces_in_row", "bounds"),
+    [
+        (8, 0.124, None),
+        (1, 1.99, None),
+        (2, 0.99, None),
+        (2, 1, (0, 1, 2)),
+        (3, 1.9, (0, 1, 2, 3)),
+        (32, 0.1024, (0, 11, 22, 32)),
+        (100, 1, (*range(0, 100, 4), 100)),
+    ],
+)
+def test_short_rows_are_cut_between_them(rows, pieces_in_row, bounds):
+    tokens = int(pieces_in_row * layer_cut.piece_bytes()) // (4 * 64)
+    found = layer_cut.layer_cut(mx.zeros((rows, tokens, 64)))
+    assert found == (bounds and LayerCut(ROWS, bounds))
 
 
 def ruled(window):
@@ -198,7 +219,7 @@ def test_only_calls_that_a_piece_can_be_given_are_divided(carry, options, fits):
 def test_a_layer_that_keeps_nothing_is_refused():
     layer = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="Linear cannot run on pieces of a row"):
-        pieces.in_pieces(lambda x, cache: layer(x), layer, Carry(2), mx.zeros((1, 4, 8)), [0, 2, 4])
+        pieces.in_pieces(lambda x, cache: layer(x), layer, Carry(2), mx.zeros((1, 4, 8)), LayerCut(TOKENS, (0, 2, 4)))
 
 
 def test_a_trainable_layer_can_be_compiled_in_pieces(tiny_model, monkeypatch):

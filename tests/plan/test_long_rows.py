@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops import cross_entropy, pieces
+from deltatune.ops import checkpoint, cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -30,7 +30,7 @@ def model_and_config(tiny_model, monkeypatch):
     """A model whose rows are cut into pieces of 128 tokens, for the loss too, and whose attention takes 32 queries."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setitem(blocked._SCORES, "cpu", 1)
-    monkeypatch.setitem(pieces.PIECE_BYTES, "cpu", 128 * ACTIVATION)
+    monkeypatch.setitem(layer_cut.PIECE_BYTES, "cpu", 128 * ACTIVATION)
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     gc.collect()
     before = mx.get_active_memory()
@@ -71,7 +71,7 @@ def test_a_token_takes_an_activation_a_layer_and_three(model_and_config):
     assert slope(planned) < LAYERS + 3 + 2
     assert planned == pytest.approx(peaks, rel=0.05)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "bounds_of", lambda x: [0, x.shape[1]])
+        patch.setattr(checkpoint, "layer_cut", lambda _: None)
         # The plan, because what the counted step of whole rows frees in time varies by a fifth from run to run.
         whole = [forecast_step(model, config, BatchShape(1, length), layout).bytes.amount for length in LENGTHS]
         assert slope(whole) > 3 * slope(planned)

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from . import pieces
 from .containers import ArgumentArrays, Rebuild, unknown_kind
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
+from .layer_cut import layer_cut
 from .pieces import Carry
 from .random_state import drawing_from, repeatable
 from .tracing import side_outputs, trace
@@ -99,8 +100,8 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
         if unknown is None:
             carry, arguments = carry_of.get(id(self)), signature.bind(self, *args, **kwargs).arguments
             x, options = pieces.divisible(carry, list(arguments.items())[1:])
-            if carry is not None and x is not None and len(bounds := pieces.bounds_of(x)) > 2:
-                return pieces.in_pieces(fn, self, carry, x, bounds, **options)
+            if carry is not None and x is not None and (cut := layer_cut(x)) is not None:
+                return pieces.in_pieces(fn, self, carry, x, cut, **options)
             return _run(fn, self, args, kwargs)
         if self.training:
             raise ValueError(

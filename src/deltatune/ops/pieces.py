@@ -1,34 +1,27 @@
-"""Runs a decoder layer on one piece of a long row after another, so that no array inside it is as long as the row.
+"""Runs a decoder layer on one piece of a batch after another, so that no array inside it is as large as the batch.
 
-A layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states, attention its
-keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
-backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
-first, computes each one again, and adds up the gradients of the weights in fp32.
+A batch is cut between its rows, or across all of them if a row alone is long. Whole rows hand nothing on. Where rows
+are cut, a layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states,
+attention its keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept
+for the backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from
+last to first, computes each one again, and adds up the gradients of the weights in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..machine import backend
 from .functional import holding, is_floating, recomputed, trainable, undisturbed
+from .layer_cut import ROWS, TOKENS, LayerCut
 from .random_state import drawing_from, repeatable, skip
 from .tracing import side_outputs, trace
 from .tracing.known_masks import rule_of
-
-# The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
-PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
-# An NVIDIA GPU with more memory than this many smallest pieces has larger ones: launching pieces takes time.
-PIECES_IN_MEMORY = 2048
-# A row of more pieces has longer ones, since each piece makes the graph of a step larger.
-MOST_PIECES = 32
-
 
 class States:
     """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
@@ -105,28 +98,6 @@ class Carry:
         return 2 if self.states is None else self.states
 
 
-def piece_bytes() -> int:
-    """Return the size of a piece of the layer's input on this device."""
-    device = backend.device()
-    return max(PIECE_BYTES[device], backend.gpu_memory() // PIECES_IN_MEMORY if device == "cuda" else 0)
-
-
-def bounds_of(x: mx.array) -> list[int]:
-    """Return where the pieces of x [B, T, D] begin and end: [0, T] for a row that is not worth cutting.
-
-    A row is cut from two pieces of piece_bytes() on, into pieces of nearly equal length.
-    """
-    batch, length, width = x.shape
-    tokens = max(1, piece_bytes() // (batch * width * x.dtype.size))
-    pieces = min(MOST_PIECES, length // tokens)
-    if pieces < 2:
-        return [0, length]
-    size = -(-length // pieces)
-    # Whole chunks of gated delta and whole tiles of attention leave no rest in any piece but the last.
-    size = -(-size // 128) * 128 if size > 128 else size
-    return [*range(0, length, size), length]
-
-
 def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tuple[mx.array | None, dict[str, Any]]:
     """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
 
@@ -151,16 +122,16 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
 
 
 def in_pieces(
-    layer: Callable[..., mx.array], module: nn.Module, carry: Carry, x: mx.array, bounds: Sequence[int], **options: Any
+    layer: Callable[..., mx.array], module: nn.Module, carry: Carry, x: mx.array, cut: LayerCut, **options: Any
 ) -> mx.array:
     """Return layer(x, **options) [B, T, D], computed one piece after another in both passes.
 
     Args:
         layer: called as layer(x, cache=cache, **options). It gives [B, t, D] for x [B, t, D].
         module: the module whose trainable parameters `layer` uses.
-        carry: what the layer hands on.
+        carry: what the layer hands on from one piece of a row to the next.
         x: [B, T, D].
-        bounds: where pieces begin and end, from 0 to T.
+        cut: how x is cut.
         options: further arguments without arrays.
 
     Raises:
@@ -169,31 +140,38 @@ def in_pieces(
     Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
     """
     paths, parameters = trainable(module)
-    told, spans = trace.current(), list(pairwise(bounds))
-    row = _Row(layer, module, paths, carry, spans, options, told.segments, told.side_outputs is not None)
-    function: Any = mx.custom_function(lambda *arrays: row.forward(*arrays))
-    function.vjp(lambda primals, cotangents, outputs: row.backward(primals, cotangents, outputs))
+    told = trace.current()
+    carry = carry if cut.axis == TOKENS else Carry(states=0)
+    pieces = _Pieces(layer, module, paths, carry, cut, options, told.segments, told.side_outputs is not None)
+    function: Any = mx.custom_function(lambda *arrays: pieces.forward(*arrays))
+    function.vjp(lambda primals, cotangents, outputs: pieces.backward(primals, cotangents, outputs))
     with repeatable() as key:
         y, *more = function(mx.stop_gradient(key), *parameters, x)
         # The next layer has to draw other random numbers than this one.
         skip()
-    side_outputs.collect(more[row.saved :])
+    side_outputs.collect(more[pieces.saved :])
     return y
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Pieces:
     """One call of a layer in pieces. It holds no array that the call computed, as functions of MLX must not."""
 
     layer: Callable[..., mx.array]
     module: nn.Module
     paths: list[str]
+    # Nothing for whole rows.
     carry: Carry
-    spans: list[tuple[int, int]]
+    cut: LayerCut
     options: dict[str, Any]
     documents: mx.array | None
     # Whether the layer's side outputs are collected.
     collects: bool
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each piece begins and ends."""
+        return self.cut.spans
 
     @property
     def saved(self) -> int:
@@ -208,8 +186,8 @@ class _Row:
         saved: list[mx.array] = []
         before: list[mx.array] = []
         aside: list[mx.array] = []
-        for number, (start, stop) in enumerate(self.spans):
-            rows = x[:, start:stop]
+        for number, span in enumerate(self.spans):
+            rows = self.cut.part(x, span)
             if ys:
                 rows = mx.depends([rows], [ys[-1]])[0]
             with side_outputs.collecting(self.collects) as of_piece:
@@ -217,9 +195,9 @@ class _Row:
             aside = _sums(aside, of_piece)
             ys.append(y)
             before = cache.following
-            if self.carry.states is not None and stop < x.shape[1]:
+            if len(saved) < self.saved:
                 saved += before
-        return [mx.concatenate(ys, axis=1), *saved, *aside]
+        return [mx.concatenate(ys, axis=self.cut.axis), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         """Return the gradients of the key, the parameters and x."""
@@ -238,7 +216,8 @@ class _Row:
             if self.carry.states is None:
                 saved = self._keys_and_values(keys, documents, parameters, x)
             for number in reversed(range(len(self.spans))):
-                arrays = [part[:, slice(*self.spans[number])] for part in (x, dy)] + self._before(number, saved)
+                parts = [self.cut.part(whole, self.spans[number]) for whole in (x, dy)]
+                arrays = parts + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
                 d_next = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
                 if dxs:
@@ -249,7 +228,7 @@ class _Row:
                 dxs.insert(0, dx)
                 self._add_handed(d_handed, d_before)
         weights = [total.astype(array.dtype) for total, array in zip(totals, parameters, strict=True)]
-        dx = mx.concatenate(dxs, axis=1)
+        dx = mx.concatenate(dxs, axis=self.cut.axis)
         return [mx.zeros_like(key), *weights, mx.depends([dx], weights)[0] if weights else dx]
 
     def _run(
@@ -264,6 +243,8 @@ class _Row:
         """Call the layer on a piece, given what the piece before it handed on; return y and the layer's cache."""
         start, stop = self.spans[number]
         cache: States | KeysAndValues
+        if self.cut.axis == ROWS:
+            return self._run_rows((start, stop), keys[number], documents, parameters, rows), States([])
         if self.carry.states is None:
             cache = KeysAndValues(start, before or None)
         else:
@@ -280,6 +261,23 @@ class _Row:
                 f"{list(rows.shape)}, or did not write to its cache."
             )
         return y, cache
+
+    def _run_rows(
+        self,
+        span: tuple[int, int],
+        key: mx.array,
+        documents: mx.array | None,
+        parameters: Sequence[mx.array],
+        rows: mx.array,
+    ) -> mx.array:
+        """Call the layer on whole rows, as it is called on the batch."""
+        readable = None if documents is None else self.cut.part(documents, span)
+        routers = trace.current().routers
+        if routers is not None:
+            routers = routers._replace(real=self.cut.part(routers.real, span))
+        held = holding(self.module, self.paths, parameters)
+        with held, recomputed(), trace.having(segments=readable, routers=routers), drawing_from(key):
+            return self.layer(rows, **self.options)
 
     def _keys_and_values(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array

@@ -1,0 +1,68 @@
+"""Decides how the input of a checkpointed layer is cut into the pieces on which the layer runs (pieces.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import mlx.core as mx
+
+from ..machine import backend
+
+# The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
+PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
+# An NVIDIA GPU with more memory than this many smallest pieces has larger ones: launching pieces takes time.
+PIECES_IN_MEMORY = 2048
+# A batch of more pieces has larger ones, since each piece makes the graph of a step larger.
+MOST_PIECES = 32
+# The axes of x [B, T, D].
+ROWS, TOKENS = 0, 1
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """How x [B, T, D] is cut into pieces.
+
+    Args:
+        axis: ROWS for pieces of whole rows; TOKENS for pieces that each have a part of every row.
+        bounds: where pieces begin and end along the axis, from 0 to its length.
+    """
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each piece begins and ends."""
+        return list(pairwise(self.bounds))
+
+    def part(self, x: mx.array, span: tuple[int, int]) -> mx.array:
+        """Return the part of x [B, T, ...] that belongs to a piece."""
+        return x[slice(*span)] if self.axis == ROWS else x[:, slice(*span)]
+
+
+def piece_bytes() -> int:
+    """Return the size of a piece of the layer's input on this device."""
+    device = backend.device()
+    return max(PIECE_BYTES[device], backend.gpu_memory() // PIECES_IN_MEMORY if device == "cuda" else 0)
+
+
+def layer_cut(x: mx.array) -> LayerCut | None:
+    """Return how x [B, T, D] is cut: into pieces of nearly equal size, or None for one that is not worth cutting.
+
+    It is cut from two pieces of piece_bytes() on. Pieces of whole rows hand nothing on, and so they take less time than
+    pieces of the same size that have a part of every row; these serve where one row alone is two pieces.
+    """
+    batch, length, width = x.shape
+    row = length * width * x.dtype.size
+    if row < 2 * piece_bytes():
+        pieces = min(MOST_PIECES, batch, batch * row // piece_bytes())
+        return LayerCut(ROWS, _bounds(batch, -(-batch // pieces))) if pieces > 1 else None
+    pieces = min(MOST_PIECES, length // max(1, length * piece_bytes() // (batch * row)))
+    size = -(-length // pieces)
+    # Whole chunks of gated delta and whole tiles of attention leave no rest in any piece but the last.
+    return LayerCut(TOKENS, _bounds(length, -(-size // 128) * 128 if size > 128 else size))
+
+
+def _bounds(length: int, size: int) -> tuple[int, ...]:
+    return *range(0, length, size), length
