@@ -1,7 +1,6 @@
 """Layers that run on pieces of a row give the loss and the gradients of whole rows, within float rounding."""
 
 from contextlib import contextmanager
-from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -23,6 +23,7 @@ from .random_state import drawing_from, repeatable, skip
 from .tracing import side_outputs, trace
 from .tracing.known_masks import rule_of
 
+
 class States:
     """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
 
