@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,8 @@ class World:
         backend: What carries messages between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
         rank: The number of this process, from 0.
         size: How many processes train together.
+        waiting: The context in which this rank waits for the others, who may have died: while a run trains, its state
+            can be saved there (Ending.rescue).
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class World:
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
         self._stream = stream_of(self.backend) if self.backend else None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def main(self) -> bool:
@@ -53,7 +57,10 @@ class World:
         """Return the sums of Python numbers over the ranks, in fp32, the same on every rank. Waits for every rank."""
         if self.size == 1:
             return list(numbers)
-        return [float(number) for number in self.sum(mx.array(numbers, mx.float32)).tolist()]  # type: ignore[union-attr, arg-type]
+        total = self.sum(mx.array(numbers, mx.float32))
+        with self.waiting():
+            mx.eval(total)
+        return [float(number) for number in total.tolist()]  # type: ignore[union-attr, arg-type]
 
     def sum_tree(self, tree: Any) -> Any:
         """Return `tree` with every leaf summed over the ranks. The sums are lazy: every rank must evaluate them.
@@ -77,7 +84,8 @@ class World:
             return array[None]
         gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream)
         # It is evaluated here, on every rank, because a rank that never used it would leave the others waiting.
-        mx.eval(gathered)
+        with self.waiting():
+            mx.eval(gathered)
         return gathered
 
     def do_on_main(self, call: Callable[[], object], task: str) -> None:

@@ -116,6 +116,108 @@ def test_a_rank_that_dies_during_an_update_costs_no_iteration(launch, two_ranks,
         assert adapters(tmp_path / "out") == adapters(tmp_path / "whole")
 
 
+# Rank 1 kills itself at a place where the others wait for it, or are busy. "stuck" stands for NCCL: what the ring
+# raises for a dead rank never comes, and the wait has no end.
+KILLED_WHILE_OTHERS_WAIT = """
+import os, signal, sys, time
+import deltatune
+import mlx.core as mx
+from deltatune.train import distributed, evaluate
+from deltatune.train.distributed import World
+from deltatune.train.reports.samples import Samples
+from deltatune.train.saved.outputs import Outputs
+from deltatune.train.saved.saving import Saving
+
+place, backend = sys.argv[1:3]
+
+class Stuck:
+    def __getattr__(self, name):
+        return getattr(mx, name)
+
+    def eval(self, *arrays):
+        try:
+            mx.eval(*arrays)
+        except RuntimeError:
+            time.sleep(1000)
+
+if backend == "stuck":
+    distributed.mx = evaluate.mx = Stuck()
+
+reached = []
+
+def ending(plain, at):
+    calls = []
+    def call(self, *arguments, **options):
+        calls.append(self)
+        reached.extend([self] * (len(calls) == at))
+        world = self if isinstance(self, World) else self._world
+        if world.rank == 1 and len(calls) == at:
+            # The others are in their waits, or busy, by then.
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *arguments, **options)
+    return call
+
+def slow(plain, seconds):
+    def call(*arguments, **options):
+        time.sleep(seconds if reached else 0)
+        return plain(*arguments, **options)
+    return call
+
+# Evaluations and samples come before the first iteration and after the fourth.
+if place == "evaluation":
+    evaluate.Evaluation.__call__ = ending(evaluate.Evaluation.__call__, 2)
+if place.startswith("samples"):
+    plain_main, plain_answer = World.do_on_main, Samples._answer
+    def do_on_main(self, call, task):
+        return (at_samples if task == "answer sample_prompts" else plain_main)(self, call, task)
+    def answer(self, prompt, ended):
+        return plain_answer(self, prompt, slow(ended, 2 if place.endswith("busy") else 0))
+    at_samples, World.do_on_main, Samples._answer = ending(plain_main, 2), do_on_main, answer
+if place == "save":
+    Saving.save = ending(Saving.save, 1)
+if place == "save, written":
+    plain_write = Saving._write
+    def write(self, sums):
+        plain_write(self, sums)
+        if self._world.rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    Saving._write = write
+if place == "save, slow":
+    Saving._write, Outputs.save_weights = ending(Saving._write, 1), slow(Outputs.save_weights, 3)
+    from deltatune.train.ending import early_end
+    early_end._SAVE = 0.5
+from deltatune.cli import main
+sys.exit(main(["train", *sys.argv[3:]]))
+"""
+_SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "sample_max_tokens": 24, "steps_per_sample": 4}
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "more", "saved"),
+    [
+        ("evaluation", "stuck", {"val_batches": -1, "steps_per_eval": 4}, 4),
+        ("samples", "stuck", _SAMPLED, 4),
+        ("samples, busy", "ring", _SAMPLED, 4),
+        # The third iteration is the first half of an update.
+        ("save", "stuck", {"save_every": 3}, 2),
+        ("save, written", "stuck", {"save_every": 3}, 3),
+        ("save, slow", "ring", {"save_every": 3}, 3),
+    ],
+)
+def test_a_rank_that_dies_while_others_wait_for_it_costs_no_iteration(launch, two_ranks, place, backend, more, saved):
+    options = two_ranks | {"iters": 8, "save_every": 100} | more
+    started = time.monotonic()
+    done = launch(options, program=KILLED_WHILE_OTHERS_WAIT, before=(place, backend))
+    assert time.monotonic() - started < ALLOWED
+    assert f"the state after iteration {saved} is saved in" in message(done)
+    if place == "save":
+        again = launch(options, "--resume")
+        assert f"Resuming after iteration {saved} of 8" in again.stdout, again.stderr
+        assert "Iter 8/8" in again.stdout, again.stderr
+
+
 @pytest.fixture(scope="module")
 def straight() -> dict[str, bytes]:
     """The adapters of a run that nobody killed, once it was made: two ranks have one sum, whatever carries it."""

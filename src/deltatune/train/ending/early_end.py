@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from ...errors import UserError
 from ...options.config import TrainConfig
@@ -20,8 +21,9 @@ from .interrupt import StoppedError, StopRequest, leave
 from .peers import Peers
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
-# dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds.
-_RETURN, _SAVE, _NOTICE = 2.0, 12.0, 5.0
+# dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds, unless files
+# are being written: these may take as long again as the last number.
+_RETURN, _SAVE, _NOTICE, _WRITE = 2.0, 12.0, 5.0, 600.0
 
 
 class HurriedError(Exception):
@@ -31,8 +33,9 @@ class HurriedError(Exception):
 class Ending:
     """Inside its `with` block, signals and dead ranks end the run with its state saved.
 
-    The main thread holds a lock, except while it waits for a batch's gradients (waiting()). There the parameters are
-    those of the last update, so that another thread can save them although the main thread may never return.
+    The main thread holds a lock, except while it waits for a batch's gradients, or for other ranks in an evaluation,
+    after samples or in a save (waiting()). There the parameters are those of the last update, so that another thread
+    can save them although the main thread may never return: NCCL waits forever for a rank that has died.
     """
 
     def __init__(self, saving: Saving, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
@@ -73,7 +76,9 @@ class Ending:
         )
 
     def check(self) -> None:
-        """Save and stop if a second signal came; no parameter may have changed since the last update."""
+        """Save and stop if a second signal came or a rank has died; parameters must be those of the last update."""
+        if self._peers.dead:
+            self._wait_for_end()
         if self.stop.hurried:
             self._returned.set()
             self._saving.save_last_update()
@@ -90,7 +95,7 @@ class Ending:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let another thread save while the main thread, inside the `with` block, waits for a batch's gradients."""
+        """Let another thread save while the main thread, inside the `with` block, waits for MLX or for other ranks."""
         self.check()
         self._lock.release()
         try:
@@ -107,6 +112,8 @@ class Ending:
             StoppedError: If between_layers() has left a step.
             UserError: If macOS ended a step that took too long, or files are missing that a step by layers reads.
         """
+        # Only from here on is what the model holds worth more than what was saved.
+        self._world.waiting = self.waiting
         try:
             yield
         except HurriedError:
@@ -138,6 +145,8 @@ class Ending:
                     raise UserError(too_long) from error
                 error.add_note(f"{saved} Run the same command with --resume to continue.")
             raise
+        finally:
+            self._world.waiting = nullcontext
 
     def _wait_for_end(self) -> None:
         """Let the thread that watches the ranks save, report that one has died, and end this process."""
@@ -174,16 +183,26 @@ class Ending:
         saver = threading.Thread(target=self._save_beside, daemon=True)
         saver.start()
         saver.join(2 * _SAVE)
+        if self._saving.writing:
+            saver.join(_WRITE)
         self._screen.stop()
         lowest = min(set(range(self._world.size)) - set(dead))
         leave(self._message(dead) if self._world.rank == lowest else "")
 
     def _save_beside(self) -> None:
-        if self._world.main and self._lock.acquire(timeout=_SAVE):
+        if self._world.main and self._lock_taken():
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as error:
                 self._screen.say(f"The state could not be saved at the end: {error}.")
+
+    def _lock_taken(self) -> bool:
+        """Wait for the lock for _SAVE seconds, or until the main thread has written its files; say whether it came."""
+        end = time.monotonic() + _SAVE
+        while not self._lock.acquire(timeout=0.1):
+            if time.monotonic() > end and not self._saving.writing:
+                return False
+        return True
 
     def _message(self, dead: list[int]) -> str:
         ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class Saving:
         saved: The iteration after which the state was last saved; -1 if it never was.
         updating: Whether an update is being made, so that the parameters may be partly updated.
         before: What that update replaces, where it can be undone.
+        writing: Whether files are being written, which may take long.
         metrics: The metrics of the run, on rank 0.
         after: Is called on rank 0 after each save.
     """
@@ -64,7 +66,7 @@ class Saving:
         self._step, self.progress, self._order = step, progress, order
         self._outputs, self._world, self._identity, self._chosen = outputs, world, identity, chosen
         self.sums = self._no_sums()
-        self.saved, self.updating = -1, False
+        self.saved, self.updating, self.writing = -1, False, False
         self.before: BeforeUpdate | None = None
         self.metrics: Metrics | None = None
         self.after: Callable[[], None] = lambda: None
@@ -116,10 +118,26 @@ class Saving:
             UserError: On every rank, if rank 0 could not write.
         """
         outputs, at = self._outputs, self.progress.iteration
-        self._world.do_on_main(lambda: outputs.save_best(at, loss), "save the best weights")
+
+        def save() -> None:
+            with self._files():
+                outputs.save_best(at, loss)
+
+        self._world.do_on_main(save, "save the best weights")
+
+    @contextmanager
+    def _files(self) -> Iterator[None]:
+        """Say within the context that files are being written."""
+        self.writing = True
+        try:
+            yield
+        finally:
+            self.writing = False
 
     def save_last_update(self) -> None:
-        """Return to the state after the last update and save it on rank 0. No rank waits for another.
+        """Return to the state after the last update and save it on rank 0, unless all iterations are saved already.
+
+        No rank waits for another.
 
         Raises:
             RuntimeError: If an update is being made that cannot be undone: parameters and optimizer may then not fit
@@ -130,6 +148,9 @@ class Saving:
             self._step.undo(self.before)
         elif self.updating:
             raise RuntimeError("an update was being made; the state that was saved before it is still there")
+        if self.saved == self.progress.iteration:
+            # The file may hold the sums of an accumulation, too, which the last update has not.
+            return
         if self._start is not None:
             # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
             self.progress.become(self._start.progress)
@@ -205,10 +226,11 @@ class Saving:
             arrays |= state.pack("start", pissa.starts(self._step.model))
             moments = self._step.bundles.part_state(self._step.optimizer.state)
             arrays |= state.pack("optimizer", moments) | sums
-            self._outputs.save_weights(self.progress.iteration)
-            if self.metrics is not None:
-                self.metrics.sync()
-            state.save(self._outputs.state, arrays, self.progress, self._identity, sound=self._sound)
+            with self._files():
+                self._outputs.save_weights(self.progress.iteration)
+                if self.metrics is not None:
+                    self.metrics.sync()
+                state.save(self._outputs.state, arrays, self.progress, self._identity, sound=self._sound)
             self._sound = True
         self.saved = self.progress.iteration
         if self._world.main:
