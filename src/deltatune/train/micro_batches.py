@@ -6,7 +6,8 @@ for nothing but the first one's update, and changes neither parameters nor optim
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
 
 Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. While a rank waits
-for the others, its update can be undone: if one of them has died, the state before the update is saved.
+for the others, its update can be undone: if one of them has died, the state before the update is saved. An update that
+cannot be undone begins when nothing is left to wait for.
 """
 
 from __future__ import annotations
@@ -84,14 +85,22 @@ class MicroBatches:
         completes = progress.micro_batches + 1 >= self._config.grad_accumulation_steps
         saving.sums = self._step.sum_over_ranks(sums) if completes else sums
         del gradients, sums
+        tokens = sum(sum(row) for row in batch.positions)
+        numbers = [loss, weight, *figures]
+        if world.size > 1:
+            # All numbers travel in one message, which saves a round trip for each.
+            asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
+            numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
         # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
-        # unchanged.
+        # unchanged. So are the numbers where an update cannot be undone: no rank then waits for another within it.
+        first = [loss, weight, saving.sums, [] if self._can_undo else numbers]
         if early:
             with self._waiting():
-                mx.async_eval(loss, weight, saving.sums)
+                mx.async_eval(first)
         else:
             with self._ending.waiting():
-                mx.eval(loss, weight, saving.sums)
+                mx.eval(first)
+        del first
         progress.micro_batches += 1
         norm = None
         if completes:
@@ -101,12 +110,6 @@ class MicroBatches:
             norm = self._step.update(*saving.sums)
             # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
             saving.sums = saving.sums._replace(gradients=None)
-        tokens = sum(sum(row) for row in batch.positions)
-        numbers = [loss, weight, *figures]
-        if world.size > 1:
-            # All numbers travel in one message with the update, which saves a round trip for each.
-            asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
-            numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
         with self._waiting():
             (mx.async_eval if early else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm, numbers)
         if early:
