@@ -39,6 +39,8 @@ CASES = {
 def run(host_folder, host_module, monkeypatch):
     """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> the kernel's product."""
     machines = {}
+    # `blocks` is the number of all blocks.
+    monkeypatch.setattr(grouped_hopper, "_BLOCKS_EACH", 1)
 
     def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> mx.array:
         monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, blocks))
@@ -116,6 +118,15 @@ def test_neither_the_order_of_lanes_nor_the_number_of_blocks_changes_a_bit(run):
     case = of_any_machine.ExpertCase(*UNEVEN)
     first, *others = (run(case, True, seed=seed, blocks=blocks) for seed, blocks in ((1, 3), (2, 3), (1, 1), (1, 40)))
     assert all(mx.array_equal(first, other) for other in others)
+
+
+def test_each_multiprocessor_gets_several_blocks(monkeypatch):
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
+    case = of_any_machine.ExpertCase([70] * 10, 128, 192)
+    operands = GroupedProduct(case.rows, case.weight, case.ends, True)
+    launch = grouped.product_launch(operands, grouped_hopper.product_tile(192, 10))
+    assert launch.blocks == (12, 1, 1)
+    assert launch.values["BLOCKS"] == 12
 
 
 def test_operands_that_start_anywhere(run):

@@ -3,7 +3,8 @@
 // A block has a team of four warps that loads, and TEAMS teams that multiply, 64 rows each. It computes one tile of the
 // result after another, and while the last rows of one are written, the operands of the next are on their way.
 // Reading the matrices is what bounds it. A tile is therefore so tall that an expert's matrix is seldom read more than
-// twice, and blocks that run at the same time compute neighbouring tiles, which share their operands in L2.
+// twice, and blocks that run at the same time compute neighbouring tiles, which share their operands in L2 unless the
+// blocks drift apart.
 
 // The registers of a thread of the loading team and of the others. A block starts with as many for each of its threads
 // as the multiprocessor has: a team that asks for more than the others gave back waits forever.
