@@ -50,6 +50,7 @@ void finish_products(int upto);
 void mbarrier_init(unsigned gate, int count);
 void mbarrier_arrive(unsigned gate);
 void mbarrier_wait(unsigned gate, int round);
+bool mbarrier_over(unsigned gate, int round);
 // Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
 void load_parts_of(unsigned* r, unsigned place, bool turned);
 void load_parts_if_of(bool on, unsigned* r, unsigned place, bool turned);
@@ -109,6 +110,9 @@ inline void named_barrier() {
 }
 inline void put_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, false); }
 inline void put_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true); }
+inline void put_turned_parts_if(bool on, unsigned place, const unsigned* r) {
+  if (on) put_parts_of(place, r, true);
+}
 inline void put_two_turned_parts(unsigned place, const unsigned* r) { put_parts_of(place, r, true, 2); }
 template <typename P>
 inline void send_block(P to, unsigned from, unsigned bytes) {
@@ -154,6 +158,15 @@ struct PairOf {
     return r;
   }
 };
+inline unsigned pair_times_add(unsigned a, unsigned b, unsigned c) {
+  float r[2];
+  for (int i = 0; i < 2; ++i)
+    r[i] = float_of(a << 16 * (1 - i) & 0xffff0000u) * float_of(b << 16 * (1 - i) & 0xffff0000u) +
+           float_of(c << 16 * (1 - i) & 0xffff0000u);
+  return PairOf<bf16>::of(r[0], r[1]);
+}
+// The sum with -0 is the product itself.
+inline unsigned pair_times(unsigned a, unsigned b) { return pair_times_add(a, b, 0x80008000u); }
 template <typename P>
 inline void put_pair(P to, unsigned pair) {
   memcpy((void*)to, &pair, 4);

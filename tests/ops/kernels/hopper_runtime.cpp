@@ -148,6 +148,15 @@ void mbarrier_arrive(unsigned gate) {
 void mbarrier_wait(unsigned gate, int round) {
   while ((hopper::gate_at(gate).rounds & 1) == (round & 1)) hopper::go_on();
 }
+bool mbarrier_over(unsigned gate, int round) {
+  const int me = host::current, first = me - host::lane_id();
+  hopper::published[me][0] = (hopper::gate_at(gate).rounds & 1) != (round & 1);
+  host::meet_group(8);
+  const bool over = hopper::published[first][0];
+  host::meet_group(9);
+  if (!over) hopper::go_on();
+  return over;
+}
 void load_parts_of(unsigned* r, unsigned place, bool turned) {
   const int me = host::current, lane = host::lane_id(), first = me - lane;
   hopper::published[me][0] = place;

@@ -175,8 +175,12 @@ DEFECTS = {
         "    products_wait<0>();\n    c.next_panel(1, c.total, at);",
         "    c.next_panel(1, c.total, at);",
     ),
-    "the low parts of a triangle at another place": ("(i + 4) * core_bytes", "(i + 2) * core_bytes"),
+    "the low parts of a triangle at another place": (
+        "i * core_bytes + ROW - 8 * core_bytes",
+        "i * core_bytes + ROW - 7 * core_bytes",
+    ),
     "what is above a triangle read as part of it": ("load_parts_if(n <= warp,", "load_parts_if(n <= warp + 2,"),
+    "the other part of a diagonal tile": ("    if (n == warp) high[outside] = low[outside] = 0;\n", ""),
     "rows past the end": ("    if (row < left)\n      put_whole_piece", "    put_whole_piece"),
     "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
     "a stage given back before its products are over": (
@@ -185,11 +189,29 @@ DEFECTS = {
     ),
     "dy overwritten before it is read": ("      if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);\n", ""),
     "keys overwritten before they are read": ("      if (round > 0) mbarrier_wait(barriers.item(), round - 1);\n", ""),
-    "weights read before they are written": ("    mbarrier_wait(barriers.planes(0), progress.round);\n", ""),
-    "two teams that add to dk at once": ("      mbarrier_wait(barriers.keys_of_right(), progress.unit);\n", ""),
+    "weights read before they are written": (
+        "    progress.wait_widening(room, barriers, barriers.planes(0), progress.round, hidden(at));\n",
+        "",
+    ),
+    "two teams that add to dk at once": (
+        "      progress.wait_widening(room, barriers, barriers.keys_of_right(), progress.unit, here);\n",
+        "",
+    ),
     "rows of dq in place of sums of dk": ("      mbarrier_wait(barriers.keys_of_u(), progress.unit - 1);\n", ""),
     "rows of dk written before they are there": ("    mbarrier_wait(barriers.rows(1), round);\n", ""),
     "items counted from anywhere": ("*taken = 0;", ""),
+    "low parts of u read before they are there": ("    mbarrier_wait(widened, use);\n", ""),
+    "low parts of u made of what has not arrived": (
+        "if (ahead == Memory::stages || !mbarrier_over(barriers.arrived(next), use + around)) continue;\n"
+        "      mbarrier_wait(barriers.arrived(next), use + around);\n",
+        "if (ahead == Memory::stages) continue;\n",
+    ),
+    "low parts of u handed over twice": (
+        "barriers.widened(stage), use, ahead == 0,",
+        "barriers.widened(stage), use, true,",
+    ),
+    "bits of other positions": ("(part * 32 + lane) * 2", "((part ^ 1) * 32 + lane) * 2"),
+    "bits without their turn": ("return bits ^ 0x88888888u;", "return bits;"),
 }
 
 
@@ -209,7 +231,10 @@ DEFECTS_WITH_MANY_HEADS = {
         "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
         "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
     ),
-    "no zeros above a triangle": ("if (b > warp + 1 || (b > warp && warp % 2)) continue;", "if (b > warp) continue;"),
+    "no zeros above a triangle": (
+        "    copy_signalled_piece(to + place + 4 * 13 * core_bytes, any, false, mbarrier);\n",
+        "",
+    ),
     "rows past the end": ("if (row < left) put_piece", "put_piece"),
     "items counted from anywhere": DEFECTS["items counted from anywhere"],
 }
@@ -285,3 +310,24 @@ def test_few_heads_are_divided_into_more_blocks(batch, value_heads, rows, monkey
     tiling = choose_hopper_tiling(shape, mx.bfloat16, masked=False, segmented=False)
     assert tiling is not None
     assert tiling.slice == rows
+
+
+def test_what_a_chunk_keeps(monkeypatch):
+    """Beside y there are 130 KB a chunk and head: Z, P, two states with tails, u and R in twelve bits that count."""
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
+    shape, kept = (1, 256, 1, 2, 128, 128), {}
+
+    def watched(launch: Launch) -> list[mx.array]:
+        kept.update(launch.outputs)
+        return [mx.zeros(*kind) for kind in launch.outputs.values()]
+
+    q, v = (mx.zeros((1, 256, heads, 128), mx.bfloat16) for heads in shape[2:4])
+    gates, state = mx.zeros((1, 256, 2)), mx.zeros((1, 2, 128, 128))
+    call = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "cuda"), execute=watched)
+    mx.vjp(lambda *arrays: list(call(*arrays)), [q, q, v, gates, gates], [v, state])
+    sizes = {name: int(np.prod(shape)) * dtype.size for name, (shape, dtype) in kept.items()}
+    chunks, names = 4 * 2, ("solve", "scores", "states", "d_states", "u", "d_right")
+    assert {name: sizes[name] / chunks / 1024 for name in names} == dict(
+        zip(names, (9.0, 9.0, 32.0, 32.0, 24.0, 24.0), strict=True)
+    )

@@ -28,8 +28,8 @@ from .fused import (
 )
 from .tiling import Shape, Tiling, choose_tiling
 
-# The positions of a chunk; the bytes of its Z or P; what aligns a block's memory.
-_CHUNK, _TRIANGLE, _ALIGNMENT = 64, 8 * 12 * 128, 1024
+# The positions of a chunk; the bytes of its Z or P, and where there are zeros in between; what aligns a block's memory.
+_CHUNK, _TRIANGLE, _WITH_ZEROS, _ALIGNMENT = 64, 8 * 9 * 128, 8 * 12 * 128, 1024
 # The rows of a state that a block of a scan computes: few for few heads, for then more multiprocessors have a block.
 # What a chunk takes a block, in some unit: with half of the rows less, but not half (docs/log.md).
 _NARROW, _WIDE = 32, 64
@@ -40,7 +40,7 @@ _KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
 _SCAN_GROUPS, _NARROW_SCAN_GROUPS = 12, 16
 # The chunks that a scan's block has in shared memory. Of the gradient kernel, the bytes of shared memory of a block
 # but for those of dy, and its groups of 32 threads.
-_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 212_416, 16
+_STAGES, _GRADIENT_BYTES, _GRADIENT_GROUPS = 3, 207_336, 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 __all__ = ["PREPARED", "HopperTiling", "choose_hopper_tiling", "gradients", "prepare", "reverse", "scan"]
@@ -62,6 +62,11 @@ class HopperTiling(Tiling):
         return 4 * _CHUNK * self.key_size + self.prepare_heads * 16 * (_CHUNK + 1) + 16 + 1024
 
     @property
+    def saved_stride(self) -> int:
+        """Numbers of fp32 that a row of u or of R takes: high parts, four bits a position, and tails of the state."""
+        return _CHUNK // 2 + _CHUNK // 8 + self.key_size // 16
+
+    @property
     def narrow(self) -> bool:
         """Whether the scans are those of hopper_scans.h, and not those of hopper_wide_scans.h."""
         return self.slice == _NARROW
@@ -72,11 +77,11 @@ class HopperTiling(Tiling):
         chunk, state = 2 * _CHUNK * self.slice, 2 * self.slice * self.key_size
         if self.narrow:
             # The state has low parts too, and products read what belongs to a chunk in five parts.
-            values, others, barriers = chunk, 2 * state + 5 * chunk, 128
+            triangle, values, others, barriers = _TRIANGLE, chunk, 2 * state + 5 * chunk, 128
         else:
             # Rows of values are padded, and beside the state there are its tails.
-            values, others, barriers = chunk + 16 * _CHUNK, state + 4 * 512, 96
-        stage = 4 * _CHUNK * self.key_size + 2 * _TRIANGLE + values + 12 * _CHUNK
+            triangle, values, others, barriers = _WITH_ZEROS, chunk + 16 * _CHUNK, state + 4 * 512, 96
+        stage = 4 * _CHUNK * self.key_size + 2 * triangle + values + 12 * _CHUNK
         return _STAGES * (-(-stage // 1024) * 1024) + others + barriers + _ALIGNMENT
 
     @cached_property

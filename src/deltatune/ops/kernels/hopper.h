@@ -23,6 +23,13 @@ inline void mbarrier_wait(unsigned mbarrier, int round) {
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
       "DONE:\n}" :: "r"(mbarrier), "r"(round & 1) : "memory");
 }
+// Tells all lanes of a group alike whether that round is over. What they read then is ordered by waiting for it.
+inline bool mbarrier_over(unsigned mbarrier, int round) {
+  int over;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.b32 %0, 1, 0, done;\n}" : "=r"(over) : "r"(mbarrier), "r"(round & 1) : "memory");
+  return __shfl_sync(0xffffffffu, over, 0);
+}
 template <typename T>
 inline void copy_tile(unsigned to, const T* from, unsigned bytes, unsigned mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -53,6 +60,17 @@ template <> struct PairOf<__half> {
     return r;
   }
 };
+// Products of two pairs of bf16, and of two with a third added, rounded once.
+inline unsigned pair_times(unsigned a, unsigned b) {
+  unsigned r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+inline unsigned pair_times_add(unsigned a, unsigned b, unsigned c) {
+  unsigned r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
 inline void put_pair(void* to, unsigned pair) { *reinterpret_cast<unsigned*>(to) = pair; }
 inline unsigned get_pair(const void* from) { return *reinterpret_cast<const unsigned*>(from); }
 inline void put_four(float* to, const float* from) {
@@ -119,6 +137,11 @@ inline void put_parts(unsigned place, const unsigned* r) {
 inline void put_turned_parts(unsigned place, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+inline void put_turned_parts_if(bool on, unsigned place, const unsigned* r) {
+  asm volatile("{\n.reg .pred on;\nsetp.ne.b32 on, %5, 0;\n"
+               "@on stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};\n}"
+               :: "r"(place), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"((int)on) : "memory");
 }
 // Stores the transposes of two parts: lanes 8 i to 8 i + 7 name the addresses of the rows of part i < 2.
 inline void put_two_turned_parts(unsigned place, const unsigned* r) {

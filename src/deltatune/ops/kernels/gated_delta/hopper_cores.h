@@ -3,20 +3,38 @@
 //
 // Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
 // lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
-// their cores in rows, [DV / 8, DK / 8]. So have u and R [DV / 8, 8]: all high parts, then all low parts, then for each
-// 16 rows the tails of the state, 16 bytes a lane (write_tails).
-// Z and P of a chunk are in a grid of 8 x 12 cores. The high part of core (I, J) of the lower triangle is at (I, J).
-// Its low part is at (J, I + 4), above the triangle. Either way the distances between neighbours are constant, as the
-// tensor cores want them. The 16 x 16 tiles (0, 1) and (2, 3) are zeros.
+// their cores in rows, [DV / 8, DK / 8]. So have the high parts of u and R, [DV / 8, 8]. Behind them, for each 16 rows
+// and 16 positions, are the four bits of each number that follow its high part, 4 bytes a lane (low_bits). Then there
+// are, for each 16 rows, the tails of the state, 16 bytes a lane (write_tails).
+// Z and P of a chunk are in a grid of 8 x 9 cores. The high part of core (I, J) of the lower triangle is at (I, J). Its
+// low part is at (J, I + 1), above the triangle. Either way the distances between neighbours are constant, as the
+// tensor cores want them. Where these read what is above the triangle too, the grid in shared memory has 8 x 12 cores:
+// low parts are at (J, I + 4), and the three cores between them and the triangle are zeros.
 
-enum CoreSizes : int { core_bytes = 128, core_row = 12 * core_bytes, triangle_bytes = 8 * core_row };
+enum CoreSizes : int {
+  core_bytes = 128,
+  core_row = 12 * core_bytes,
+  triangle_bytes = 8 * core_row,
+  packed_row = 9 * core_bytes,
+  packed_bytes = 8 * packed_row
+};
 // The bytes of the high or low parts of a chunk's 64 positions by 32 rows.
 enum ChunkSizes : int { chunk_part = 4096 };
+template <int ROW = core_row>
 inline constexpr int core_high(int i, int j) {
-  return i * core_row + j * core_bytes;
+  return i * ROW + j * core_bytes;
 }
+template <int ROW = core_row>
 inline constexpr int core_low(int i, int j) {
-  return j * core_row + (i + 4) * core_bytes;
+  return j * ROW + i * core_bytes + ROW - 8 * core_bytes;
+}
+// The grids have nine runs of cores in common: where run k is in the one with zeros, where in the other, and its bytes.
+struct CoreRun {
+  int apart, packed, bytes;
+};
+inline CoreRun core_run(int k) {
+  const int first = k > 0 ? 13 * k - 9 : 0, last = k < 8 ? 13 * k : 95;
+  return CoreRun{first * core_bytes, (first - 3 * k) * core_bytes, (last - first + 1) * core_bytes};
 }
 
 // Splits pairs of fp32 numbers into pairs of high and of low parts.
@@ -41,6 +59,31 @@ inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&lo
                         const thread float (&x)[COUNT]) {
   DELTATUNE_UNROLL
   for (int i = 0; i < COUNT / 2; ++i) split_pair(high[i], low[i], x[2 * i], x[2 * i + 1]);
+}
+
+// u and R are saved in twelve bits that count. The gradient kernel sums what nearly cancels: with high parts alone, of
+// eight bits, nearly equal keys would leave errors of 1 %.
+// Returns the four bits of each number of a left operand that follow its high part: those of pair i from bit 4 i of
+// either half on, with the first of the four turned. A low part is made a little less, for it must not be half of the
+// high part's last place.
+inline unsigned low_bits(const thread unsigned (&high)[4], const thread unsigned (&low)[4]) {
+  unsigned bits = 0;
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const unsigned first = bits_of(first_of(high[i]) + 0.9921875f * first_of(low[i]));
+    const unsigned second = bits_of(second_of(high[i]) + 0.9921875f * second_of(low[i]));
+    bits |= (lower_halves(first, second) & 0xf000f000u) >> (12 - 4 * i);
+  }
+  return bits ^ 0x88888888u;
+}
+// Returns the low parts that these bits stand for: the middle of the numbers that have them.
+inline void low_parts(thread unsigned (&low)[4], const thread unsigned (&high)[4], unsigned bits) {
+  DELTATUNE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    // A pair of 128 + 2 t + 1, with t the four bits, becomes one of (t - 7.5) / 2048.
+    const unsigned numbers = ((i ? bits >> (4 * i - 1) : bits << 1) & 0x001e001eu) | 0x43014301u;
+    low[i] = pair_times(pair_times_add(numbers, 0x39803980u, 0xbd10bd10u), high[i] & 0xff80ff80u);
+  }
 }
 
 // In rows of 32 columns the order of the four pieces of eight depends on the row (the 64-byte swizzle): the place of a

@@ -6,9 +6,10 @@
 // numbers with the same order of each eight pieces.
 template <int DV>
 struct HopperGradientMemory {
-  // A stage: 16 rows of DV of each operand. u and R have two parts.
-  static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, right = 6 * panel;
-  static constexpr constant int tails = 8 * panel, stage = tails + 1024, stages = 5;
+  // A stage: 16 rows of DV of each operand. The low parts of u are made of the bits that follow its high parts.
+  static constexpr constant int panel = 2048, state = 0, d_state = 2 * panel, u = 4 * panel, u_low = 5 * panel;
+  static constexpr constant int right = 6 * panel, u_bits = 7 * panel, right_bits = u_bits + 512;
+  static constexpr constant int tails = u_bits + 1024, stage = 8 * panel, saved = stage - panel, stages = 5;
   static constexpr constant int dy = stages * stage, q = dy + 128 * DV, k = q + 16384;
   // The sums of dk, to which teams 2 and 1 add in turn, each lane its own. By KIND, the weights of the pairs: summed in
   // fp32, each lane its own, then as two planes of bf16.
@@ -28,14 +29,14 @@ struct HopperGradientMemory {
   // The numbers of the items that this block takes next, in turn.
   static constexpr constant int items = totals + 2 * 64;
   static constexpr constant int barriers = items + 16;
-  static constexpr constant int bytes = barriers + 240 + 1024;
+  static constexpr constant int bytes = barriers + 280 + 1024;
 };
 
-// The barriers of a block: a stage has arrived or was read; q and k have arrived; an item is done, so that q and k may
-// be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are filled; its sums are
-// written, and were read; team 1 has added to the sums of dk, and then team 2 has, or read them; the planes of an item's
-// weights are written, and were read; rows of dq or dk are handed over, and are in device memory; the number of the
-// next item is there.
+// The barriers of a block: a stage has arrived, has the low parts of u, or was read; q and k have arrived; an item is
+// done, so that q and k may be overwritten; dy of a unit has arrived, and was read; the tables of a unit's gates are
+// filled; its sums are written, and were read; team 1 has added to the sums of dk, and then team 2 has, or read them;
+// the planes of an item's weights are written, and were read; rows of dq or dk are handed over, and are in device
+// memory; the number of the next item is there.
 struct GradientBarriers {
   enum : int { warps = 12 };
   unsigned place;
@@ -57,11 +58,13 @@ struct GradientBarriers {
   inline unsigned dy() const { return place + 160; }
   inline unsigned dy_read() const { return place + 168; }
   inline unsigned next(int round) const { return place + 208 + 8 * (round & 3); }
+  inline unsigned widened(int stage) const { return place + 240 + 8 * stage; }
   inline void start(Place at) const {
     if (at.index == 0) {
       for (int stage = 0; stage < 5; ++stage) {
         mbarrier_init(arrived(stage), 1);
         mbarrier_init_for_groups(read(stage), warps);
+        mbarrier_init_for_groups(widened(stage), 4);
       }
       mbarrier_init(keys(), 32);
       mbarrier_init_for_groups(item(), warps);
@@ -173,11 +176,12 @@ inline SavedBlock saved_block(PT states, PT d_states, PU u, PU d_right, int lane
     const auto from = reinterpret_cast<const GLOBAL char*>(lane ? d_states : states);
     return SavedBlock{from, DV * 256, 2 * panel, lane ? Memory::d_state : Memory::state};
   }
-  // u and R have high parts, low parts and tails.
+  // u and R have high parts, the bits that follow them, and tails.
   const int side = lane & 1, part = lane / 2 - 1;
-  const auto from = reinterpret_cast<const GLOBAL char*>(side ? d_right : u) + part * DV * 128;
-  const int place = (side ? Memory::right : Memory::u) + part * panel;
-  return SavedBlock{from, DV * 288, part < 2 ? panel : 512, part < 2 ? place : Memory::tails + side * 512};
+  const auto from = reinterpret_cast<const GLOBAL char*>(side ? d_right : u);
+  if (part == 0) return SavedBlock{from, DV * 192, panel, side ? Memory::right : Memory::u};
+  const int place = (part == 1 ? Memory::u_bits : Memory::tails) + side * 512;
+  return SavedBlock{from + DV * (96 + 32 * part), DV * 192, 512, place};
 }
 // Copies what the scans saved of all units to the stages. One warp does it.
 template <int DV, int HK, int HV, int BLOCKS, typename PT, typename PU>
@@ -197,7 +201,7 @@ inline void load_saved(Place at, Room room, GradientBarriers barriers, int items
       for (int s = 0; s < DV / 16; ++s, from += block.bytes) {
         const unsigned mbarrier = barriers.arrived(stage), to = room.place + stage * Memory::stage;
         if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-        if (at.lane == 0) mbarrier_expect(mbarrier, Memory::stage);
+        if (at.lane == 0) mbarrier_expect(mbarrier, Memory::saved);
         if (at.lane < 8) copy_tile(to + block.to, from, block.bytes, mbarrier);
         if (++stage == Memory::stages) stage = 0, ++use;
       }

@@ -3,9 +3,9 @@
 // A block has four groups of four warps. Three of them (teams) multiply 64 positions with all columns at once, and each
 // has the products of one left operand: team 0 those of dY, which give dq and the weights of the pairs of P (KIND 0),
 // team 1 those of R, which give the weights of N (KIND 1) and a part of dk, and team 2 those of u, the other part. So
-// each operand is read from shared memory once, which is what bounds the kernel. Of the fourth group one warp copies 16
-// rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of log_g and beta and write
-// dq and dk.
+// each operand is read from shared memory once. Team 2 also makes the low parts of u for the other teams. Of the fourth
+// group one warp copies 16 rows of DV at a time to shared memory, one copies the inputs, and two add up the gradients of
+// log_g and beta and write dq and dk.
 // A block takes one item of work after another, which is a chunk of a key head with its HV / HK value heads; a unit is
 // one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
@@ -37,10 +37,23 @@ struct GradientStage {
   inline unsigned long long state() const { return cores_operand(place(Memory::state), 2048, 128); }
   inline unsigned long long d_state() const { return cores_operand(place(Memory::d_state), 2048, 128); }
   inline unsigned long long u() const { return cores_operand(place(Memory::u), 1024, 128); }
-  inline unsigned long long u_low() const { return cores_operand(place(Memory::u + Memory::panel), 1024, 128); }
-  // The left operand of a warp's positions whose transpose is at `offset`.
-  inline void load_positions(thread unsigned (&to)[4], int offset, Place at) const {
-    load_left_cores_turned(to, tile + offset, 8, at.group % 4 * 2, at);
+  inline unsigned long long u_low() const { return cores_operand(place(Memory::u_low), 1024, 128); }
+  // The address that a lane names for a warp's positions, whose transposes are in the rows of cores at `offset`.
+  inline unsigned own_cores(int offset, Place at) const {
+    return core_place(tile + offset, 8, at.lane % 8 + at.lane / 16 * 8, at.group % 4 * 2 + at.lane / 8 % 2);
+  }
+  // The left operand of these positions: high parts, and low parts made of the bits that follow.
+  inline void load_positions(thread unsigned (&high)[4], thread unsigned (&low)[4], Room room, int offset, int bits,
+                             Place at) const {
+    load_turned_parts(high, own_cores(offset, at));
+    low_parts(low, high, get_pair(room.memory + (tile - room.place) + bits + (at.group % 4 * 32 + at.lane) * 4));
+  }
+  // Hands low parts of u over, `if` the stage has none yet.
+  inline void put_low_parts(const thread unsigned (&low)[4], unsigned mbarrier, bool on, Place at) const {
+    put_turned_parts_if(on, own_cores(Memory::u_low, at), low);
+    copies_fence();
+    group_barrier();
+    report(mbarrier, at, on);
   }
 };
 
@@ -84,21 +97,21 @@ struct SliceOperands {
 };
 
 // Starts a stage's products of dY (KIND 0) or of R (KIND 1) with u, which are added to `pairs`, and those with the
-// states, which are added to `sums`, the smallest first; and the products of u with the gradients of the states
-// (KIND 2). Products with the same sums are apart, for one waits for the other. KIND 0 and 1 compute a lane's share of
-// <dS, S> meanwhile.
+// states, which are added to `sums`; and the products of u with the gradients of the states (KIND 2), which hands u's
+// low parts over if it comes `first`. Products with the same sums are apart, for one waits for the other. KIND 0 and 1
+// compute a lane's share of <dS, S> meanwhile.
 template <typename In, int DV, int KIND>
-inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, int s,
-                        thread float (&pairs)[32], thread float (&sums)[64], Place at) {
+inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> stage, int s, unsigned widened, int use,
+                        bool first, thread float (&pairs)[32], thread float (&sums)[64], Place at) {
   using Memory = HopperGradientMemory<DV>;
-  constexpr int from = KIND == 1 ? Memory::right : Memory::u;
   unsigned a[4], b[4], tails[2];
   if (KIND == 0) {
     const int row = at.group % 4 * 16 + at.lane % 16;
     load_parts(x.left, dy_piece_place<DV>(room.place + Memory::dy, row, s * 2 + at.lane / 16));
   } else {
-    stage.load_positions(x.left, from, at);
-    stage.load_positions(x.low, from + Memory::panel, at);
+    stage.load_positions(x.left, x.low, room, KIND == 1 ? Memory::right : Memory::u,
+                         KIND == 1 ? Memory::right_bits : Memory::u_bits, at);
+    if (KIND == 2) stage.put_low_parts(x.low, widened, first, at);
     register_fence(x.low);
   }
   if (KIND < 2) kept_tile<DV>(room, stage.tile, KIND, at).load(a, b, tails, at);
@@ -108,13 +121,15 @@ inline void start_slice(thread SliceOperands& x, Room room, GradientStage<DV> st
     KeyProducts<In>::columns(sums, x.low, stage.d_state());
     KeyProducts<In>::columns(sums, x.left, stage.d_state());
   } else {
-    PairProducts<In>::columns(pairs, x.left, stage.u_low());
     if (KIND == 1) {
       KeyProducts<In>::columns(sums, x.low, stage.state());
       PairProducts<In>::columns(pairs, x.low, stage.u());
     }
     KeyProducts<In>::columns(sums, x.left, stage.state());
     PairProducts<In>::columns(pairs, x.left, stage.u());
+    // The low parts are made meanwhile.
+    mbarrier_wait(widened, use);
+    PairProducts<In>::columns(pairs, x.left, stage.u_low());
   }
   products_sent();
   if (KIND < 2) x.share = kept_products(a, b, tails[0], tails[1]);
@@ -149,10 +164,11 @@ inline void use_columns_of_keys(Room room, int operand, const thread float (&sum
   }
 }
 
-// Where a team has come to in the stages, units and items of its block.
+// Where a team has come to in the stages, units and items of its block; and of how many stages from there on team 2 has
+// made the low parts of u already.
 template <int DV>
 struct GradientProgress {
-  int stage, use, unit, round;
+  int stage, use, unit, round, ahead;
   // Adds the products of a unit's stages. Those of the next stage are started before those of a stage are waited for.
   template <typename In, int KIND>
   inline void add_slices(Room room, GradientBarriers barriers, thread float (&pairs)[32], thread float (&sums)[64],
@@ -169,7 +185,8 @@ struct GradientProgress {
       for (int odd = 0; odd < 2; ++odd) {
         mbarrier_wait(barriers.arrived(stage), use);
         start_slice<In, DV, KIND>(operands[odd], room, GradientStage<DV>{room.place + stage * Memory::stage}, s + odd,
-                                  pairs, sums, at);
+                                  barriers.widened(stage), use, ahead == 0, pairs, sums, at);
+        if (KIND == 2) ahead -= ahead > 0;
         products_wait<1>();
         if (s + odd > 0) end_slice<KIND>(operands[1 - odd], room, barriers, last, dot, at);
         last = stage;
@@ -191,6 +208,22 @@ struct GradientProgress {
     const unsigned place = room.place + stage * HopperGradientMemory<DV>::stage;
     if (KIND < 2) dot += kept_tile<DV>(room, place, KIND, at).checked(x.share, at);
     release(barriers.read(stage), at);
+  }
+  // Waits, and meanwhile makes the low parts of u in stages that have arrived already.
+  inline void wait_widening(Room room, GradientBarriers barriers, unsigned mbarrier, int number, Place at) {
+    using Memory = HopperGradientMemory<DV>;
+    while (!mbarrier_over(mbarrier, number)) {
+      const bool around = stage + ahead >= Memory::stages;
+      const int next = around ? stage + ahead - Memory::stages : stage + ahead;
+      if (ahead == Memory::stages || !mbarrier_over(barriers.arrived(next), use + around)) continue;
+      mbarrier_wait(barriers.arrived(next), use + around);
+      unsigned high[4], low[4];
+      const GradientStage<DV> found{room.place + next * Memory::stage};
+      found.load_positions(high, low, room, Memory::u, Memory::u_bits, at);
+      found.put_low_parts(low, barriers.widened(next), true, at);
+      ++ahead;
+    }
+    mbarrier_wait(mbarrier, number);
   }
   // Waits for what the end of a unit reads, and until the sums of the unit before have been read.
   inline void begin_end(GradientBarriers barriers, int repeat) const {
@@ -241,7 +274,7 @@ template <typename In, int DV, int HK, int HV, int KIND>
 inline void weigh_items(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
-  GradientProgress<DV> progress{0, 0, 0, 0};
+  GradientProgress<DV> progress{0, 0, 0, 0, 0};
   const GradientItems<DV> next{room, barriers};
   float dq[64];
   for (int number = at.x; number < items; number = next.after(progress.round++)) {
@@ -296,7 +329,7 @@ template <typename In, int DV, int HK, int HV>
 inline void sum_keys(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
   constexpr int repeats = HV / HK;
-  GradientProgress<DV> progress{0, 0, 0, 0};
+  GradientProgress<DV> progress{0, 0, 0, 0, 0};
   const GradientItems<DV> next{room, barriers};
   float pairs[32], sums[64];
   for (int number = at.x; number < items; number = next.after(progress.round++)) {
@@ -311,7 +344,7 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int items) 
       const float factors[2] = {tables.template factor<2>(own_row(here, 0)),
                                 tables.template factor<2>(own_row(here, 1))};
       const bool last = repeat + 1 == repeats;
-      mbarrier_wait(barriers.keys_of_right(), progress.unit);
+      progress.wait_widening(room, barriers, barriers.keys_of_right(), progress.unit, here);
       use_columns_of_keys(room, Memory::k, sums, factors, room.floats(Memory::after_sums), 1, here,
                           [&](int j, thread float* products) {
                             threadgroup float* place = key_sums<DV>(room, here) + j * 512;
@@ -323,7 +356,7 @@ inline void sum_keys(Place at, Room room, GradientBarriers barriers, int items) 
       release(barriers.keys_of_u(), at);
       release(barriers.sums(), at);
     }
-    mbarrier_wait(barriers.planes(0), progress.round);
+    progress.wait_widening(room, barriers, barriers.planes(0), progress.round, hidden(at));
     add_weighted_queries<In, DV>(room, sums, hidden(at));
     mbarrier_wait(barriers.planes(1), progress.round);
     add_weighted_neighbours<In, DV>(room, sums, hidden(at));

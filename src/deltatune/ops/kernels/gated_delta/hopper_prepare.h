@@ -120,13 +120,12 @@ inline void weigh_tile(const thread float* products, PrepareTables tables, Diago
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       x[e] = 0.0f;
-      if (b > warp) continue;
       const int i = lane / 4 + (e >> 1 & 1) * 8, j = lane % 4 * 2 + e % 2 + e / 4 * 8;
       threadgroup float* place = diagonal.row(head, i) + j;
       if (KEYS) *place = i > j ? *place * products[e] : 0.0f;
       else x[e] = (i >= j ? *place : 0.0f) * products[e];
     }
-    if (KEYS && b == warp) return;
+    if (KEYS) return;
   }
   SplitTile tile;
   split_tile(tile, x);
@@ -136,8 +135,10 @@ inline void weigh_tile(const thread float* products, PrepareTables tables, Diago
   }
   DELTATUNE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    put_pair(scores + core_high(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.high[i]);
-    put_pair(scores + core_low(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.low[i]);
+    // Of the tile on the diagonal one core is above the triangle.
+    if (i == 2 && b == warp) continue;
+    put_pair(scores + core_high<packed_row>(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.high[i]);
+    put_pair(scores + core_low<packed_row>(2 * warp + i % 2, 2 * b + i / 2) / 2, tile.low[i]);
   }
 }
 // Does so for all tiles of a warp and all value heads. A lane writes to `scores`, and for the next value head
@@ -147,8 +148,7 @@ inline void weigh_rows(const thread float (&products)[32], Tables tables_of, Dia
                        GLOBAL bf16* scores, long next_head, int heads, int warp, int lane) {
   DELTATUNE_UNROLL
   for (int b = 0; b < 4; ++b) {
-    // Above the diagonal there are zeros beside every second tile.
-    if (b > warp + 1 || (b > warp && warp % 2)) continue;
+    if (b > warp) continue;
     _Pragma("unroll 1")
     for (int head = 0; head < heads; ++head) {
       const CoreTriangle triangle = core_triangle(triangles + head * triangle_bytes, lane);
@@ -361,8 +361,8 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
   if (own_side < heads) diagonal.fill(own_side, lane % 16, tables_of(own_side).gate + warp * 16);
   group_barrier();
   const unsigned triangles = room.place + Memory::solve;
-  GLOBAL bf16* to = scores + chunk_of(0) * (triangle_bytes / 2) + lane * 2;
-  const long next_head = (long)chunks * (triangle_bytes / 2);
+  GLOBAL bf16* to = scores + chunk_of(0) * (packed_bytes / 2) + lane * 2;
+  const long next_head = (long)chunks * (packed_bytes / 2);
   weigh_rows<false>(products, tables_of, diagonal, triangles, to, next_head, heads, warp, lane);
   multiply_by_keys(Memory::k);
   weigh_rows<true>(products, tables_of, diagonal, triangles, to, next_head, heads, warp, lane);
@@ -386,8 +386,9 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
   if (own_head < heads) solver.finish_column(y, scaled, warp % 2);
   copies_fence();
   barrier();
-  if (own_head < heads && t == 0) {
-    send_block(solve + chunk_of(own_head) * (triangle_bytes / 2), triangle, triangle_bytes);
+  if (own_head < heads && t < 9) {
+    const CoreRun run = core_run(t);
+    send_block(solve + chunk_of(own_head) * (packed_bytes / 2) + run.packed / 2, triangle + run.apart, run.bytes);
     // The block's memory is read when it ends. What was sent arrives before the kernel ends.
     blocks_read();
   }

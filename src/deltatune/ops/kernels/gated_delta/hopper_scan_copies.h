@@ -1,5 +1,21 @@
 // What both kinds of scans on Hopper copy: the team that loads, and where a block of ROWS rows of a state writes.
 
+// Copies a triangle to a grid with zeros in between, which are read from nowhere, although `any` input is named.
+template <typename PS, typename P>
+inline void copy_runs(unsigned to, PS from, P any, unsigned mbarrier, int index) {
+  // Hidden, so that no addresses are kept from chunk to chunk: the team has few registers.
+  index = (int)opaque((unsigned)index);
+  if (index < 9) {
+    const CoreRun run = core_run(index);
+    copy_tile(to + run.apart, from + run.packed / 2, run.bytes, mbarrier);
+  } else if (index >= 32) {
+    // Each of 96 threads does 16 bytes of a row of cores, and those four rows further.
+    const int core = (index - 32) / 8, place = (13 * (core / 3) + 1 + core % 3) * core_bytes + index % 8 * 16;
+    copy_signalled_piece(to + place, any, false, mbarrier);
+    copy_signalled_piece(to + place + 4 * 13 * core_bytes, any, false, mbarrier);
+  }
+}
+
 // Copies chunk after chunk to the stages of `Memory`, with ROWS columns of V or dY, where the scans with 64 want
 // padding between rows. REVERSE begins with the last chunk.
 template <typename Memory, int DK, int DV, int HK, int HV, int ROWS, int STAGES, bool MASKED, bool REVERSE,
@@ -18,10 +34,15 @@ inline void load_chunks(Place at, Room room, Barriers barriers, int length, PQ q
     threadgroup char* memory = room.memory + stage * Memory::stage;
     const unsigned mbarrier = barriers.here(stage), to = room.place + stage * Memory::stage;
     if (at.index == 0) {
-      mbarrier_expect(mbarrier, 2 * triangle_bytes + 3 * 64 * 4);
-      copy_tile(to + Memory::solve, solve + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
-      copy_tile(to + Memory::scores, scores + chunk * (triangle_bytes / 2), triangle_bytes, mbarrier);
+      mbarrier_expect(mbarrier, 2 * packed_bytes + 3 * 64 * 4);
       copy_tile(to + Memory::factors, factors + chunk * 192, 3 * 64 * 4, mbarrier);
+    }
+    if (ROWS == 64) {
+      copy_runs(to + Memory::solve, solve + chunk * (packed_bytes / 2), k, mbarrier, at.index);
+      copy_runs(to + Memory::scores, scores + chunk * (packed_bytes / 2), k, mbarrier, at.index);
+    } else if (at.index == 0) {
+      copy_tile(to + Memory::solve, solve + chunk * (packed_bytes / 2), packed_bytes, mbarrier);
+      copy_tile(to + Memory::scores, scores + chunk * (packed_bytes / 2), packed_bytes, mbarrier);
     }
     copy_positions<DK>(reinterpret_cast<threadgroup bf16*>(memory + Memory::k), k + key, HK * DK, live, mbarrier,
                        at.index);
@@ -41,15 +62,16 @@ struct OwnRows {
   long head, chunks;
   GLOBAL bf16* states;
   GLOBAL bf16* parts;
-  // u or R and the tails of a chunk, as much as DV x 72 numbers of fp32.
-  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 144; }
-  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 128 + row * 16; }
+  // u or R and the tails of a chunk, as much as DV x 48 numbers of fp32.
+  inline GLOBAL bf16* chunk(int n) const { return parts + (head * chunks + n) * DV * 96; }
+  inline GLOBAL bf16* tails(int n) const { return chunk(n) + DV * 80 + row * 16; }
   inline void send_state(int n, unsigned from) const {
     send_block(states + ((head * chunks + n) * DV + row) * DK, from, ROWS * DK * 2);
   }
-  // Sends u or R: high parts, which low parts follow.
-  inline void send_chunk(int n, unsigned from) const {
-    send_block(chunk(n) + row * 64, from, ROWS * 128);
-    send_block(chunk(n) + DV * 64 + row * 64, from + ROWS * 128, ROWS * 128);
+  // Sends the high parts of u or R.
+  inline void send_chunk(int n, unsigned from) const { send_block(chunk(n) + row * 64, from, ROWS * 128); }
+  // Writes a lane's bits that follow them, of 16 rows from 16 strip on and 16 positions from 16 part on.
+  inline void write_bits(int n, int strip, int part, int lane, unsigned bits) const {
+    put_pair(chunk(n) + DV * 64 + (row + 16 * strip) * 16 + (part * 32 + lane) * 2, bits);
   }
 };

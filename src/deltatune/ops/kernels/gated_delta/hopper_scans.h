@@ -16,8 +16,8 @@
 // of V.
 template <int DK, int STAGES>
 struct HopperScanMemory {
-  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + triangle_bytes;
-  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + triangle_bytes;
+  static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + packed_bytes;
+  static constexpr constant int scores = values + 64 * 32 * 2, factors = scores + packed_bytes;
   static constexpr constant int stage = (factors + 3 * 64 * 4 + 1023) / 1024 * 1024;
   static constexpr constant int tails = solve + 2 * chunk_part;
   static constexpr constant int state = STAGES * stage, weighed = state + 2 * 32 * DK * 2;
@@ -68,27 +68,36 @@ inline void put_split(unsigned to, int row, const thread float (&x)[16], Place a
   put_turned(to, row, high, at);
   put_turned(to + 4 * row, row, low, at);
 }
+// Loads u or R of a warp's positions and 16 rows from 16 j on, as left operands.
+inline void load_chunk_parts(thread unsigned (&high)[4], thread unsigned (&low)[4], unsigned chunk, int j, Place at) {
+  const unsigned from = lane_core_turned(chunk + (at.group % 4 * 2 + 16 * j) * core_bytes, 8 * core_bytes, at.lane);
+  load_turned_parts(high, from);
+  load_turned_parts(low, from + chunk_part);
+}
 // The address that a lane names to load or store a warp's 16 positions of 16 columns of V, dY, y or dv, from 16 j on.
 inline unsigned lane_piece(unsigned rows, int j, Place at) {
   const int row = at.group % 4 * 16 + (at.lane & 15);
   return rows + row * 64 + turned_piece(2 * j + (at.lane >> 4), row) * 16;
 }
-// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. Tiles of zeros are not read.
+// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. What is outside is not read.
 template <bool TURNED>
 inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
   const int warp = at.group % 4, side = at.lane >> 3 & 1, other = at.lane >> 4;
   const int i = TURNED ? other : side, j = TURNED ? side : other;
   const unsigned from = triangle + (at.lane & 7) * 16;
-  const unsigned by_rows = from + i * core_row + j * core_bytes, by_columns = from + i * core_bytes + j * core_row;
+  const unsigned by_rows = from + i * packed_row + j * core_bytes, by_columns = from + i * core_bytes + j * packed_row;
   DELTATUNE_UNROLL
   for (int n = 0; n < 4; ++n) {
     if (TURNED) {
-      load_turned_parts_if(n >= warp, high + 4 * n, by_rows + core_high(2 * n, 2 * warp));
-      load_turned_parts_if(n >= warp, low + 4 * n, by_columns + core_low(2 * n, 2 * warp));
+      load_turned_parts_if(n >= warp, high + 4 * n, by_rows + core_high<packed_row>(2 * n, 2 * warp));
+      load_turned_parts_if(n >= warp, low + 4 * n, by_columns + core_low<packed_row>(2 * n, 2 * warp));
     } else {
-      load_parts_if(n <= warp, high + 4 * n, by_rows + core_high(2 * warp, 2 * n));
-      load_parts_if(n <= warp, low + 4 * n, by_columns + core_low(2 * warp, 2 * n));
+      load_parts_if(n <= warp, high + 4 * n, by_rows + core_high<packed_row>(2 * warp, 2 * n));
+      load_parts_if(n <= warp, low + 4 * n, by_columns + core_low<packed_row>(2 * warp, 2 * n));
     }
+    // Of the tile on the diagonal one part is outside.
+    const int outside = 4 * n + (TURNED ? 1 : 2);
+    if (n == warp) high[outside] = low[outside] = 0;
   }
 }
 
@@ -394,6 +403,12 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     add_triangle(out, high, low, stage + Memory::solve);
     products_sent();
     if (sends) own.send_chunk(n, stage + Memory::solve);
+    DELTATUNE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      unsigned first[4], rest[4];
+      load_chunk_parts(first, rest, stage + Memory::solve, j, at);
+      own.write_bits(n, j, warp, at.lane, low_bits(first, rest));
+    }
     if (warp >= 2) write_tails<DK>(own.tails(n), room.memory + offset + Memory::tails, warp - 2, at.lane);
     products_wait<0>();
     register_fence(out);
@@ -559,9 +574,8 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     DELTATUNE_UNROLL
     for (int j = 0; j < 2; ++j) {
       unsigned high[4], low[4];
-      const unsigned from = lane_core_turned(right + warp * 2 * core_bytes, 8 * core_bytes, at.lane);
-      load_turned_parts(high, from + 2 * j * 8 * core_bytes);
-      load_turned_parts(low, from + 2 * j * 8 * core_bytes + chunk_part);
+      load_chunk_parts(high, low, right, j, at);
+      own.write_bits(n, j, warp, at.lane, low_bits(high, low));
       DELTATUNE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float rate = rates[own_row(at, i % 2)];

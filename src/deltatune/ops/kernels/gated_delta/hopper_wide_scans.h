@@ -195,6 +195,20 @@ inline void each_pair_of_chunk(unsigned stage, Place at, Use use) {
   }
 }
 
+// Writes the bits that follow the high parts of a warp's 16 rows of u or R, for 16 positions at a time.
+template <int DK, int DV>
+inline void write_chunk_bits(OwnRows<DK, DV, 64> own, int n, unsigned chunk, Place at) {
+  const int strip = at.group % 4;
+  const unsigned from = chunk + strip * 2048 + (at.lane >> 4) * 1024 + (at.lane >> 3 & 1) * 128 + (at.lane & 7) * 16;
+  DELTATUNE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    unsigned high[4], low[4];
+    load_turned_parts(high, from + j * 256);
+    load_turned_parts(low, from + 8192 + j * 256);
+    own.write_bits(n, strip, j, at.lane, low_bits(high, low));
+  }
+}
+
 // A warp's 16 columns of the rows at `offset` of a stage.
 template <typename Memory>
 inline threadgroup bf16* own_columns(Room room, int stage, int offset, int strip) {
@@ -373,6 +387,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     products_start();
     add_times_triangle<true>(out, high, low, stage + Memory::scores);
     products_sent();
+    write_chunk_bits(own, n, stage + Memory::solve, at);
     products_wait<0>();
     register_fence(out);
     DELTATUNE_UNROLL
@@ -564,6 +579,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
       get_two(rate, rates + i / 2 * 8 + lane % 4 * 2);
       high[i] = high_pair(rate[0] * first, rate[1] * second);
     });
+    write_chunk_bits(own, n, stage + Memory::solve, at);
     write_and_release<Memory, STAGES>(at, room, barriers, step, high,
                                       dv + (((long)at.z * length + n * 64) * HV + at.y) * DV + own.row, HV * DV,
                                       length - n * 64);
