@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,8 @@ def replace_file(path: Path, write: Callable[[Path], object], keep: Path | None 
         keep: Where the replaced file is moved once the new one is complete. A kill between the two moves leaves the
             file there, and none at `path`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Two threads may write one file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         write(temporary)
         if keep is not None and path.exists():
