@@ -35,6 +35,10 @@ class _AsLoaded:
         for index in order:
             yield [place.array for _, place in array_places(self._layers[index])]
 
+    def stays(self, index: int) -> bool:
+        """Every layer is an evaluation of its own."""
+        return False
+
 
 class NotedInputs:
     """Stands in for InputsOnDisk and InputsOnHost in a plan: notes what that would read, and writes nothing.

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -20,6 +21,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
+from deltatune.train.by_layer import layer_weights
 from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.ending.interrupt import StoppedError
@@ -129,6 +131,17 @@ def test_a_bound_that_everything_fits_within_changes_no_result(config, tmp_path,
     assert "all weights stay in memory" in said
     assert "for the disk" not in said
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
+
+
+def test_layers_that_stay_are_not_waited_for_on_an_nvidia_gpu(config, least, whole, tmp_path, capsys, monkeypatch):
+    begun, plain = [], mx.async_eval
+    monkeypatch.setattr(layer_weights, "backend", SimpleNamespace(device=lambda: "cuda"))
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.append(len(arrays)) or plain(*arrays))
+    train(in_folder(config, tmp_path / "more", memory=least(config) + 1_600_000))
+    streamed = int(re.search("([1-5]) of 6 layers", capsys.readouterr().out)[1])
+    # A layer gives three arrays going forward, and two going backward.
+    assert begun.count(3) == begun.count(2) == (6 - streamed) * config.iters
+    assert adapters(tmp_path / "more") == adapters(whole[0])
 
 
 def test_samples_come_from_the_disk_too(config, least, tmp_path, capsys):

@@ -220,7 +220,7 @@ class LayerPasses:
             if needed:
                 dx, more = around.between_again(index, batch, y, dx)
                 d_pictures = _sums(d_pictures, more)
-            self._compute(d_parameters, [dx, d_pictures] if needed else [])
+            self._computed(index, d_parameters, [dx, d_pictures] if needed else [])
             gradients |= {
                 f"{self._paths[index]}.{path}": g for path, g in zip(function.trained, d_parameters, strict=True)
             }
@@ -233,9 +233,15 @@ class LayerPasses:
         if d_pictures:
             in_tower = around.tower_again(seen, first_key, d_pictures)
         self._compute(in_tower)
+        if any(map(self._weights.stays, range(count))):
+            mx.eval(gradients)
         gradients |= zip(self.outer.paths, d_outer, strict=True)
         gradients |= zip(self.in_tower.paths, in_tower, strict=True)
         return total, weight, tree_unflatten(list(gradients.items())), *figures
+
+    def _computed(self, index: int, *arrays: Any) -> None:
+        """Compute what a layer gives, or only begin to where the next one may be begun meanwhile."""
+        (mx.async_eval if self._weights.stays(index) else self._compute)(*arrays)
 
     def _forward(
         self,
@@ -263,7 +269,7 @@ class LayerPasses:
             if index >= self._lowest:
                 self._inputs.keep(x, (y, more, next_key))
                 records.append(_LayerRecord(key, len(more)))
-            self._compute(y, more, next_key)
+            self._computed(index, y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
             sides += more

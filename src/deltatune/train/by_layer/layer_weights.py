@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...machine import backend
 from ..tree import Place
 from .disk_time import DiskTime
 from .layer_functions import array_places
@@ -102,6 +103,15 @@ class LayerWeights:
                     arrays[place] = array
             self._start(next((other for other in order[at + 1 :] if self._names[other] and other != index), None))
             yield arrays
+
+    def stays(self, index: int) -> bool:
+        """Whether the layer at a position may be computed while what follows it is begun.
+
+        An NVIDIA GPU waits for the CPU otherwise, at each layer. What a layer is given and its weights must stay where
+        they are: else the memory of several layers would be needed at once.
+        """
+        in_memory = not self._names[index] and isinstance(self.inputs, InputsInMemory)
+        return in_memory and backend.device() == "cuda"
 
     def _start(self, index: int | None) -> None:
         """Start to read a layer, unless one is being read."""

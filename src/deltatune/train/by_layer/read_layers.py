@@ -20,6 +20,9 @@ class ReadsLayers(Protocol):
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
         """Yield the arrays of the layers in `order`, as array_places() lists them."""
 
+    def stays(self, index: int) -> bool:
+        """Whether the layer at a position may be computed while what follows it is begun."""
+
 
 def reading_calls(
     layers: Sequence[nn.Module], weights: ReadsLayers, compute: Callable[..., None] = mx.eval
