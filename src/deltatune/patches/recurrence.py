@@ -133,8 +133,10 @@ def route(
 
 def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
     """Count a call as served by `who`, and return its `result`; `call` is its arrays and options where ours serves."""
-    trace.current().recurrences[who] += 1
-    callers.note("gated delta", None if call is None else lambda: _implementation(*call))
+    told = trace.current()
+    told.recurrences[who] += 1
+    if told.callers is not None:
+        callers.note("gated delta", None if call is None else lambda: _implementation(*call))
     return result
 
 

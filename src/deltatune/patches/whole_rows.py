@@ -112,7 +112,7 @@ def attending(upstream: Function) -> Function:
         arrays = None if options or not serves_attention() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
             told = trace.current()
-            y = _of_a_token(q, k, v, scale, mask, sinks)
+            y = None if mask is None else _of_a_token(q, k, v, scale, mask, sinks)
             if y is not None:
                 return y
             # A call of deltatune's attention that MLX's function serves is counted by whoever made it.

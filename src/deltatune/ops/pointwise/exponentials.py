@@ -35,10 +35,15 @@ _FEWEST = 2**13
 
 def serves(*arrays: mx.array) -> bool:
     """Whether the functions of this module are to be used: for large fp32 arrays on a CPU that is not Apple's."""
-    served = (arrays[0].size >= _FEWEST or is_small_case()) and _by_operations(*arrays)
+    served = large_enough(arrays[0]) and _by_operations(*arrays)
     if served:
         note("exponentials")
     return served
+
+
+def large_enough(x: mx.array) -> bool:
+    """Whether an array is worth the operations; a small case of a record always is."""
+    return x.size >= _FEWEST or is_small_case()
 
 
 def _by_operations(*arrays: mx.array) -> bool:

@@ -36,7 +36,9 @@ class Known:
 
     def take(self, array: mx.array, kind: type[Fact]) -> Fact | None:
         """Return the fact of this class about this very array, and forget all facts of this class."""
-        return _about(array, self._facts.pop(kind, None))
+        # Decoders ask at every layer, and there are mostly none.
+        facts = self._facts.pop(kind, None)
+        return _about(array, facts) if facts else None
 
     def forget(self, kind: type) -> None:
         """Forget all facts of this class."""

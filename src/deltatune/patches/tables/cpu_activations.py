@@ -43,7 +43,9 @@ def _swiglu(upstream: Function) -> Function:
 
 def _gated_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
-        if gate is None or gate.shape != x.shape or not exponentials.serves(x, gate, self.weight):
+        if gate is None or not exponentials.large_enough(x) or gate.shape != x.shape:
+            return upstream(self, x, gate)
+        if not exponentials.serves(x, gate, self.weight):
             return upstream(self, x, gate)
         return exponentials.swiglu(gate, mx.fast.rms_norm(x, self.weight, self.eps))
 

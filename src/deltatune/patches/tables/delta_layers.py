@@ -71,14 +71,16 @@ def _norms(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
 
 def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
     """Whether a call is a training step of one device that gains by it, on whole rows or on a piece of one."""
-    if not layer.training or getattr(layer, "sharding_group", None) is not None:
+    if not (cache is None or isinstance(cache, pieces.States)) or not layer.training:
+        return False
+    if getattr(layer, "sharding_group", None) is not None:
         return False
     if backend.device() != "cuda" and not keeps_inputs_alone():
         return False
     documents, taps = trace.current().segments, layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
     fits = documents is None or documents.shape == x.shape[:2]
-    return plain and fits and (cache is None or isinstance(cache, pieces.States))
+    return plain and fits
 
 
 class _Heads:
