@@ -183,10 +183,18 @@ def test_long_rows_are_cut_across_the_batch():
         (100, 1, (*range(0, 100, 4), 100)),
     ],
 )
-def test_short_rows_are_cut_between_them(rows, pieces_in_row, bounds):
+def test_short_rows_are_cut_between_them(rows, pieces_in_row, bounds, monkeypatch):
     tokens = int(pieces_in_row * layer_cut.piece_bytes()) // (4 * 64)
-    found = layer_cut.layer_cut(mx.zeros((rows, tokens, 64)))
-    assert found == (bounds and LayerCut(ROWS, bounds))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert layer_cut.layer_cut(mx.zeros((rows, tokens, 64))) == (bounds and LayerCut(ROWS, bounds))
+
+
+def test_pieces_of_rows_are_larger_on_an_nvidia_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend, "gpu_memory", lambda: 0)
+    row = mx.zeros((1, layer_cut.piece_bytes() // (4 * 64), 64))
+    rows = [mx.broadcast_to(row, (count, *row.shape[1:])) for count in (3, 4, 7)]
+    assert [layer_cut.layer_cut(x) for x in rows] == [None, LayerCut(ROWS, (0, 2, 4)), LayerCut(ROWS, (0, 3, 6, 7))]
 
 
 def ruled(window):
