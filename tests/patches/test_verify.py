@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from mlx_lm.models import qwen3_next
 
+from deltatune.ops.tracing.trace import Foreseen
 from deltatune.ops.trial.foresight import look_ahead
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched, verify
@@ -91,8 +93,10 @@ def test_what_the_question_tries_is_foreseen(mixture, monkeypatch):
     looked: list[str] = []
 
     @contextmanager
-    def watched(trace_calls):
-        look_ahead(lambda: looked.extend({call.operator for call in trace_calls()}), None)
+    def watched(trace_calls, *, computed):
+        assert not computed
+        with ThreadPoolExecutor() as builders:
+            look_ahead(lambda: looked.extend({call.operator for call in trace_calls()}), builders, Foreseen())
         yield
 
     monkeypatch.setattr(verify, "foreseen", watched)

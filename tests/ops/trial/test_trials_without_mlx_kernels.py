@@ -31,7 +31,7 @@ CASES: dict[str, Any] = {
 def compiled_by_mlx(arrays: list[Any]) -> set[str]:
     text = io.StringIO()
     mx.export_to_dot(text, *(array for array in arrays if isinstance(array, mx.array)), x=mx.zeros(1) + 1)
-    return COMPILED & set(re.findall(r'label ?= ?"([A-Za-z]+)"', text.getvalue()))
+    return COMPILED & set(re.findall(r'label ?= ?"(\w+)', text.getvalue()))
 
 
 def launched(launch: Launch) -> list[mx.array]:

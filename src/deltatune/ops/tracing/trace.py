@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...machine.mlx_builds import MlxBuild
 from .known import Known
 
 
@@ -51,6 +52,19 @@ class NotedCall:
     operator: str
     callers: list[int]
     implementation: str
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is begun for calls that are foreseen (ops/trial/foresight.py).
+
+    Attributes:
+        begun: What has been begun: the trials whose kernels are being built, and what processes compute.
+        processes: Processes that have MLX compile kernels of its own; None where nothing of the calls is computed.
+    """
+
+    begun: set[Hashable] = field(default_factory=set)
+    processes: list[MlxBuild] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +98,7 @@ class Trace:
         rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
-        foreseen: The trials whose kernels are being built while calls are only foreseen (ops/trial/foresight.py); None
-            where calls are made.
+        foreseen: What is begun for calls that are only foreseen; None where calls are made.
         known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.
     """
 
@@ -110,7 +123,7 @@ class Trace:
     trials: bool = True
     rankings: object | None = None
     builders: Executor | None = None
-    foreseen: set[Hashable] | None = None
+    foreseen: Foreseen | None = None
     known: Known = field(default_factory=Known)
 
 
