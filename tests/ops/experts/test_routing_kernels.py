@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from deltatune.machine import backend
+from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import block, routing_kernels
 from deltatune.ops.experts.projection import Projection
 from deltatune.ops.functional import as_list
@@ -35,9 +35,11 @@ def test_a_process_computes_one_of_them(case):
     assert [operation for operation in operations if operation in KERNELS.values()] == [KERNELS[case]]
 
 
-def test_a_block_that_is_foreseen_starts_them_once(monkeypatch):
+@pytest.mark.parametrize(("free", "starts"), [(20e9, True), (2e9, False), (None, False)])
+def test_a_block_that_is_foreseen_starts_them_once_where_there_is_room(monkeypatch, free, starts):
     started: list[Any] = []
     monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(nvidia, "free_memory", lambda: free)
     monkeypatch.setattr(routing_kernels, "MlxBuild", lambda *arguments: started.append(arguments))
     x, weight = mx.zeros((6, 16), mx.bfloat16), mx.zeros((4, 16, 16), mx.bfloat16)
     indices, scores = mx.zeros((6, 2), mx.uint32), mx.zeros((6, 2), mx.bfloat16)
@@ -49,4 +51,4 @@ def test_a_block_that_is_foreseen_starts_them_once(monkeypatch):
     with ThreadPoolExecutor(1) as builders:
         look_ahead(calls, builders, Foreseen(processes=[]))
     module = "deltatune.ops.experts.routing_kernels"
-    assert started == [(module, case, "bfloat16", "uint32") for case in KERNELS]
+    assert started == [(module, case, "bfloat16", "uint32") for case in KERNELS if starts]

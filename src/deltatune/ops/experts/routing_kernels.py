@@ -8,9 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...machine import nvidia
 from ...machine.mlx_builds import MlxBuild
 from .tiles import Sorted
 
+# Each process takes half a gigabyte of the GPU's memory, most of it CUDA's own.
+_ROOM = 8e9
 _LAYOUT = Sorted(tokens=2, top_k=2, experts=4, tokens_per_chunk=2)
 
 
@@ -40,7 +43,12 @@ CASES: dict[str, Callable[[mx.array, mx.array], Any]] = {
 
 
 def builds(scores: mx.Dtype, indices: mx.Dtype) -> Iterator[MlxBuild]:
-    """Start a process for each kernel that experts need whose router has scores and indices of these dtypes."""
+    """Start a process for each kernel that experts need whose router has scores and indices of these dtypes.
+
+    None is started on a GPU without room for them, where they could take what the run's own trials need.
+    """
+    if (nvidia.free_memory() or 0) < _ROOM:
+        return
     dtypes = [str(dtype).rpartition(".")[2] for dtype in (scores, indices)]
     for case in CASES:
         yield MlxBuild(__name__, case, *dtypes)
