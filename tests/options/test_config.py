@@ -57,9 +57,11 @@ def refused(run, tmp_path, name, value):
     file.write_text(yaml.safe_dump({"model": "/none", outer: {inner: value} if inner else value}))
     code, out, err = run("train", "-c", file)
     assert (code, out) == (2, ""), (name, value, err)
-    assert err.startswith(f"deltatune: {file}: {name.replace('.', ': ')}: ")
+    where = f"deltatune: {file}: "
+    assert err.startswith(f"{where}{name.replace('.', ': ')}: ")
     assert err.count("\n") == 1
-    return err
+    # The name of the file has numbers, too.
+    return err.removeprefix(where)
 
 
 def test_every_number_states_its_range():
@@ -68,7 +70,7 @@ def test_every_number_states_its_range():
 
 
 @pytest.mark.bad_input("`{name}` outside its range")
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "lora_parameters.layers"])
+@pytest.mark.parametrize("name", [name for name in NUMBERS if NUMBERS[name][0] not in (list[int], dict[str, int])])
 def test_numbers_outside_their_range(run, tmp_path, name):
     limits = NUMBERS[name][1]
     smallest = next(number for number in (limits.least, limits.above) if number is not None)
