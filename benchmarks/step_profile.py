@@ -5,8 +5,9 @@ usage: python benchmarks/step_profile.py [--shape 0.8B] [--checkpoint] [--batch 
 
 PyTorch's profiler records what MLX launches, so PyTorch with CUDA must be installed beside MLX. The table of kernels
 gives how often each runs in a step, its time and its share; the table of calls gives the time that the CPU spent in
-each. "GPU busy" is the sum of the kernels' times, and it is compared with the time of a step without the profiler. With
---waits, no step starts before the one before is done. --bits 4 trains on packed weights, and --kind full all weights.
+each. The GPU is busy while at least one kernel runs, which is compared with the time of a step without the profiler;
+the sum of the kernels' times is more, since some overlap. With --waits, no step starts before the one before is done.
+--bits 4 trains on packed weights, and --kind full all weights.
 --again N computes cheap operators again in the backward pass, and N layers, as `grad_checkpoint: auto` may choose.
 """
 
@@ -52,7 +53,19 @@ def short(name: str) -> str:
     return name[:90]
 
 
-def table(title: str, events: list[dict[str, Any]], steps: int, rows: int) -> float:
+def busy(events: list[dict[str, Any]], steps: int) -> tuple[float, float]:
+    """Return for how many milliseconds of a step an event runs, and how long the longest time without one is."""
+    length = longest = 0.0
+    end = None
+    for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        if end is not None and start > end:
+            longest = max(longest, start - end)
+        length += max(0.0, stop - (start if end is None else max(start, end)))
+        end = stop if end is None else max(stop, end)
+    return length / steps / 1e3, longest / 1e3
+
+
+def table(title: str, events: list[dict[str, Any]], steps: int, rows: int) -> None:
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for event in events:
@@ -63,7 +76,6 @@ def table(title: str, events: list[dict[str, Any]], steps: int, rows: int) -> fl
     print("| ms a step | count a step | us each | name |\n|---|---|---|---|")
     for name, time_ in times.most_common(rows):
         print(f"| {time_ / steps / 1e3:.2f} | {counts[name] / steps:.0f} | {time_ / counts[name]:.1f} | `{name}` |")
-    return whole
 
 
 def main() -> None:
@@ -103,9 +115,10 @@ def main() -> None:
     print(f"{step * 1e3:.1f} ms a step, {rate:,.0f} tokens/s, peak {peak / 1e9:.2f} GB")
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    busy = table("GPU busy", kernels, options.steps, options.rows)
+    table("Kernels", kernels, options.steps, options.rows)
     table("Calls of the CPU", calls, options.steps, options.rows)
-    print(f"\nGPU busy {busy:.1f} of {step * 1e3:.1f} ms")
+    runs, longest = busy(kernels, options.steps)
+    print(f"\nGPU busy {runs:.1f} of {step * 1e3:.1f} ms; the longest gap is {longest:.2f} ms")
 
 
 if __name__ == "__main__":
