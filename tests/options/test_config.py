@@ -70,7 +70,7 @@ def test_every_number_states_its_range():
 
 
 @pytest.mark.bad_input("`{name}` outside its range")
-@pytest.mark.parametrize("name", [name for name in NUMBERS if NUMBERS[name][0] not in (list[int], dict[str, int])])
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "lora_parameters.layers"])
 def test_numbers_outside_their_range(run, tmp_path, name):
     limits = NUMBERS[name][1]
     smallest = next(number for number in (limits.least, limits.above) if number is not None)
@@ -79,7 +79,7 @@ def test_numbers_outside_their_range(run, tmp_path, name):
     wrong += [limits.below] if limits.below is not None else []
     for value in wrong:
         if value not in limits.also:
-            err = refused(run, tmp_path, name, value)
+            err = refused(run, tmp_path, name, {"q_proj": value} if name.endswith("pattern") else value)
             assert f"got {value!r}." in err
             assert str(limits.least if limits.least is not None else limits.above) in err
 
