@@ -244,41 +244,26 @@ class _Pieces:
         """Call the layer on a piece, given what the piece before it handed on; return y and the layer's cache."""
         start, stop = self.spans[number]
         cache: States | KeysAndValues
-        if self.cut.axis == ROWS:
-            return self._run_rows((start, stop), keys[number], documents, parameters, rows), States([])
         if self.carry.states is None:
             cache = KeysAndValues(start, before or None)
         else:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
         # Queries of attention see keys of earlier pieces, whose documents are needed as well.
         first = 0 if before and self.carry.states is None else start
-        readable = None if documents is None else documents[:, first:stop]
-        held = holding(self.module, self.paths, parameters)
-        with held, recomputed(), trace.having(segments=readable, piece=(start, stop)), drawing_from(keys[number]):
-            y = self.layer(rows, cache=cache, **self.options)
+        readable = None if documents is None else self.cut.part(documents, (first, stop))
+        routers = trace.current().routers
+        if routers is not None:
+            routers = routers._replace(real=self.cut.part(routers.real, (start, stop)))
+        whole = self.cut.axis == ROWS
+        having = trace.having(segments=readable, routers=routers, piece=None if whole else (start, stop))
+        with holding(self.module, self.paths, parameters), recomputed(), having, drawing_from(keys[number]):
+            y = self.layer(rows, cache=None if whole else cache, **self.options)
         if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
             raise ValueError(
                 f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "
                 f"{list(rows.shape)}, or did not write to its cache."
             )
         return y, cache
-
-    def _run_rows(
-        self,
-        span: tuple[int, int],
-        key: mx.array,
-        documents: mx.array | None,
-        parameters: Sequence[mx.array],
-        rows: mx.array,
-    ) -> mx.array:
-        """Call the layer on whole rows, as it is called on the batch."""
-        readable = None if documents is None else self.cut.part(documents, span)
-        routers = trace.current().routers
-        if routers is not None:
-            routers = routers._replace(real=self.cut.part(routers.real, span))
-        held = holding(self.module, self.paths, parameters)
-        with held, recomputed(), trace.having(segments=readable, routers=routers), drawing_from(key):
-            return self.layer(rows, **self.options)
 
     def _keys_and_values(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array

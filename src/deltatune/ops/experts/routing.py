@@ -48,9 +48,9 @@ def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
         sigmoid: whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
             softmax.
     """
-    watch, piece = trace.current().routers, trace.current().piece
+    watch = trace.current().routers
     assert watch is not None
-    real = (watch.real if piece is None else watch.real[:, slice(*piece)]).reshape(-1, 1)
+    real = watch.real.reshape(-1, 1)
     logits = logits.reshape(-1, logits.shape[-1]).astype(mx.float32)
     if not watch.trained:
         logits = mx.stop_gradient(logits)

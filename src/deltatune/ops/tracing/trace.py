@@ -31,7 +31,7 @@ class RouterWatch(NamedTuple):
     """How the routers of a mixture are watched.
 
     Attributes:
-        real: Which positions of the batch hold tokens that count, [B, T] bool.
+        real: Which positions of the batch, or of the piece that runs, hold tokens that count, [B, T] bool.
         trained: Whether the routers' sums get gradients.
     """
 
