@@ -35,10 +35,12 @@ def recorded(trainer: Any, steps: int) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity, profile
 
     # A step that was started early belongs to no recorded one, as the last recorded one starts another.
+    trainer.settle()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             trainer.step()
+        trainer.settle()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")

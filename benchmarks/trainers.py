@@ -101,12 +101,14 @@ class Trainer:
         ready: When its weights were finished, by time.perf_counter.
         step: Runs one whole training step on the batch, waits for it, and returns its loss.
         peak: Returns the peak of memory in bytes since reset_peak, or None.
+        settle: Waits until all that was started early has been launched.
     """
 
     ready: float
     step: Callable[[], float]
     reset_peak: Callable[[], None]
     peak: Callable[[], float | None]
+    settle: Callable[[], object] = lambda: None
 
 
 def lazy_model(described: dict[str, Any], bits: int, dtype: str = "bfloat16") -> Any:
@@ -179,6 +181,7 @@ def deltatune(
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
     from deltatune.train.freed_memory import FreedMemory
+    from deltatune.train.launcher import Launcher
     from deltatune.train.micro_batches import may_start_early
     from deltatune.train.setup import training
     from deltatune.train.step import Step
@@ -197,26 +200,52 @@ def deltatune(
         mx.eval(model.parameters(), stepped.state)
 
         early = may_start_early(World(), config) and not waits
-        evaluate: Any = mx.async_eval if early else mx.eval
-        started: list[Any] = []
-
-        def launched() -> Any:
-            results = whole.micro_batch(batch, whole.zeros())
-            evaluate(results)
-            return results
+        peak = mx.reset_peak_memory, lambda: float(mx.get_peak_memory())
 
         def step() -> float:
-            total, weight, gradients = started.pop() if started else launched()
+            total, weight, gradients = whole.micro_batch(batch, whole.zeros())
+            mx.eval(total, weight, gradients)
             norm = whole.update(gradients, total, weight)
             del gradients
-            evaluate(whole.parameters(), stepped.state, norm, whole.random)
-            if early:
-                started.append(launched())
-            loss = total.item() / weight.item()
+            mx.eval(whole.parameters(), stepped.state, norm, whole.random)
             freed_memory.after_iteration()
-            return loss
+            return total.item() / weight.item()
 
-        yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
+        if not early:
+            yield Trainer(ready, step, *peak)
+            return
+        with Launcher() as launcher:
+            yield Trainer(ready, _early(whole, batch, launcher, freed_memory), *peak, launcher.settle)
+
+
+def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable[[], float]:
+    """Return a step that starts the next one before its own result is read."""
+    import mlx.core as mx
+    from mlx.utils import tree_map
+
+    started: list[Any] = []
+    whole.before_tracing = launcher.settle
+
+    def built() -> Any:
+        return tree_map(mx.contiguous, whole.micro_batch(batch, whole.zeros()))
+
+    def step() -> float:
+        with mx.stream(launcher.stream):
+            first = not started
+            total, weight, gradients = built() if first else started.pop()
+            norm = whole.update(gradients, total, weight)
+            del gradients
+            started.append(built())
+            launch = mx.async_eval if first else launcher.launch
+            update = launch(whole.parameters(), whole.optimizer.state, norm, whole.random, total, weight)
+            launch(started[0])
+        if update is not None:
+            update.result()
+        loss = total.item() / weight.item()
+        freed_memory.after_iteration()
+        return loss
+
+    return step
 
 
 def without_loop() -> None:

@@ -101,7 +101,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
     straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")
-    trainer, plain = make_trainer(**ONLY), MicroBatches._launched
+    trainer, plain = make_trainer(**ONLY), MicroBatches._micro_batch
 
     def launched(self, batch, accumulated, iteration):
         def out_of_memory(*arguments):
@@ -114,7 +114,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MicroBatches, "_launched", launched)
+        patch.setattr(MicroBatches, "_micro_batch", launched)
         with pytest.raises(RuntimeError, match="Unable to allocate") as error:
             trainer.run()
     assert "is saved in" in error.value.__notes__[0]

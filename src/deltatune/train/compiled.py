@@ -19,22 +19,23 @@ _READS = "Attempting to eval an array during function transformations"
 
 
 def compiled(
-    function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any] | None = None,
+    before_tracing: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """Compile `function` once for each set of shapes, as mx.compile does.
 
     While MLX compiles, it puts placeholders into `inputs`. If `function` raises, MLX leaves them there, and no array of
-    the model can be read any more; here they are put back.
-
-    A model may read values in the middle of its forward pass, as mlx-lm's dbrx does to find the rows of each expert.
-    Its function runs operation by operation, and a warning says so.
-
-    On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials before it.
+    the model can be read any more; here they are put back. A model may read values in the middle of its forward pass,
+    as mlx-lm's dbrx does to find the rows of each expert: its function runs operation by operation, and a warning says
+    so. On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials before it.
 
     Args:
         function: The function.
         inputs: Trees of arrays that it reads besides its arguments.
         outputs: Trees of arrays that it changes.
+        before_tracing: Is called before each set of shapes is compiled. Compiling may try kernels.
 
     Returns:
         The compiled function.
@@ -46,11 +47,13 @@ def compiled(
     def restoring(*arguments: Any) -> Any:
         nonlocal reads
         if reads:
+            before_tracing()
             return function(*arguments)
         # Arguments may be None, too.
         kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
         if kind in known:
             return call(*arguments)
+        before_tracing()
         arrays = [(place, place.array) for tree in inputs for place in _array_places(tree)]
         try:
             if known:

@@ -39,8 +39,10 @@ class World:
         self.backend, self.group = _join()
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
-        self._stream = stream_of(self.backend) if self.backend else None
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def _stream(self) -> mx.Stream | None:
+        return stream_of(self.backend) if self.backend else None
 
     @property
     def main(self) -> bool:
@@ -51,7 +53,7 @@ class World:
         """Return the sum of `array` over the ranks. It is lazy: every rank must evaluate it."""
         if self.size == 1:
             return array
-        return mx.distributed.all_sum(array, group=self.group, stream=self._stream)
+        return mx.distributed.all_sum(array, group=self.group, stream=self._stream())
 
     def sum_numbers(self, *numbers: float) -> list[float]:
         """Return the sums of Python numbers over the ranks, in fp32, the same on every rank. Waits for every rank."""
@@ -82,7 +84,7 @@ class World:
         """Return `array` of every rank, stacked in rank order along a new first axis. Waits for every rank."""
         if self.size == 1:
             return array[None]
-        gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream)
+        gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream())
         # It is evaluated here, on every rank, because a rank that never used it would leave the others waiting.
         with self.waiting():
             mx.eval(gathered)

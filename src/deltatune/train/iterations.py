@@ -109,6 +109,10 @@ class Iterations:
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
+        with self._micro_batches.launching():
+            self._run()
+
+    def _run(self) -> None:
         config, progress, stop = self.parts.config, self.progress, self._ending.stop
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
@@ -264,6 +268,7 @@ class Iterations:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
         parts, at = self.parts, self.progress.iteration
         parts.screen.stop()
+        self._micro_batches.settle()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         self._ending.in_order()
         # An update that is not finite changes no parameter.

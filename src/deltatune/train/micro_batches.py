@@ -4,6 +4,7 @@ An NVIDIA GPU waits for the CPU, which builds and launches thousands of operatio
 iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
 for nothing but the first one's update, and changes neither parameters nor optimizer. If the first one fails, or the run
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
+From the second iteration of such a row on, a thread of its own launches what the main thread builds (launcher.py).
 
 Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. While a rank waits
 for the others, its update can be undone: if one of them has died, the state before the update is saved. An update that
@@ -12,16 +13,20 @@ cannot be undone begins when nothing is left to wait for.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 from ..data import Batch
 from ..data.batches.peekable_order import PeekableOrder
 from ..machine import backend
 from ..options.config import TrainConfig
+from . import launcher
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import StoppedError
@@ -67,8 +72,37 @@ class MicroBatches:
         self._started: _Started | None = None
         trained = sum(leaf.nbytes for _, leaf in leaves(step.model.trainable_parameters()))
         self._can_start_early = may_start_early(world, config) and trained <= MOST_TRAINED
+        # Messages over the CPU belong to the stream of the thread that builds them.
+        beside = self._can_start_early and world.backend in (None, "nccl") and launcher.supported()
+        self._launcher = launcher.Launcher() if beside else None
         # Experts that are updated in place cannot be put back.
-        self._can_undo = world.size > 1 and config.expert_updates != "active" and trained <= MOST_TRAINED
+        by_ranks = world.size > 1 and config.expert_updates != "active" and trained <= MOST_TRAINED
+        self._can_undo = by_ranks or self._launcher is not None
+        # Whether a step was compiled since the last launch. What it reads for the first time may have been made on
+        # another stream, so that only this thread can evaluate it.
+        self._compiled = False
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Within the context, iterations that start early are launched by a thread of its own."""
+        if self._launcher is None:
+            yield
+            return
+        self._step.before_tracing, self._saving.before_writing = self._before_tracing, self.settle
+        with self._launcher:
+            yield
+
+    def settle(self) -> None:
+        """Wait until everything is launched, so that this thread may evaluate what belongs to the other.
+
+        It does not wait for long: a rank that has died may hold a message between ranks forever.
+        """
+        if self._launcher is not None:
+            self._launcher.settle(launcher.PATIENCE)
+
+    def _before_tracing(self) -> None:
+        self.settle()
+        self._compiled = True
 
     def advance(self, batch: Batch, starts_next: bool) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
@@ -77,23 +111,47 @@ class MicroBatches:
             batch: The batch that the order has handed out.
             starts_next: Whether another iteration follows directly, so that it may be started before this one is done.
         """
-        saving, progress, world = self._saving, self._saving.progress, self._world
         early = starts_next and self._can_start_early
+        beside = early and self._launcher is not None and self._started is not None
+        with nullcontext() if self._launcher is None else mx.stream(self._launcher.stream):
+            numbers = self._summed(batch)
+            norm = self._launched_beside(numbers) if beside else self._launched_here(numbers, early)
+        with self._waiting() if early else nullcontext():
+            mx.eval(numbers)
+        values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]
+        if self._world.size == 1:
+            values[2:2] = [_tokens(batch), self._ending.stop.asked]
+        return Advance(tuple(values), None if norm is None else number(norm))
+
+    def _summed(self, batch: Batch) -> list[mx.array]:
+        """Add what `batch` gives to the sums, lazily; return the numbers that the iteration reports."""
+        saving, world = self._saving, self._world
         loss, weight, gradients = self._taken(batch)
         figures = [sums.reshape(-1) for sums in self._step.figures]
         sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
-        completes = progress.micro_batches + 1 >= self._config.grad_accumulation_steps
-        saving.sums = self._step.sum_over_ranks(sums) if completes else sums
-        del gradients, sums
-        tokens = sum(sum(row) for row in batch.positions)
-        numbers = [loss, weight, *figures]
-        if world.size > 1:
-            # All numbers travel in one message, which saves a round trip for each.
-            asked = mx.array([tokens, self._ending.stop.asked], mx.float32)
-            numbers = [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
-        # The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
-        # unchanged. So are the numbers where an update cannot be undone: no rank then waits for another within it.
-        first = [loss, weight, saving.sums, [] if self._can_undo else numbers]
+        saving.sums = self._step.sum_over_ranks(sums) if self._completes else sums
+        if world.size == 1:
+            return [loss, weight, *figures]
+        # All numbers travel in one message, which saves a round trip for each.
+        asked = mx.array([_tokens(batch), self._ending.stop.asked], mx.float32)
+        return [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
+
+    @property
+    def _completes(self) -> bool:
+        """Whether the present micro-batch completes an accumulation, so that an update follows."""
+        return self._saving.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
+
+    def _launched_here(self, numbers: list[mx.array], early: bool) -> mx.array | None:
+        """Compute the sums, then the update if it is due, then the next micro-batch if `early`; return the norm.
+
+        The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
+        unchanged. So are the numbers where an update cannot be undone: no rank then waits for another within it.
+        """
+        completes = self._completes
+        if self._launcher is not None:
+            with self._waiting():
+                self._launcher.finish()
+        first = [self._saving.sums, [] if self._can_undo else numbers]
         if early:
             with self._waiting():
                 mx.async_eval(first)
@@ -101,25 +159,41 @@ class MicroBatches:
             with self._ending.waiting():
                 mx.eval(first)
         del first
-        progress.micro_batches += 1
-        norm = None
-        if completes:
-            if self._can_undo:
-                saving.before = self._step.before_update()
-            saving.updating = True
-            norm = self._step.update(*saving.sums)
-            # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
-            saving.sums = saving.sums._replace(gradients=None)
+        norm = self._updated(completes)
         with self._waiting():
             (mx.async_eval if early else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm, numbers)
         if early:
             self._start_next(completes)
+            self._launch_started(mx.async_eval)
+        return norm
+
+    def _launched_beside(self, numbers: list[mx.array]) -> mx.array | None:
+        """Do early what _launched_here() does, but build all of it first, while the thread still launches the sums."""
+        assert self._launcher is not None
+        completes, self._compiled = self._completes, False
+        norm = self._updated(completes)
+        self._start_next(completes)
+        launch: Callable[..., Future[None] | None] = mx.async_eval if self._compiled else self._launcher.launch
+        update = launch(self._step.parameters(), self._step.optimizer.state, self._saving.sums, norm, numbers)
+        self._launch_started(launch)
+        if update is not None:
             with self._waiting():
-                mx.eval(numbers)
-        values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]
-        if world.size == 1:
-            values[2:2] = [tokens, self._ending.stop.asked]
-        return Advance(tuple(values), None if norm is None else number(norm))
+                update.result()
+        return norm
+
+    def _updated(self, completes: bool) -> mx.array | None:
+        """Make the update if the present micro-batch completes an accumulation, lazily; return the norm."""
+        saving = self._saving
+        saving.progress.micro_batches += 1
+        if not completes:
+            return None
+        if self._can_undo:
+            saving.before = self._step.before_update()
+        saving.updating = True
+        norm = self._step.update(*saving.sums)
+        # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
+        saving.sums = saving.sums._replace(gradients=None)
+        return norm
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Let another thread save while this one may wait for ranks that have died, if the last update can be saved."""
@@ -131,19 +205,25 @@ class MicroBatches:
         """Return the losses, weights and gradients of `batch`, which may have been started already."""
         started, self._started = self._started, None
         if started is None or started.batch is not batch:
-            return self._launched(batch, self._saving.sums.gradients, self._saving.progress.iteration)
+            self.settle()
+            return self._micro_batch(batch, self._saving.sums.gradients, self._saving.progress.iteration)
         if started.problem is not None:
             raise started.problem
         assert started.results is not None
         self._step.figures = started.figures
         return started.results
 
-    def _launched(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
-        self._step.random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
-        return self._step.micro_batch(batch, accumulated)
+    def _micro_batch(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
+        random = self._step.random
+        random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
+        results = self._step.micro_batch(batch, accumulated)
+        if self._launcher is not None:
+            # What was computed together with others must not be given up while the thread computes it.
+            results, random[0], self._step.figures = tree_map(mx.contiguous, (results, random[0], self._step.figures))
+        return results
 
     def _start_next(self, after_update: bool) -> None:
-        """Start the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
+        """Build the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
         batch = self._order.peek()
         # A vision tower that does not train would be waited for here.
         if batch is None or batch.images is not None:
@@ -151,15 +231,29 @@ class MicroBatches:
         accumulated = self._step.zeros() if after_update else self._saving.sums.gradients
         results, figures, problem = None, [], None
         try:
-            results = self._launched(batch, accumulated, self._saving.progress.iteration + 1)
+            results = self._micro_batch(batch, accumulated, self._saving.progress.iteration + 1)
             figures = self._step.figures
-            with self._waiting():
-                mx.async_eval(results, figures)
         except StoppedError:
             raise
         except Exception as error:  # noqa: BLE001  (it is raised in _taken)
-            results, problem = None, error
+            problem = error
         self._started = _Started(batch, results, figures, problem)
+
+    def _launch_started(self, launch: Callable[..., object]) -> None:
+        started = self._started
+        if started is None or started.results is None:
+            return
+        try:
+            with self._waiting():
+                launch(started.results, started.figures, self._step.random)
+        except StoppedError:
+            raise
+        except Exception as error:  # noqa: BLE001  (it is raised in _taken)
+            self._started = started._replace(results=None, problem=error)
+
+
+def _tokens(batch: Batch) -> int:
+    return sum(sum(row) for row in batch.positions)
 
 
 def may_start_early(world: World, config: TrainConfig) -> bool:

@@ -5,6 +5,7 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -78,6 +79,7 @@ class Step:
         routers: The argument.
         figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
         random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
+        before_tracing: Is called before a micro-batch or an update of new shapes is compiled.
     """
 
     def __init__(
@@ -108,8 +110,12 @@ class Step:
         optimizer.init(self.parameters())
         self.tower, self.random = frozen_tower(model), [mx.random.key(0)]
         self.figures: list[mx.array] = []
-        self._micro_batch = compiled(self._trace_micro_batch, [model.state, self.random], [self.random])
-        self._update = compiled(self._trace_update, [optimizer.state], [optimizer.state])
+        self._undone: BeforeUpdate | None = None
+        self.before_tracing: Callable[[], None] = lambda: None
+        self._micro_batch = compiled(
+            self._trace_micro_batch, [model.state, self.random], [self.random], lambda: self.before_tracing()
+        )
+        self._update = compiled(self._trace_update, [optimizer.state], [optimizer.state], lambda: self.before_tracing())
 
     def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
@@ -204,6 +210,8 @@ class Step:
 
     def undo(self, before: BeforeUpdate) -> None:
         """Put back what updates have replaced since before_update()."""
+        # Another thread may be evaluating what is replaced, so it must not be given up here.
+        self._undone = self.before_update()
         for path, array in before.parameters.items():
             self._places[path].array = array
         self._joined = before.joined

@@ -50,6 +50,7 @@ class Saving:
         before: What that update replaces, where it can be undone.
         writing: Whether files are being written, which may take long.
         metrics: The metrics of the run, on rank 0.
+        before_writing: Is called before each save.
         after: Is called on rank 0 after each save.
     """
 
@@ -69,6 +70,7 @@ class Saving:
         self.saved, self.updating, self.writing = -1, False, False
         self.before: BeforeUpdate | None = None
         self.metrics: Metrics | None = None
+        self.before_writing: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
         # Whether the state file that the next save replaces is undamaged.
         self._sound = True
@@ -216,6 +218,7 @@ class Saving:
         return sums.sum(axis=0) if self._world.main else mx.zeros_like(sums[0])
 
     def _write(self, sums: dict[str, mx.array]) -> None:
+        self.before_writing()
         threads = blas.status().threads
         self.progress.blas_threads = threads.number if threads else 0
         self.progress.ranks = self._world.size

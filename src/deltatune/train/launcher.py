@@ -1,0 +1,77 @@
+"""Launches computations in a thread of its own, while the main thread builds the graphs of those that follow.
+
+mx.async_eval returns when ten pieces of work are left for the GPU. Building a step's graph takes longer than these, so
+that a GPU whose work one thread both builds and launches waits between two steps.
+
+MLX evaluates arrays only in the thread whose stream they were made on, unless that stream belongs to no thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+
+from .tree import leaves
+
+# Seconds to wait for what is being launched before something else is done; only short iterations are launched here.
+PATIENCE = 5.0
+
+
+class Launcher:
+    """Evaluates trees of arrays one after another in another thread, until the `with` block ends.
+
+    The main thread may build on arrays that are being evaluated, but must not evaluate anything that was made on
+    `stream` before settle() has returned. Nor may it give up an array that MLX computes together with others, as one of
+    several results of an operation, while that is being evaluated.
+
+    Attributes:
+        stream: The stream on which everything is made that is launched here.
+    """
+
+    def __init__(self) -> None:
+        self.stream: mx.Stream = mx.new_thread_unsafe_stream(mx.default_device())
+        self._thread = ThreadPoolExecutor(1, "launcher")
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # A rank that has died may hold a message between ranks, and with it this thread, forever.
+        self.settle(PATIENCE)
+        self._thread.shutdown(wait=False)
+
+    def launch(self, *trees: Any) -> Future[None]:
+        """Evaluate `trees` when everything before has been launched; the result comes once they are launched.
+
+        Nothing is launched behind a computation that has failed: its error is the result of all that follow.
+        """
+        before = self._last
+        # The trees may be changed before the thread comes to them.
+        arrays = [array for _, array in leaves(trees)]
+
+        def evaluated() -> None:
+            before.result()
+            mx.async_eval(arrays)
+
+        self._last = self._thread.submit(evaluated)
+        return self._last
+
+    def finish(self) -> None:
+        """Wait until everything is launched, and raise the error that it met."""
+        self._last.result()
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait until everything is launched or has failed, for at most `seconds`."""
+        wait([self._last], seconds)
+
+
+def supported() -> bool:
+    """Whether this MLX has streams that belong to no thread."""
+    return hasattr(mx, "new_thread_unsafe_stream")
