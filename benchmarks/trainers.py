@@ -221,29 +221,25 @@ def deltatune(
 def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable[[], float]:
     """Return a step that starts the next one before its own result is read."""
     import mlx.core as mx
-    from mlx.utils import tree_map
 
     started: list[Any] = []
-    whole.before_tracing = launcher.settle
-
-    def built() -> Any:
-        return tree_map(mx.contiguous, whole.micro_batch(batch, whole.zeros()))
+    whole.before_tracing, whole.separate = launcher.settle, True
 
     def step() -> float:
         with mx.stream(launcher.stream):
             first = not started
-            total, weight, gradients = built() if first else started.pop()
+            total, weight, gradients = whole.micro_batch(batch, whole.zeros()) if first else started.pop()
             norm = whole.update(gradients, total, weight)
             del gradients
-            started.append(built())
+            started.append(whole.micro_batch(batch, whole.zeros()))
+            loss = total / weight
             launch = mx.async_eval if first else launcher.launch
-            update = launch(whole.parameters(), whole.optimizer.state, norm, whole.random, total, weight)
-            launch(started[0])
-        if update is not None:
-            update.result()
-        loss = total.item() / weight.item()
+            launched = launch(loss, norm)
+            launch(whole.parameters(), whole.optimizer.state, whole.random, started[0])
+        if launched is not None:
+            launched.result()
         freed_memory.after_iteration()
-        return loss
+        return loss.item()
 
     return step
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
 
 from ..data import Batch
 from ..data.batches.peekable_order import PeekableOrder
@@ -75,6 +74,7 @@ class MicroBatches:
         # Messages over the CPU belong to the stream of the thread that builds them.
         beside = self._can_start_early and world.backend in (None, "nccl") and launcher.supported()
         self._launcher = launcher.Launcher() if beside else None
+        step.separate = beside
         # Experts that are updated in place cannot be put back.
         by_ranks = world.size > 1 and config.expert_updates != "active" and trained <= MOST_TRAINED
         self._can_undo = by_ranks or self._launcher is not None
@@ -112,36 +112,32 @@ class MicroBatches:
             starts_next: Whether another iteration follows directly, so that it may be started before this one is done.
         """
         early = starts_next and self._can_start_early
-        beside = early and self._launcher is not None and self._started is not None
+        started = self._started is not None and self._started.batch is batch
+        beside = early and started and self._launcher is not None
         with nullcontext() if self._launcher is None else mx.stream(self._launcher.stream):
             numbers = self._summed(batch)
             norm = self._launched_beside(numbers) if beside else self._launched_here(numbers, early)
         with self._waiting() if early else nullcontext():
             mx.eval(numbers)
-        values: list[Any] = [value for array in numbers for value in np.array(array).reshape(-1).tolist()]
-        if self._world.size == 1:
-            values[2:2] = [_tokens(batch), self._ending.stop.asked]
-        return Advance(tuple(values), None if norm is None else number(norm))
+        values = tuple(np.array(numbers).tolist())
+        return Advance(values, None if norm is None else number(norm))
 
-    def _summed(self, batch: Batch) -> list[mx.array]:
-        """Add what `batch` gives to the sums, lazily; return the numbers that the iteration reports."""
-        saving, world = self._saving, self._world
+    def _summed(self, batch: Batch) -> mx.array:
+        """Add what `batch` gives to the sums, lazily; return what the iteration reports, which no computation reads."""
+        saving = self._saving
         loss, weight, gradients = self._taken(batch)
         figures = [sums.reshape(-1) for sums in self._step.figures]
         sums = Sums(gradients, saving.sums.loss + loss, saving.sums.weight + weight)
         saving.sums = self._step.sum_over_ranks(sums) if self._completes else sums
-        if world.size == 1:
-            return [loss, weight, *figures]
-        # All numbers travel in one message, which saves a round trip for each.
         asked = mx.array([_tokens(batch), self._ending.stop.asked], mx.float32)
-        return [world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))]
+        return self._world.sum(mx.concatenate([mx.stack([loss, weight]), asked, *figures]))
 
     @property
     def _completes(self) -> bool:
         """Whether the present micro-batch completes an accumulation, so that an update follows."""
         return self._saving.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
 
-    def _launched_here(self, numbers: list[mx.array], early: bool) -> mx.array | None:
+    def _launched_here(self, numbers: mx.array, early: bool) -> mx.array | None:
         """Compute the sums, then the update if it is due, then the next micro-batch if `early`; return the norm.
 
         The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
@@ -151,7 +147,7 @@ class MicroBatches:
         if self._launcher is not None:
             with self._waiting():
                 self._launcher.finish()
-        first = [self._saving.sums, [] if self._can_undo else numbers]
+        first: list[Any] = [self._saving.sums, [] if self._can_undo else numbers]
         if early:
             with self._waiting():
                 mx.async_eval(first)
@@ -167,18 +163,24 @@ class MicroBatches:
             self._launch_started(mx.async_eval)
         return norm
 
-    def _launched_beside(self, numbers: list[mx.array]) -> mx.array | None:
-        """Do early what _launched_here() does, but build all of it first, while the thread still launches the sums."""
+    def _launched_beside(self, numbers: mx.array) -> mx.array | None:
+        """Do early what _launched_here() does, but build all of it first, while the thread still launches the sums.
+
+        Only the sums and the norm are waited for: MLX prepares the update and the next micro-batch together, while work
+        is left for the GPU. An update that nobody has launched is made when its parameters are first read.
+        """
         assert self._launcher is not None
         completes, self._compiled = self._completes, False
         norm = self._updated(completes)
         self._start_next(completes)
         launch: Callable[..., Future[None] | None] = mx.async_eval if self._compiled else self._launcher.launch
-        update = launch(self._step.parameters(), self._step.optimizer.state, self._saving.sums, norm, numbers)
-        self._launch_started(launch)
-        if update is not None:
+        state = dict(self._step.optimizer.state)
+        # Reports read the learning rate at once.
+        sums = launch(numbers, norm, state.pop("learning_rate"), self._saving.sums)
+        self._launch_started(launch, self._step.parameters(), state)
+        if sums is not None:
             with self._waiting():
-                update.result()
+                sums.result()
         return norm
 
     def _updated(self, completes: bool) -> mx.array | None:
@@ -214,13 +216,8 @@ class MicroBatches:
         return started.results
 
     def _micro_batch(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
-        random = self._step.random
-        random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
-        results = self._step.micro_batch(batch, accumulated)
-        if self._launcher is not None:
-            # What was computed together with others must not be given up while the thread computes it.
-            results, random[0], self._step.figures = tree_map(mx.contiguous, (results, random[0], self._step.figures))
-        return results
+        self._step.random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
+        return self._step.micro_batch(batch, accumulated)
 
     def _start_next(self, after_update: bool) -> None:
         """Build the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
@@ -239,16 +236,18 @@ class MicroBatches:
             problem = error
         self._started = _Started(batch, results, figures, problem)
 
-    def _launch_started(self, launch: Callable[..., object]) -> None:
+    def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
+        """Launch the update that is given, and the micro-batch that was started."""
         started = self._started
-        if started is None or started.results is None:
-            return
+        results = [] if started is None else [started.results, started.figures, self._step.random]
         try:
             with self._waiting():
-                launch(started.results, started.figures, self._step.random)
+                launch(update, results)
         except StoppedError:
             raise
-        except Exception as error:  # noqa: BLE001  (it is raised in _taken)
+        except Exception as error:
+            if started is None:
+                raise
             self._started = started._replace(results=None, problem=error)
 
 

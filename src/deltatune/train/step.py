@@ -80,6 +80,8 @@ class Step:
         figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
         random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
         before_tracing: Is called before a micro-batch or an update of new shapes is compiled.
+        separate: Whether no result is one of several that an operation computes together. Another thread may then
+            evaluate the results while this one builds on them, or gives them up.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Step:
         self.figures: list[mx.array] = []
         self._undone: BeforeUpdate | None = None
         self.before_tracing: Callable[[], None] = lambda: None
+        self.separate = False
         self._micro_batch = compiled(
             self._trace_micro_batch, [model.state, self.random], [self.random], lambda: self.before_tracing()
         )
@@ -240,7 +243,10 @@ class Step:
             loss, weight, gradients, *figures = mean_loss_and_gradients(
                 self.model, self._loss, batch, used, self.routers, lengths
             )
-        return loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
+        results = loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
+        if self.separate:
+            results, self.random[0] = tree_map(mx.contiguous, (results, self.random[0]))
+        return results
 
     def added(self, accumulated: Any, gradients: Any, weight: mx.array, parameters: Any) -> Any:
         """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
@@ -267,6 +273,9 @@ class Step:
         if self._active is None:
             healthy = mx.isfinite(loss)
             parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates=rates)
+            if self.separate:
+                parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
+                updates.restore(optimizer, state)
             return parameters, dict(leaves(self.bundles.part(parameters))), norm
         norm = updates.global_norm(experts).square() / divisor.square()
         if leaves(gradients):
