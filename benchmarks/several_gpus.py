@@ -59,7 +59,7 @@ def work(task: dict[str, Any]) -> None:
     from deltatune.train.setup import prepare
 
     if task["way"] == "own stream":
-        own_stream = mx.new_stream(mx.gpu)
+        own_stream = mx.new_thread_unsafe_stream(mx.gpu)
         distributed.stream_of = lambda backend: own_stream
     world = distributed.World()
     model = mlx_model(shape)

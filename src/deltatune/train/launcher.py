@@ -9,6 +9,7 @@ MLX evaluates arrays only in the thread whose stream they were made on, unless t
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +33,7 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self.stream: mx.Stream = mx.new_thread_unsafe_stream(mx.default_device())
+        self.stream = _stream(mx.default_device().type)
         self._thread = ThreadPoolExecutor(1, "launcher")
         self._last: Future[None] = Future()
         self._last.set_result(None)
@@ -70,6 +71,12 @@ class Launcher:
     def settle(self, seconds: float | None = None) -> None:
         """Wait until everything is launched or has failed, for at most `seconds`."""
         wait([self._last], seconds)
+
+
+@cache
+def _stream(device: mx.DeviceType) -> mx.Stream:
+    """Return this process's stream that belongs to no thread: MLX never gives one back."""
+    return mx.new_thread_unsafe_stream(device)
 
 
 def supported() -> bool:
