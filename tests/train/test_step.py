@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -204,3 +205,18 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
     assert before
     assert [id(array) for array in step.joined] == [id(array) for array in before]
     assert mx.array_equal(model.out.weight, weight)
+
+
+def test_results_are_computed_by_operations_of_their_own(tmp_path):
+    """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
+    made = model(dropout=0.5)
+    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World())
+    step.separate = True
+    results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
+    results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
+    last = []
+    for path, array in tree_flatten(results):
+        mx.export_to_dot(str(tmp_path / "graph.dot"), array)
+        last.append((path, re.findall('label ="([A-Za-z]+)"', (tmp_path / "graph.dot").read_text())[-1]))
+    assert len(last) > 8
+    assert {kind for _, kind in last} == {"Contiguous"}
