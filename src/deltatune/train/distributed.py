@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from ..errors import UserError
+from . import launcher
 from .tree import leaves, parted
 from .tree import number as to_number
 
@@ -122,15 +123,14 @@ def _join() -> tuple[str | None, mx.distributed.Group]:
 
 @cache
 def _cpu_stream_of(thread: int) -> mx.Stream:
-    return mx.new_stream(mx.cpu)
+    return launcher.new_stream(mx.cpu)
 
 
 def stream_of(backend: str) -> mx.Stream:
     """Return this thread's stream for messages: the GPU's default stream under NCCL, a CPU stream of their own else.
 
     NCCL requires a GPU's stream. One of its own would let messages travel while the GPU computes, but steps take 7 %
-    longer with it (docs/log.md). All messages share the stream, so that they keep their order. A stream can be used
-    only in the thread that made it.
+    longer with it (docs/log.md). All messages share the stream, so that they keep their order.
     """
     return mx.default_stream(mx.gpu) if backend == "nccl" else _cpu_stream_of(threading.get_ident())
 

@@ -73,12 +73,17 @@ class Launcher:
         wait([self._last], seconds)
 
 
-@cache
-def _stream(device: mx.DeviceType) -> mx.Stream:
-    """Return this process's stream that belongs to no thread: MLX never gives one back."""
-    return mx.new_thread_unsafe_stream(device)
-
-
 def supported() -> bool:
     """Whether this MLX has streams that belong to no thread."""
     return hasattr(mx, "new_thread_unsafe_stream")
+
+
+def new_stream(device: mx.DeviceType) -> mx.Stream:
+    """Return a new stream that belongs to no thread, or to this one where MLX has no other kind."""
+    return mx.new_thread_unsafe_stream(device) if supported() else mx.new_stream(device)
+
+
+@cache
+def _stream(device: mx.DeviceType) -> mx.Stream:
+    # MLX never gives a stream back, so that a notebook's runs share one.
+    return new_stream(device)

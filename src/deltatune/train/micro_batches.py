@@ -71,8 +71,7 @@ class MicroBatches:
         self._started: _Started | None = None
         trained = sum(leaf.nbytes for _, leaf in leaves(step.model.trainable_parameters()))
         self._can_start_early = may_start_early(world, config) and trained <= MOST_TRAINED
-        # Messages over the CPU belong to the stream of the thread that builds them.
-        beside = self._can_start_early and world.backend in (None, "nccl") and launcher.supported()
+        beside = self._can_start_early and launcher.supported()
         self._launcher = launcher.Launcher() if beside else None
         step.separate = beside
         # Experts that are updated in place cannot be put back.
