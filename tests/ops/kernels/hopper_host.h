@@ -54,6 +54,10 @@ bool mbarrier_over(unsigned gate, int round);
 // Loads elements (row, 2 c) and (row, 2 c + 1) of each part, or of its transpose, with row = lane / 4 and c = lane % 4.
 void load_parts_of(unsigned* r, unsigned place, bool turned);
 void load_parts_if_of(bool on, unsigned* r, unsigned place, bool turned);
+// Copies that arrive when their own lane waits for them: all but those of the last `left` times that it sent.
+void own_copy(unsigned to, const char* from, unsigned bytes);
+void words_sent();
+void own_copies_wait(int left);
 void put_parts_of(unsigned place, const unsigned* r, bool turned, int parts = 4);
 #pragma GCC visibility pop
 
@@ -167,6 +171,36 @@ inline unsigned pair_times_add(unsigned a, unsigned b, unsigned c) {
 }
 // The sum with -0 is the product itself.
 inline unsigned pair_times(unsigned a, unsigned b) { return pair_times_add(a, b, 0x80008000u); }
+inline unsigned bytes_of(unsigned one, unsigned other, int i) {
+  return (one >> 8 * i & 0xff) * 0x101 | (other >> 8 * i & 0xff) * 0x1010000;
+}
+inline unsigned half_twice(unsigned x, int upper) { return (x >> 16 * upper & 0xffff) * 0x10001; }
+template <typename P>
+inline void copy_words(unsigned to, P from) {
+  own_copy(to, (const char*)from, 16);
+}
+template <typename P>
+inline void copy_pair(unsigned to, P from) {
+  own_copy(to, (const char*)from, 4);
+}
+template <typename P>
+inline void copy_words_in_parts(unsigned to, P from) {
+  for (int i = 0; i < 4; ++i) own_copy(to + 4 * i, (const char*)(from + i), 4);
+}
+template <typename P>
+inline void copy_pair_in_parts(unsigned to, P from) {
+  memcpy(hopper::memory_at(to), (const void*)from, 4);
+}
+template <int LEFT>
+inline void words_wait() {
+  own_copies_wait(LEFT);
+}
+inline void get_words(unsigned (&to)[4], unsigned place) { memcpy(to, hopper::memory_at(place), 16); }
+inline void get_two_words(unsigned (&to)[2], unsigned place) { memcpy(to, hopper::memory_at(place), 8); }
+inline void put_words(unsigned place, const unsigned* from) {
+  if (place % 16) hopper::fail("words that are not aligned to 16 bytes");
+  memcpy(hopper::memory_at(place), from, 16);
+}
 template <typename P>
 inline void put_pair(P to, unsigned pair) {
   memcpy((void*)to, &pair, 4);

@@ -17,6 +17,15 @@ enum : long { most_looks = 3000000 };
 static Product queues[host::most_lanes][most_products];
 static int queued[host::most_lanes];
 unsigned published[host::most_lanes][6];
+// A lane's own copies that are on their way, and how often it sent some.
+struct OwnCopy {
+  unsigned to, bytes;
+  int sending;
+  const char* from;
+};
+enum : int { most_own = 64 };
+static OwnCopy own_copies[host::most_lanes][most_own];
+static int own_count[host::most_lanes], sendings[host::most_lanes];
 
 Gate& gate_at(unsigned place) {
   return gates[place / 8];
@@ -131,6 +140,24 @@ void finish_products(int upto) {
 
 }  // namespace hopper
 
+void own_copy(unsigned to, const char* from, unsigned bytes) {
+  const int me = host::current;
+  if (to % bytes || (uintptr_t)from % bytes) hopper::fail("a copy that is not aligned to its bytes");
+  if (hopper::own_count[me] == hopper::most_own) hopper::fail("too many copies of a lane's own");
+  memset(hopper::memory_at(to), 0xff, bytes);
+  hopper::own_copies[me][hopper::own_count[me]++] = hopper::OwnCopy{to, bytes, hopper::sendings[me], from};
+}
+void words_sent() { ++hopper::sendings[host::current]; }
+void own_copies_wait(int left) {
+  const int me = host::current, count = hopper::own_count[me];
+  int kept = 0;
+  for (int i = 0; i < count; ++i) {
+    const hopper::OwnCopy copy = hopper::own_copies[me][i];
+    if (copy.sending < hopper::sendings[me] - left) memcpy(hopper::memory_at(copy.to), copy.from, copy.bytes);
+    else hopper::own_copies[me][kept++] = copy;
+  }
+  hopper::own_count[me] = kept;
+}
 void mbarrier_init(unsigned gate, int count) {
   hopper::gate_at(gate) = hopper::Gate{count, count, 0, 0};
   hopper::copy_count = 0;
@@ -138,6 +165,8 @@ void mbarrier_init(unsigned gate, int count) {
   memset(hopper::met, 0, sizeof hopper::met);
   memset(hopper::queued, 0, sizeof hopper::queued);
   memset(hopper::send_count, 0, sizeof hopper::send_count);
+  memset(hopper::own_count, 0, sizeof hopper::own_count);
+  memset(hopper::sendings, 0, sizeof hopper::sendings);
   memset(hopper::sent, 0, sizeof hopper::sent);
 }
 void mbarrier_arrive(unsigned gate) {

@@ -15,7 +15,7 @@ from beside import load
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
-from deltatune.ops.experts.grouped_product import GroupedProduct
+from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.trial import first_use
@@ -37,19 +37,20 @@ CASES = {
 
 @pytest.fixture
 def run(host_folder, host_module, monkeypatch):
-    """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> the kernel's product."""
+    """Return run(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None, group=0) -> the product."""
     machines = {}
     # `blocks` is the number of all blocks.
     monkeypatch.setattr(grouped_hopper, "_BLOCKS_EACH", 1)
 
-    def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None) -> mx.array:
+    def multiply(case, transpose, onto=None, text=HOPPER, seed=1, blocks=3, adapter=None, group=0) -> mx.array:
         monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, blocks))
         if text not in machines:
             machines[text] = host_module.HostMachine(host_folder, text, bytes=nvidia.H200.block_bytes, cuda=True)
         weight = _stored(case.weight, transpose)
         own = None if adapter is None else (adapter.rows, _stored(adapter.weight, transpose))
         tile = grouped_hopper.product_tile(case.weight.shape[1], case.weight.shape[0])
-        operands = GroupedProduct(case.rows, weight, case.ends, transpose, case.scale, onto, own)
+        matrices = Packed(*mx.quantize(weight, group, 4), group) if group else weight
+        operands = GroupedProduct(case.rows, matrices, case.ends, transpose, case.scale, onto, own)
         launch = grouped.product_launch(operands, tile)
         return machines[text].run(launch, seed)[0]
 
@@ -99,6 +100,56 @@ def test_fp16(run):
     onto = case.dy
     error = of_any_machine._error(run(case, True, onto), case.truth + of_any_machine._wide(onto))
     assert error <= GROUPED["float16"]
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_packed_matrices_give_the_bits_of_unpacked_ones(name, transpose, group, run):
+    counts, inputs, outputs = CASES[name]
+    case, adapter = of_any_machine.ExpertCase(counts, inputs, outputs), of_any_machine.ExpertCase(counts, 8, outputs)
+    packed = run(case, transpose, case.dy, adapter=adapter, group=group)
+    case.weight = _quantised(case.weight, transpose, group)
+    assert mx.array_equal(packed, run(case, transpose, case.dy, adapter=adapter))
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_packed_matrices_that_start_anywhere(transpose, run):
+    text = HOPPER.replace("return (uintptr_t)p % 16 == 0;", "return false;")
+    case = of_any_machine.ExpertCase(*UNEVEN)
+    assert mx.array_equal(run(case, transpose, text=text, group=64), run(case, transpose, group=64))
+
+
+# Each defect of unpacking: the text, and what replaces it.
+DEFECTS_OF_UNPACKING = {
+    "another group's scale": ("scales + from / GROUP / 2 * 2", "scales"),
+    "another half of a pair": ("/ GROUP & 1;", "/ GROUP & 0;"),
+    "words read before they are there": ("words_wait<Memory::slots - 1>();", "words_wait<Memory::slots>();"),
+    "words overwritten before they are read": ("slot < Memory::slots; ++slot", "slot < Memory::slots + 1; ++slot"),
+    "words of a tile that another block multiplies": ("read_number += BLOCKS;", "read_number += 1;"),
+    "pieces out of place": ("^ row) & 7) * 16, pairs)", ") & 7) * 16, pairs)"),
+    "a stage that its writers do not report": ("mbarrier_init(here(i), 2 * 128)", "mbarrier_init(here(i), 128)"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS_OF_UNPACKING)
+def test_a_planted_defect_of_unpacking_shows(defect, run, host_module):
+    case = of_any_machine.ExpertCase([70, 0, 200, 3], 384, 320)
+    right = run(case, True, group=64)
+    text, refusal = host_module.plant(HOPPER, *DEFECTS_OF_UNPACKING[defect]), "expert_"
+    try:
+        shows = not mx.array_equal(run(case, True, text=text, group=64), right)
+    except host_module.HostError as error:
+        shows, refusal = True, str(error)
+    assert shows
+    assert refusal.startswith("expert_")
+
+
+def _quantised(weight: mx.array, transpose: bool, group: int) -> mx.array:
+    """Return the numbers of a matrix that is stored in 4 bits: scale q + bias in fp32, rounded once."""
+    words, *stored = mx.quantize(_stored(weight, transpose), group, 4)
+    numbers = mx.dequantize(words, *(array.astype(mx.float32) for array in stored), group, 4).astype(weight.dtype)
+    return _stored(numbers, transpose)
 
 
 def test_rows_past_the_end_of_an_expert_are_not_read(run):
@@ -250,4 +301,20 @@ def test_which_products_the_kernel_serves(monkeypatch):
     assert serves(dtype=mx.float16)
     others = [{"device": "metal"}, {"generation": 100}, {"dtype": mx.float32}, {"experts": 513}, {"rows": 2**22}]
     others += [{"outputs": 136}, {"outputs": 64}, {"inputs": 64}, {"inputs": 72}]
+    assert not any(serves(**other) for other in others)
+
+
+def test_which_packed_products_the_kernel_serves(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
+
+    def serves(group=64, experts=3, rows=mx.bfloat16, stored=mx.bfloat16, outputs=128, number=5):
+        parts = mx.zeros((experts, outputs, 192 // group), stored)
+        packed = Packed(mx.zeros((experts, outputs, 24), mx.uint32), parts, parts, group)
+        return grouped_hopper.supports(mx.zeros((number, 192), rows), packed)
+
+    assert serves()
+    assert serves(group=32)
+    others = [{"group": 16}, {"experts": 385}, {"rows": mx.float16, "stored": mx.float16}, {"stored": mx.float16}]
+    others += [{"number": 3 * 256 + 1}, {"rows": mx.float32}, {"outputs": 136}, {"experts": 384, "outputs": 2**16}]
     assert not any(serves(**other) for other in others)

@@ -22,7 +22,7 @@ from deltatune.ops.decoding import gated_attention_token, linear_token
 from deltatune.ops.decoding.gated_attention_token import GatedAttention
 from deltatune.ops.decoding.linear_token import TokenBlock
 from deltatune.ops.experts import grouped, grouped_hopper
-from deltatune.ops.experts.grouped_product import GroupedProduct
+from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
 from deltatune.ops.gated_delta import fused, fused_hopper
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
@@ -132,6 +132,10 @@ def experts_on_hopper() -> None:
         factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
         adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
         mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile))
+    for transpose, group_size in itertools.product((True, False), (32, 64)):
+        parts = [mx.zeros((2, 256, 256 // group_size), mx.bfloat16)] * 2
+        packed = Packed(mx.zeros((2, 256, 32), mx.uint32), *parts, group_size)
+        mx.eval(grouped.product(GroupedProduct(rows, packed, ends, transpose), tile))
 
 
 def low_rank(dtype: mx.Dtype) -> None:

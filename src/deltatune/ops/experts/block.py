@@ -160,13 +160,13 @@ class _Block:
         for_backward: list[mx.array] = []
         for number in range(layout.chunks):
             chunk = layout.chunk(routing, number, [total] if number else [])
-            matrices = [p.unpacked_matrices(chunk.experts) for p in readers.projections]
+            matrices = [p.unpacked_matrices(chunk.experts, x.dtype) for p in readers.projections]
             inner = InnerRows.of(readers, self._tiles(x, chunk.token), chunk, matrices)
             hidden = self.activation(*inner.outputs)
             low_rank = down.low_rank(hidden, chunk)
             if self.keeps and isinstance(layout, Sorted):
                 for_backward += [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
-            y = down.forward(hidden, low_rank, chunk, down.unpacked_matrices(chunk.experts))
+            y = down.forward(hidden, low_rank, chunk, down.unpacked_matrices(chunk.experts, hidden.dtype))
             if self.summed:
                 total = layout.add_to_tokens(total, y, chunk, scores)
             else:
@@ -219,10 +219,10 @@ class _Block:
         cotangent = self._tiles(dy, chunk.token if self.summed else chunk.pair).astype(rows.dtype)
         score = scores_of(scores, chunk)
         d_low_rank = down.d_low_rank(cotangent, chunk)
-        dhidden = down.backward(cotangent, d_low_rank, chunk, down.unpacked_matrices(experts))
+        dhidden = down.backward(cotangent, d_low_rank, chunk, down.unpacked_matrices(experts, rows.dtype))
         # Unpacked matrices take most of a chunk's memory, so those of up and gate wait until down's are not needed.
         experts_later = mx.depends([experts], [dhidden])[0]
-        matrices = [p.unpacked_matrices(experts_later) for p in readers.projections]
+        matrices = [p.unpacked_matrices(experts_later, rows.dtype) for p in readers.projections]
         inner = inner or InnerRows.of(readers, rows, chunk, matrices)
         hidden, dinner, dscore = self._of_activation(inner.outputs, dhidden, score)
         if down.bias is not None:

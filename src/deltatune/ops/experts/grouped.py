@@ -99,6 +99,7 @@ def product_launch(operands: GroupedProduct, tile: TileShape | HopperTile) -> La
     if isinstance(tile, HopperTile):
         return grouped_hopper.product_launch(operands, scale, tile)
     assert operands.adapter is None, "only Hopper's kernel adds the product of an adapter"
+    assert isinstance(operands.weight, mx.array), "only Hopper's kernel reads packed matrices"
     tile_rows, tile_columns, depth, _ = tile
     added = operands.onto is not None
     return Launch(

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..kernels.launch import HOPPER_WORDS, Kernel, Launch, Values
-from .grouped_product import GroupedProduct
+from .grouped_product import GroupedProduct, Packed
 
 # Sizes must be multiples of the first, and larger. Numbers of tiles have 16 bits.
 _UNIT, _MOST_TILES = 64, 2**16 - 1
 # The threads of a team; the most stages of a block's shared memory; bytes beside them, and those that align it.
 _TEAM, _STAGES, _BARRIERS, _ALIGNMENT = 128, 4, 3 * 64, 1024
 _DTYPES = (mx.bfloat16, mx.float16)
+# The slots of a block's memory for packed matrices, and the bytes of a column: words of 64 numbers, scales, biases.
+_SLOTS, _PACKED_COLUMN = 3, 32 + 4 + 4
+# Packed numbers are counted in 32 bits. Where an expert has many rows, they are unpacked too often within its products.
+_GROUP_SIZES, _MOST_NUMBERS, _MOST_ROWS = (32, 64), 2**32, 256
 PRODUCT = Kernel(
     name="expert_hopper_product",
-    files=(*HOPPER_WORDS, "products/experts_hopper.h"),
-    values=("In", "TEAMS", "COLUMNS", "BLOCKS", "RANK", "TRANSPOSED", "ADDED"),
-    arrays=("rows", "weight", "ends", "scale", "onto", "low_rank", "factor", "out"),
+    files=(*HOPPER_WORDS, "products/experts_hopper_matrix.h", "products/experts_hopper.h"),
+    values=("In", "TEAMS", "COLUMNS", "BLOCKS", "RANK", "TRANSPOSED", "ADDED", "GROUP"),
+    arrays=("rows", "weight", "scales", "biases", "ends", "scale", "onto", "low_rank", "factor", "out"),
     memory="HopperExpertMemory",
-    memory_values=("In", "TEAMS", "COLUMNS"),
+    memory_values=("In", "TEAMS", "COLUMNS", "(GROUP > 0)"),
     bounded=True,
 )
 
@@ -46,11 +51,20 @@ _WIDE, _NARROW = 256, 128
 _BLOCKS_EACH = 4
 
 
-def supports(rows: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel can compute such a product: in bf16 or fp16 on Hopper, with sizes that are multiples of 64."""
+def supports(rows: mx.array, weight: mx.array | Packed) -> bool:
+    """Whether the kernel can compute such a product: in bf16 or fp16 on Hopper, with sizes that are multiples of 64.
+
+    Matrices that are packed must be so in groups that it knows, and are unpacked to bf16 by few teams alone, where that
+    is faster than to unpack all of them before.
+    """
     if backend.device() != "cuda" or nvidia.generation() != nvidia.HOPPER or rows.dtype not in _DTYPES:
         return False
     experts, *sizes = weight.shape
+    if isinstance(weight, Packed):
+        few = experts <= HopperTile(_FEW_TEAMS, _WIDE).most_experts and math.prod(weight.shape) <= _MOST_NUMBERS
+        few = few and rows.shape[0] <= _MOST_ROWS * experts
+        if not few or weight.group_size not in _GROUP_SIZES or not rows.dtype == weight.dtype == mx.bfloat16:
+            return False
     if experts > HopperTile(_MANY_TEAMS, _WIDE).most_experts or rows.shape[0] // _UNIT + experts > _MOST_TILES:
         return False
     return all(size % _UNIT == 0 and size > _UNIT for size in sizes)
@@ -82,15 +96,16 @@ def product_launch(operands: GroupedProduct, scale: mx.array, tile: HopperTile) 
         "RANK": 0 if adapter is None else adapter[0].shape[1],
         "TRANSPOSED": operands.transpose,
         "ADDED": operands.onto is not None,
+        "GROUP": operands.weight.group_size if isinstance(operands.weight, Packed) else 0,
     }
-    stand_ins = {"onto": "rows", "low_rank": "rows", "factor": "weight"}
+    stand_ins = dict.fromkeys(("onto", "low_rank", "factor"), "rows")
     return Launch(
         kernel=PRODUCT,
         inputs=inputs,
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
         values=values,
         blocks=(min(blocks, tiles), 1, 1),
-        bytes=_bytes(tile),
+        bytes=_bytes(tile, isinstance(operands.weight, Packed)),
         groups=_TEAM // 32 * (tile.teams + 1),
         # A body reads none of those that a call lacks, but their types name those of its operands.
         written={name: other for name, other in stand_ins.items() if name not in inputs},
@@ -98,8 +113,8 @@ def product_launch(operands: GroupedProduct, scale: mx.array, tile: HopperTile) 
     )
 
 
-def _bytes(tile: HopperTile) -> int:
-    """The bytes of a block's shared memory: as many stages of both operands as fit."""
+def _bytes(tile: HopperTile, packed: bool) -> int:
+    """The bytes of a block's shared memory: as many stages of both operands as fit, and packed matrices' own."""
     stage = (_UNIT * tile.teams + tile.columns) * 128
-    others = _BARRIERS + 2 * tile.most_experts + _ALIGNMENT
+    others = _BARRIERS + 2 * tile.most_experts + _ALIGNMENT + (_SLOTS * tile.columns * _PACKED_COLUMN if packed else 0)
     return min(_STAGES, (nvidia.H200.block_bytes - others) // stage) * stage + others

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ...machine import backend
 from ..products.quantized_product import unpacked
 from . import grouped, trial_case
-from .grouped_product import GroupedProduct
+from .grouped_product import GroupedProduct, Packed
 from .single_rows import single_rows
 from .tiles import Chunk
 
@@ -121,8 +121,8 @@ class Projection:
         keep = 1 - self.dropout
         return mx.random.bernoulli(keep, shape, key=key) * (1 / keep)
 
-    def unpacked_matrices(self, experts: mx.array) -> mx.array | None:
-        """Return the matrices that `forward` and `backward` need besides the weight as it is stored, or None.
+    def unpacked_matrices(self, experts: mx.array, dtype: mx.Dtype) -> mx.array | None:
+        """Return the matrices that products with rows of `dtype` need besides the weight as it is stored, or None.
 
         They are those of the tiles' experts [t] in fp32, [t, out, in], or all experts' [E, out, in] where
         `unpacks_all_experts`; those too are unpacked no sooner than `experts` exists.
@@ -130,7 +130,17 @@ class Projection:
         if self.copies_matrix_per_tile():
             return self._unpacked(lambda array: array[experts]).astype(mx.float32)
         # mx.compile computes equal things once: without the tie, all matrices would wait for the backward pass.
-        return self._unpacked(lambda array: mx.depends([array], [experts])[0]) if self.unpacks_all_experts() else None
+        unpacks = self.unpacks_all_experts() and self._packed(experts.size, dtype) is None
+        return self._unpacked(lambda array: mx.depends([array], [experts])[0]) if unpacks else None
+
+    def _packed(self, rows: int, dtype: mx.Dtype) -> Packed | None:
+        """Return the matrices as they are stored, where products with so many rows of `dtype` unpack them."""
+        if not self.unpacks_all_experts() or (self.bits, self.mode) != (4, "affine") or self.global_scale is not None:
+            return None
+        assert self.scales is not None
+        assert self.biases is not None
+        packed = Packed(self.weight, self.scales, self.biases, self.group_size)
+        return packed if trial_case.reads_packed(packed, rows, dtype) else None
 
     def forward(self, rows: mx.array, low_rank: mx.array | None, chunk: Chunk, matrices: mx.array | None) -> mx.array:
         """Return y [t, m, out], given what `low_rank` returns, or None without an adapter."""
@@ -189,8 +199,9 @@ class Projection:
         onto: mx.array | None = None,
     ) -> mx.array:
         """Return onto + rows times the base weight + the product of the adapter's rows and factor, without bias."""
-        if (self.scales is None or matrices is not None) and not self.copies_matrix_per_tile():
-            weight = self.weight if matrices is None else matrices
+        packed = self._packed(rows.shape[0], rows.dtype) if matrices is None else None
+        if (self.scales is None or matrices is not None or packed) and not self.copies_matrix_per_tile():
+            weight = packed or (self.weight if matrices is None else matrices)
             return product(rows, weight, chunk, transpose, onto=onto, adapter=adapter)
         y = self._in_mlx(rows, chunk, matrices, transpose)
         y = y if onto is None else onto + y
@@ -231,7 +242,7 @@ class Projection:
 
 def product(
     rows: mx.array,
-    weight: mx.array,
+    weight: mx.array | Packed,
     chunk: Chunk,
     transpose: bool,
     scale: mx.array | float | None = None,
@@ -242,7 +253,7 @@ def product(
 
     Args:
         rows: [t, m, K].
-        weight: [E, N, K] if `transpose`, and else [E, K, N]; it is cast to the rows' dtype.
+        weight: [E, N, K] if `transpose`, and else [E, K, N]; it is cast to the rows' dtype, if it is not packed.
         chunk: which expert each tile has.
         transpose: whether the matrices are multiplied by their last axis.
         scale: the factor of the product.
@@ -252,7 +263,8 @@ def product(
     Returns:
         [t, m, N], in the dtype of `onto`, or of the rows without it.
     """
-    weight = weight.astype(rows.dtype)
+    if isinstance(weight, mx.array):
+        weight = weight.astype(rows.dtype)
     one_dtype = onto is None or onto.dtype == rows.dtype
     if chunk.ends is not None and one_dtype:
         tile = trial_case.product_tile(rows, weight, transpose, onto is not None, adapter)
@@ -264,6 +276,8 @@ def product(
             return y.reshape(-1, 1, y.shape[-1])
     if adapter is not None:
         return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))
+    if isinstance(weight, Packed):
+        return product(rows, weight.unpacked(), chunk, transpose, scale, onto)
     if chunk.ends is not None:
         rows = single_rows(rows)
     if backend.device() == "cuda":

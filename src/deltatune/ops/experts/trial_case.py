@@ -15,7 +15,7 @@ from ..trial.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
 from .grouped_hopper import HopperTile
-from .grouped_product import GroupedProduct
+from .grouped_product import GroupedProduct, Packed
 from .tolerances import GROUPED, ON_TENSOR_CORES
 
 # How many rows each expert has: the first and the fourth none, the second more than a tile.
@@ -28,7 +28,11 @@ _SCALE = 1.75
 
 
 def product_tile(
-    rows: mx.array, weight: mx.array, transpose: bool, added: bool, adapter: tuple[mx.array, mx.array] | None = None
+    rows: mx.array,
+    weight: mx.array | Packed,
+    transpose: bool,
+    added: bool,
+    adapter: tuple[mx.array, mx.array] | None = None,
 ) -> TileShape | HopperTile | None:
     """Return the tile with which `grouped.product` is to be called, or None where it cannot serve all of the product.
 
@@ -41,12 +45,21 @@ def product_tile(
     rank = 0 if adapter is None else adapter[0].shape[-1]
     if grouped_hopper.supports(rows, weight) and (adapter is None or grouped_hopper.adds(rows, *adapter)):
         tiles.append(grouped_hopper.product_tile(outputs, weight.shape[0]))
-    if grouped.supports(rows.dtype, inputs, outputs) and adapter is None:
+    group_size = weight.group_size if isinstance(weight, Packed) else 0
+    if grouped.supports(rows.dtype, inputs, outputs) and adapter is None and not group_size:
         tiles.append(grouped.product_tile(inputs, outputs))
     for tile in tiles:
-        if _is_right(product_case, rows.dtype, transpose, added, tile, rank):
+        if _is_right(product_case, rows.dtype, transpose, added, tile, rank, group_size):
             return tile
     return None
+
+
+def reads_packed(weight: Packed, rows: int, dtype: mx.Dtype) -> bool:
+    """Whether products of packed matrices [E, out, in] with so many rows of `dtype` are to unpack what they multiply.
+
+    The plainest of these products decides. Another one that the kernel cannot compute unpacks all matrices before it.
+    """
+    return product_tile(mx.zeros((rows, weight.shape[1]), dtype), weight, False, False) is not None
 
 
 def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
@@ -67,7 +80,7 @@ def _is_right(case_of: Callable[..., Case[Execute]], *kind: Any) -> bool:
 
 
 def product_case(
-    dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0
+    dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0, group_size: int = 0
 ) -> Case[Execute]:
     """Return the case of a product with this tile.
 
@@ -77,6 +90,7 @@ def product_case(
         added: Whether the product is added to other rows.
         tile: The tile, of either kernel.
         rank: That of an adapter whose product is added, too; 0 for none.
+        group_size: That of matrices that are packed; 0 if they are not.
     """
 
     def product(rows: mx.array, weight: mx.array) -> np.ndarray:
@@ -87,12 +101,18 @@ def product_case(
 
     inputs, outputs = _sizes_for(tile)
     rows, onto, weight = _drawn(dtype, inputs, outputs)
+    matrices: mx.array | Packed = stored(weight)
+    if group_size:
+        words, scales, biases = mx.quantize(stored(weight), group_size, 4)
+        matrices = Packed(words, scales, biases, group_size)
+        numbers = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, 4)
+        weight = stored(numbers.astype(dtype))
     expected = _SCALE * product(rows, weight) + (as_float64(onto) if added else 0.0)
     adapter = None
     if rank:
         low_rank, _, factor = _drawn(dtype, rank, outputs)
         expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
-    operands = GroupedProduct(rows, stored(weight), _ends(), transpose, _SCALE, onto if added else None, adapter)
+    operands = GroupedProduct(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, adapter)
     launch = grouped.product_launch(operands, tile)
     return _case(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 

@@ -71,6 +71,42 @@ inline unsigned pair_times_add(unsigned a, unsigned b, unsigned c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+// Byte i of each of two numbers, in both bytes of the lower and of the upper half.
+inline unsigned bytes_of(unsigned one, unsigned other, int i) { return __byte_perm(one, other, 0x4400 + 0x1111 * i); }
+// Returns a pair of the upper or the lower half of x.
+inline unsigned half_twice(unsigned x, int upper) { return __byte_perm(x, x, 0x1010 + 0x2222 * upper); }
+// Copies to shared memory for which the thread itself waits: four words that no other thread of the block asks for, or
+// two bf16. What is not aligned as a whole is copied in parts. words_wait waits for all copies that were sent but the
+// last LEFT times.
+inline void copy_words(unsigned to, const unsigned* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+inline void copy_pair(unsigned to, const bf16* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+inline void copy_words_in_parts(unsigned to, const unsigned* from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to + 4 * i), "l"(from + i) : "memory");
+}
+inline void copy_pair_in_parts(unsigned to, const bf16* from) {
+  const unsigned pair = __bfloat16_as_ushort(from[0]) | (unsigned)__bfloat16_as_ushort(from[1]) << 16;
+  asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(pair) : "memory");
+}
+inline void words_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+inline void words_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+inline void get_words(unsigned (&to)[4], unsigned place) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(place) : "memory");
+}
+inline void get_two_words(unsigned (&to)[2], unsigned place) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(place) : "memory");
+}
+inline void put_words(unsigned place, const unsigned* from) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+               :: "r"(place), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+}
 inline void put_pair(void* to, unsigned pair) { *reinterpret_cast<unsigned*>(to) = pair; }
 inline unsigned get_pair(const void* from) { return *reinterpret_cast<const unsigned*>(from); }
 inline void put_four(float* to, const float* from) {

@@ -8,21 +8,11 @@
 
 // The registers of a thread of the loading team and of the others. A block starts with as many for each of its threads
 // as the multiprocessor has: a team that asks for more than the others gave back waits forever.
-template <int TEAMS> struct ExpertRegisters;
-template <> struct ExpertRegisters<2> { static constexpr constant int load = 40, multiply = 232, start = 168; };
-template <> struct ExpertRegisters<3> { static constexpr constant int load = 32, multiply = 160, start = 128; };
-
-// The shared memory of a block: for each stage, 64 columns of a tile's rows and 64 inputs of COLUMNS outputs of the
-// matrix; then where the tile of each stage lies, how many tiles the experts have, and barriers.
-template <typename In, int TEAMS, int COLUMNS>
-struct HopperExpertMemory {
-  static constexpr constant int rows = 0, weight = TEAMS * 64 * 128, stage = weight + COLUMNS * 128;
-  // Each thread counts the tiles of one expert.
-  static constexpr constant int most_experts = (TEAMS + 1) * 128, others = 64 + 64 + 64 + most_experts * 2;
-  static constexpr constant int stages = (232448 - 1024 - others) / stage < 4 ? (232448 - 1024 - others) / stage : 4;
-  static constexpr constant int barriers = stages * stage, places = barriers + 64, totals = places + 64;
-  static constexpr constant int tiles = totals + 64, bytes = tiles + most_experts * 2 + 1024;
-};
+template <int TEAMS, bool PACKED> struct ExpertRegisters;
+template <> struct ExpertRegisters<2, false> { static constexpr constant int load = 40, multiply = 232, start = 168; };
+template <> struct ExpertRegisters<3, false> { static constexpr constant int load = 32, multiply = 160, start = 128; };
+template <> struct ExpertRegisters<2, true> { static constexpr constant int load = 88, multiply = 208, start = 168; };
+template <> struct ExpertRegisters<3, true> { static constexpr constant int load = 56, multiply = 152, start = 128; };
 
 // The mbarriers of a stage: its operands have arrived, and all warps have read them.
 struct ExpertBarriers {
@@ -32,7 +22,8 @@ struct ExpertBarriers {
   template <int TEAMS, int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
+      // Each thread of the loading team reports what it wrote, and once more when its copies have arrived.
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 2 * 128);
       for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), TEAMS * 4);
       mbarriers_started();
     }
@@ -84,28 +75,6 @@ inline ExpertTile expert_tile(int number, int across, threadgroup const unsigned
   return ExpertTile{row, ends[expert] - row, (number - down * across) * COLUMNS};
 }
 
-// Copies a thread's pieces of PANELS panels of ROWS x 64 elements, every 16th row from its first on. Rows from `live` on,
-// and columns from `width` on, keep what is in their place.
-template <int ROWS, int PANELS, typename In, typename P>
-inline void copy_panels(threadgroup In* to, P from, int stride, int live, int width, bool aligned, unsigned mbarrier) {
-  const long step = (long)16 * stride;
-  if (aligned) {
-    const unsigned place = shared_place(to);
-    DELTATUNE_UNROLL
-    for (int row = 0; row < ROWS; row += 16, from += step) {
-      DELTATUNE_UNROLL
-      for (int panel = 0; panel < PANELS; ++panel)
-        if (row < live && panel * 64 < width)
-          copy_signalled_piece(place + (panel * ROWS + row) * 128, from + panel * 64, true, mbarrier);
-    }
-    return;
-  }
-  for (int row = 0; row < ROWS && row < live; row += 16, from += step)
-    for (int panel = 0; panel < PANELS && panel * 64 < width; ++panel)
-      put_piece(to + (panel * ROWS + row) * 64, from + panel * 64, true);
-  copies_fence();
-}
-
 // Copies a thread's pieces of an adapter's part of a tile: RANK columns of ROWS rows and RANK inputs of COLUMNS outputs
 // of the factor, with zeros up to a multiple of 16. `low_rank` and `factor` start at the tile.
 template <typename In, int ROWS, int COLUMNS, int RANK, bool TRANSPOSED, typename PA, typename PB>
@@ -137,31 +106,41 @@ inline void copy_adapter(threadgroup In* rows, threadgroup In* weight, PA low_ra
 }
 
 // Loads the operands of one tile after another: 64 inputs at a time, then those of the adapter.
-template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, typename PX, typename PW,
-          typename PE, typename PA, typename PB>
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, int GROUP, typename PX,
+          typename PW, typename PS, typename PE, typename PA, typename PB>
 inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, int experts,
-                              PX rows, PW weight, PE ends, PA low_rank, PB factor) {
-  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
+                              PX rows, PW weight, PS scales, PS biases, PE ends, PA low_rank, PB factor) {
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS, (GROUP > 0)>;
   constexpr int ROWS = TEAMS * 64;
   const int across = (outputs + COLUMNS - 1) / COLUMNS, weight_stride = TRANSPOSED ? inputs : outputs;
-  const bool rows_aligned = aligned16(rows), weight_aligned = aligned16(weight);
+  const bool rows_aligned = aligned16(rows);
+  const int step = TRANSPOSED ? 64 : 64 * outputs;
+  ExpertMatrix<In, COLUMNS, TRANSPOSED, GROUP, PW, PS> matrix(weight, scales, biases, weight_stride,
+                                                              room.place + Memory::packed, at);
   const auto tiles = reinterpret_cast<threadgroup unsigned short*>(room.memory + Memory::tiles);
   // A thread's rows have equal numbers modulo 8, so its pieces have the same place in each.
   const int first = at.index / 8, piece = at.index % 8, own = first * 64 + ((piece ^ first) & 7) * 8;
-  int stage = 0, use = 0, expert = 0;
+  const auto part_of = [&](ExpertTile tile, int expert) {
+    return (long)expert * inputs * outputs + (TRANSPOSED ? (long)tile.column * inputs : tile.column);
+  };
+  int stage = 0, use = 0, expert = 0, read_number = at.x;
+  const auto next_part = [&]() {
+    int of = 0;
+    const ExpertTile tile = expert_tile<ROWS, COLUMNS>(read_number, across, tiles, ends, experts, of, at.lane);
+    read_number += BLOCKS;
+    return ExpertPart{(unsigned)part_of(tile, of), tile.height > 0 ? outputs - tile.column : 0};
+  };
+  for (int slot = 0; slot < Memory::slots; ++slot) matrix.read(inputs, step, next_part);
   for (int number = at.x;; number += BLOCKS) {
     const ExpertTile tile = expert_tile<ROWS, COLUMNS>(number, across, tiles, ends, experts, expert, at.lane);
     const int height = tile.height - first, width = outputs - tile.column;
     auto rows_from = rows + (long)(tile.row + first) * inputs + piece * 8;
-    auto weight_from = weight + (long)expert * inputs * outputs + (TRANSPOSED ? (long)tile.column * inputs : tile.column);
-    weight_from += (long)first * weight_stride + piece * 8;
+    long number_in_weight = part_of(tile, expert);
     for (int left = inputs; left > (RANK > 0 ? -64 : 0); left -= 64) {
       const unsigned mbarrier = barriers.here(stage);
       if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);
-      if (at.index == 0) {
+      if (at.index == 0)
         put_expert_tile(reinterpret_cast<threadgroup int*>(room.memory + Memory::places) + 4 * stage, tile);
-        mbarrier_arrive(mbarrier);
-      }
       const auto start = reinterpret_cast<threadgroup In*>(room.memory + stage * Memory::stage);
       if (RANK > 0 && left <= 0 && tile.height > 0) {
         copy_adapter<In, ROWS, COLUMNS, RANK, TRANSPOSED>(
@@ -169,17 +148,16 @@ inline void load_expert_tiles(Place at, Room room, ExpertBarriers barriers, int 
             factor + (long)expert * RANK * outputs + (long)tile.column * (TRANSPOSED ? RANK : 1), outputs, tile.height,
             width, mbarrier, at);
       } else if (tile.height > 0) {
-        const auto to = start + own;
-        copy_panels<ROWS, 1>(to, rows_from, inputs, height, 64, rows_aligned, mbarrier);
-        copy_panels<TRANSPOSED ? COLUMNS : 64, TRANSPOSED ? 1 : COLUMNS / 64>(
-            to + Memory::weight / 2, weight_from, weight_stride, TRANSPOSED ? width - first : 64, width, weight_aligned,
-            mbarrier);
+        copy_panels<ROWS, 1>(start + own, rows_from, inputs, height, 64, rows_aligned, mbarrier);
+        matrix.put(start + Memory::weight / 2, number_in_weight, width, mbarrier, at);
       }
+      mbarrier_arrive(mbarrier);
       signalled_pieces_sent(mbarrier);
+      if (left > 0) matrix.read(inputs, step, next_part);
       if (++stage == Memory::stages) stage = 0, ++use;
       if (tile.height <= 0) return;
       rows_from += 64;
-      weight_from += TRANSPOSED ? 64 : 64 * (long)outputs;
+      number_in_weight += step;
     }
   }
 }
@@ -255,10 +233,10 @@ inline void expert_team_barrier(int team) {
 }
 
 // Computes a team's 64 rows of one tile after another.
-template <typename In, int TEAMS, int COLUMNS, int RANK, bool TRANSPOSED, bool ADDED, typename PO>
+template <typename In, int TEAMS, int COLUMNS, int RANK, bool TRANSPOSED, bool ADDED, bool PACKED, typename PO>
 inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, int inputs, int outputs, float scale,
                                   PO onto, GLOBAL In* out) {
-  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS, PACKED>;
   const int team = at.group / 4, top = (team - 1) * 64, strip = at.group % 4;
   const int steps = inputs / 64 + (RANK > 0 ? 1 : 0);
   int stage = 0, use = 0;
@@ -310,12 +288,15 @@ inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, 
 // multiplies contains the product of an adapter's rows low_rank [R, RANK] and factor, [E, N, RANK] if TRANSPOSED and
 // else [E, RANK, N]. The grid is BLOCKS blocks at most. Block b computes the tiles b, b + BLOCKS, and so on, of
 // TEAMS x 64 rows and COLUMNS columns; those of one expert follow one another.
-template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, bool ADDED, typename PX,
-          typename PW, typename PE, typename PS, typename PO, typename PA, typename PB>
+// With GROUP, the matrices are packed in 4 bits, and each GROUP numbers of a row have one of `scales` and `biases`.
+template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, bool ADDED, int GROUP,
+          typename PX, typename PW, typename PG, typename PH, typename PE, typename PS, typename PO, typename PA,
+          typename PB>
 inline void expert_hopper_product(Place at, threadgroup char* memory, int inputs, int outputs, int experts, PX rows,
-                                  PW weight, PE ends, PS scale, PO onto, PA low_rank, PB factor, GLOBAL In* out) {
-  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS>;
-  using Registers = ExpertRegisters<TEAMS>;
+                                  PW weight, PG scales, PH biases, PE ends, PS scale, PO onto, PA low_rank, PB factor,
+                                  GLOBAL In* out) {
+  using Memory = HopperExpertMemory<In, TEAMS, COLUMNS, (GROUP > 0)>;
+  using Registers = ExpertRegisters<TEAMS, (GROUP > 0)>;
   static_assert(Registers::load + TEAMS * Registers::multiply <= (TEAMS + 1) * Registers::start,
                 "teams share out what the block starts with");
   const Room room = room_of(memory);
@@ -326,11 +307,11 @@ inline void expert_hopper_product(Place at, threadgroup char* memory, int inputs
   at.group = uniform(at.group);
   if (at.group < 4) {
     fewer_registers<Registers::load>();
-    load_expert_tiles<In, TEAMS, COLUMNS, BLOCKS, RANK, TRANSPOSED>(at, room, barriers, inputs, outputs, experts, rows,
-                                                                    weight, ends, low_rank, factor);
+    load_expert_tiles<In, TEAMS, COLUMNS, BLOCKS, RANK, TRANSPOSED, GROUP>(
+        at, room, barriers, inputs, outputs, experts, rows, weight, scales, biases, ends, low_rank, factor);
   } else {
     more_registers<Registers::multiply>();
-    multiply_expert_tiles<In, TEAMS, COLUMNS, RANK, TRANSPOSED, ADDED>(at, room, barriers, inputs, outputs, scale[0],
-                                                                       onto, out);
+    multiply_expert_tiles<In, TEAMS, COLUMNS, RANK, TRANSPOSED, ADDED, (GROUP > 0)>(at, room, barriers, inputs, outputs,
+                                                                                    scale[0], onto, out);
   }
 }
