@@ -100,7 +100,9 @@ class MicroBatches:
             self._launcher.settle(launcher.PATIENCE)
 
     def _before_tracing(self) -> None:
-        self.settle()
+        # What is being launched here waits for no other rank, but a long batch may take its time.
+        assert self._launcher is not None
+        self._launcher.settle()
         self._compiled = True
 
     def advance(self, batch: Batch, starts_next: bool) -> Advance:

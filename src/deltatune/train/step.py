@@ -243,10 +243,9 @@ class Step:
             loss, weight, gradients, *figures = mean_loss_and_gradients(
                 self.model, self._loss, batch, used, self.routers, lengths
             )
-        results = loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
         if self.separate:
-            results, self.random[0] = tree_map(mx.contiguous, (results, self.random[0]))
-        return results
+            loss, weight, figures, self.random[0] = tree_map(mx.contiguous, (loss, weight, figures, self.random[0]))
+        return loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
 
     def added(self, accumulated: Any, gradients: Any, weight: mx.array, parameters: Any) -> Any:
         """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
@@ -256,7 +255,7 @@ class Step:
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
-        return tree_map(mx.contiguous, gradients) if backend.device() == "cuda" else gradients
+        return tree_map(mx.contiguous, gradients) if self.separate or backend.device() == "cuda" else gradients
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
         """Return the new parameters in joined form, the same in the model's form by path, and the norm.
