@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from ..errors import UserError
+from ..machine import nccl
 from . import launcher
 from .tree import leaves, parted
 from .tree import number as to_number
@@ -103,6 +104,13 @@ class World:
             problem = problem or UserError(f"rank 0 could not {task}; its message says why.")
             problem.everywhere = True
             raise problem
+
+    def end_sums(self) -> bool:
+        """End the sums in which this rank waits for a rank that has died; return whether that is possible.
+
+        The ring and MPI end them by themselves, with an error.
+        """
+        return self.backend != "nccl" or nccl.abort(self.group)
 
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' numbers, in fp32. Waits for every rank."""

@@ -119,9 +119,10 @@ def test_a_rank_that_dies_during_an_update_costs_no_iteration(launch, two_ranks,
 
 
 # Rank 1 kills itself at a place where the others wait for it, or are busy. "stuck" stands for NCCL: what the ring
-# raises for a dead rank never comes, and the wait has no end.
+# raises for a dead rank never comes, and neither the wait nor what a save asks of the GPU ends before NCCL's sums are
+# ended; "stuck for good": they cannot be ended.
 KILLED_WHILE_OTHERS_WAIT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import deltatune
 import mlx.core as mx
 from deltatune.train import distributed, evaluate
@@ -129,6 +130,7 @@ from deltatune.train.distributed import World
 from deltatune.train.reports.samples import Samples
 from deltatune.train.saved.outputs import Outputs
 from deltatune.train.saved.saving import Saving
+from deltatune.train.step import Step
 
 place, backend = sys.argv[1:3]
 
@@ -140,10 +142,23 @@ class Stuck:
         try:
             mx.eval(*arrays)
         except RuntimeError:
-            time.sleep(1000)
+            gone.set()
+            ended.wait()
 
-if backend == "stuck":
+def abort(group):
+    if backend == "stuck":
+        ended.set()
+    return ended.is_set()
+
+def settle(self):
+    assert not gone.is_set() or ended.wait()
+    plain_settle(self)
+
+gone, ended = threading.Event(), threading.Event()
+if backend.startswith("stuck"):
     distributed.mx = evaluate.mx = Stuck()
+    distributed.nccl.abort, World.end_sums = abort, lambda self: distributed.nccl.abort(self.group)
+    plain_settle, Step.settle = Step.settle, settle
 
 reached = []
 
@@ -218,6 +233,14 @@ def test_a_rank_that_dies_while_others_wait_for_it_costs_no_iteration(launch, tw
         again = launch(options, "--resume")
         assert f"Resuming after iteration {saved} of 8" in again.stdout, again.stderr
         assert "Iter 8/8" in again.stdout, again.stderr
+
+
+def test_where_sums_over_nccl_cannot_be_ended_the_run_ends_with_what_was_saved(launch, two_ranks):
+    options = two_ranks | {"iters": 8, "save_every": 2, "val_batches": -1, "steps_per_eval": 3}
+    started = time.monotonic()
+    done = launch(options, program=KILLED_WHILE_OTHERS_WAIT, before=("evaluation", "stuck for good"))
+    assert time.monotonic() - started < ALLOWED
+    assert "the state after iteration 2 is saved in" in message(done)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ class Ending:
 
     The main thread holds a lock, except while it waits for a batch's gradients, or for other ranks in an evaluation,
     after samples or in a save (waiting()). There the parameters are those of the last update, so that another thread
-    can save them although the main thread may never return: NCCL waits forever for a rank that has died.
+    can save them although the main thread may not return from MLX.
     """
 
     def __init__(self, saving: Saving, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
@@ -190,7 +190,8 @@ class Ending:
         leave(self._message(dead) if self._world.rank == lowest else "")
 
     def _save_beside(self) -> None:
-        if self._world.main and self._lock_taken():
+        # Where the sums cannot be ended, this thread would wait for the GPU forever.
+        if self._world.main and self._world.end_sums() and self._lock_taken():
             try:
                 self._saving.save_last_update()
             except (UserError, RuntimeError) as error:
