@@ -30,19 +30,35 @@ def gradients(
 
 def relative_errors(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> tuple[float, float]:
     """The norm of the difference over the norm of the gradient: of all tensors together, and of the worst tensor."""
+    differences, sizes = difference_norms(expected, actual), _norms(expected)
+    total = math.hypot(*differences.values()) / math.hypot(*sizes.values())
+    return total, max(differences[name] / size for name, size in sizes.items() if size > 1e-9)
+
+
+def difference_norms(expected: dict[str, mx.array], actual: dict[str, mx.array]) -> dict[str, float]:
+    """The norm of the difference of each tensor."""
     assert expected.keys() == actual.keys()
-    pairs = [(_norm(expected[name] - actual[name]), _norm(expected[name])) for name in expected]
-    total = math.hypot(*(d for d, _ in pairs)) / math.hypot(*(g for _, g in pairs))
-    return total, max(d / g for d, g in pairs if g > 1e-9)
+    return _norms({name: array - actual[name] for name, array in expected.items()})
 
 
 def rounding_bound(
     model: nn.Module, gradients_of_model: Callable[[], dict[str, mx.array]], expected: dict[str, mx.array]
 ) -> float:
+    """How far two gradients may differ that round differently, over the norm of the gradient of all tensors."""
+    bounds = rounding_bounds(model, gradients_of_model, expected)
+    return math.hypot(*bounds.values()) / math.hypot(*_norms(expected).values())
+
+
+def rounding_bounds(
+    model: nn.Module, gradients_of_model: Callable[[], dict[str, mx.array]], expected: dict[str, mx.array]
+) -> dict[str, float]:
     """How far two gradients may differ that round differently: what one rounding does, as often as they round.
 
     The change of the gradients with every parameter changed by up to 2**-20 of itself tells what one rounding does.
     It is far above the rounding of either run, so that it belongs to the model and not to this machine.
+
+    Returns:
+        The largest norm of the difference of each tensor.
     """
     parameters = dict(tree_flatten(model.parameters()))
     drawn = np.random.default_rng(1)
@@ -54,11 +70,11 @@ def rounding_bound(
     model.load_weights(list(changed.items()), strict=False)
     found = gradients_of_model()
     model.load_weights([(name, parameters[name]) for name in changed], strict=False)
-    return relative_errors(expected, found)[0] * 2**-4 * ROUNDINGS**0.5
+    return {name: norm * 2**-4 * ROUNDINGS**0.5 for name, norm in difference_norms(expected, found).items()}
 
 
-def _norm(array: mx.array) -> float:
-    return mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item()
+def _norms(arrays: dict[str, mx.array]) -> dict[str, float]:
+    return {name: mx.linalg.norm(array.astype(mx.float32).reshape(-1)).item() for name, array in arrays.items()}
 
 
 def without_gradient(function: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -23,6 +23,7 @@ from deltatune.train.setup import build_step
 from deltatune.train.updates.optimizer import build_optimizer
 from deltatune.train.updates.routers import RouterLosses, real_lengths, router_losses
 from families import FAMILIES as FAMILY_OPTIONS
+from model_gradients import difference_norms, rounding_bounds
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
 SIGMOIDS = ("kimi_linear", "bailing", "kimi_k3")
@@ -169,6 +170,7 @@ def by_autodiff(model, given):
 def test_gradients_are_those_of_autodiff(family_model, monkeypatch, how):
     model, given = family_model("qwen3_next"), batch()
     expected = by_autodiff(model, given)
+    bounds = rounding_bounds(model, lambda: by_autodiff(model, given), expected)
     if how != "checkpoints":
         size = {"pieces of rows": 1, "rows in pieces": 4}[how]
         monkeypatch.setattr(layer_cut, "PIECE_BYTES", dict.fromkeys(layer_cut.PIECE_BYTES, ROW_BYTES // size))
@@ -177,8 +179,10 @@ def test_gradients_are_those_of_autodiff(family_model, monkeypatch, how):
         found = gradients(model, given)[1]
         mx.eval(found)
     assert expected.keys() == {name.replace(".module.", ".") for name in found}
-    for name, value in expected.items():
-        assert mx.abs(found[name] - value).max() <= 2e-5 * mx.abs(value).max() + 1e-7, name
+    differences = difference_norms(expected, found)
+    assert {name: norm for name, norm in differences.items() if not norm <= bounds[name]} == {}
+    # A choice of experts that turns over in the changed model would make the bounds so wide that they see nothing.
+    assert all(bounds[name] < 1e-3 * mx.linalg.norm(value) for name, value in expected.items())
 
 
 def test_without_weights_the_gradients_have_the_same_bits(family_model):
