@@ -1,4 +1,4 @@
-"""What one unit in the last place of a model's parameters does to its results: the most that a test may ask of them."""
+"""What roundings do to a model's results: the most that a test may ask of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
+
+# Four layers round about this often between a weight and the logits. Roundings add up like the root of that.
+ROUNDINGS = 250
 
 
 def parameters_one_unit_off(model, seed: int) -> dict:
@@ -23,11 +26,19 @@ def parameters_one_unit_off(model, seed: int) -> dict:
 
 
 def largest_move(model: Any, result: Callable[[], mx.array]) -> float:
-    """How far the elements of `result()` move when the parameters move by a unit: the largest of four draws."""
+    """How far the elements of `result()` move when the parameters move by a unit: the largest of eight draws."""
     held, first = model.parameters(), result()
     moves = []
-    for seed in range(4):
+    for seed in range(8):
         model.update(parameters_one_unit_off(model, seed))
         moves.append(float(mx.abs(result() - first).max()))
     model.update(held)
     return max(moves)
+
+
+def largest_difference(model: Any, result: Callable[[], mx.array]) -> float:
+    """How far the elements of `result()`, the model's logits, may be from those of a computation that rounds otherwise.
+
+    A unit in the last place, up or down, is sqrt(12) times the root mean square of a rounding to the nearest number.
+    """
+    return largest_move(model, result) * (ROUNDINGS / 12) ** 0.5

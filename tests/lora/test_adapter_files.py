@@ -29,6 +29,7 @@ from deltatune.machine import backend
 from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig
 from families import FAMILIES
+from last_place import largest_difference
 
 TOKENS = mx.array([[5, 6, 7, 8]])
 
@@ -41,6 +42,7 @@ def moved(model: nn.Module, seed: int = 3) -> nn.Module:
 
 def adapted(path: Path, kind: str = "lora", num_layers: int = -1, **options) -> nn.Module:
     model, _ = load_model(path)
+    mx.random.seed(2)
     convert_to_lora(
         model, LoraConfig(**{"rank": 4, "scale": 2.0} | options), fine_tune_type=kind, num_layers=num_layers
     )
@@ -49,6 +51,12 @@ def adapted(path: Path, kind: str = "lora", num_layers: int = -1, **options) -> 
 
 def difference(a: mx.array, b: mx.array) -> float:
     return mx.abs(a - b).max().item()
+
+
+def assert_same(other: nn.Module, model: nn.Module) -> None:
+    """Assert that two models' logits differ by rounding only."""
+    found = difference(other(TOKENS), model(TOKENS))
+    assert found == 0 or found < largest_difference(model, lambda: model(TOKENS))
 
 
 def test_a_model_that_skips_the_constructor_of_its_base_class_takes_its_adapter(other_model, tmp_path):
@@ -79,7 +87,7 @@ def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, 
     expected = model(TOKENS)
     save_adapters(model, tmp_path, {"model": str(path), "learning_rate": 1e-4, "num_layers": -1})
     theirs, _ = mlx_lm.utils.load(str(path), adapter_path=str(tmp_path))
-    assert difference(theirs(TOKENS), expected) < 1e-4
+    assert_same(theirs, model)
     assert difference(load_model(path)[0](TOKENS), expected) > 0.1
     ours, _ = load_model(path)
     load_adapters(ours, tmp_path)
@@ -105,6 +113,7 @@ def test_deltatune_loads_what_mlx_lm_saved(tiny_checkpoint, tmp_path, family, ki
     path = tiny_checkpoint(family)
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.1} | ({"keys": keys} if keys else {})
     theirs, _ = mlx_lm.utils.load_model(path)
+    mx.random.seed(2)
     theirs.freeze()
     linear_to_lora_layers(theirs, 2, parameters, use_dora=kind == "dora")
     moved(theirs)
@@ -115,7 +124,7 @@ def test_deltatune_loads_what_mlx_lm_saved(tiny_checkpoint, tmp_path, family, ki
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
     ours, _ = load_model(path)
     load_adapters(ours, tmp_path)
-    assert difference(ours(TOKENS), theirs(TOKENS)) < 1e-4
+    assert_same(ours, theirs)
     assert set(dict(tree_flatten(ours.trainable_parameters()))) == set(weights)
     assert {round(adapter.dropout_rate, 6) for adapter in adapters(ours).values()} == {0.1}
 
@@ -132,7 +141,7 @@ def test_mlx_lm_fuses_our_adapter(tiny_checkpoint, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
     mlx_lm.fuse.main()
     fused, _ = mlx_lm.utils.load_model(tmp_path / "fused")
-    assert difference(fused(TOKENS), model(TOKENS)) < 1e-4
+    assert_same(fused, model)
 
 
 def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
@@ -143,14 +152,13 @@ def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
     made |= make_adapters(model, {f"{layer}.mlp.switch_mlp.down_proj": 5, f"{layer}.self_attn.o_proj": 1}, 8.0, 0.0)
     install_adapters(model, made)
     moved(model)
-    expected = model(TOKENS)
     save_adapters(model, tmp_path, {})
     theirs, _ = mlx_lm.utils.load(str(path), adapter_path=str(tmp_path))
-    assert difference(theirs(TOKENS), expected) < 1e-5
+    assert_same(theirs, model)
     ours, _ = load_model(path)
     load_adapters(ours, tmp_path)
     assert {adapter.rank for adapter in adapters(ours).values()} == {1, 2, 3, 5}
-    assert difference(ours(TOKENS), expected) < 1e-5
+    assert_same(ours, model)
 
 
 def test_what_the_format_cannot_express_is_refused_by_name(tiny_checkpoint):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.utils
 import pytest
 from mlx.utils import tree_map
@@ -21,6 +22,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES
+from last_place import largest_difference
 from transformers_saves import transformers_names
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -29,8 +31,8 @@ TOKENS = mx.array([[5, 6, 7, 8, 9]])
 def adapt(path: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
     """Save a random adapter for the model in `path`, and return the adapted model's logits."""
     model, _ = load_model(path)
-    convert_to_lora(model, LoraConfig(rank=4, scale=2.0, **options), fine_tune_type=kind)
     mx.random.seed(7)
+    convert_to_lora(model, LoraConfig(rank=4, scale=2.0, **options), fine_tune_type=kind)
     model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
     save_adapters(model, adapter, {"model": str(path)})
     return model(TOKENS)
@@ -46,6 +48,12 @@ def stored_bytes(folder: Path) -> dict[str, tuple]:
     return found
 
 
+def assert_same(merged: nn.Module, logits: mx.array) -> None:
+    """Assert that they differ by rounding only."""
+    found = difference(merged(TOKENS), logits)
+    assert found == 0 or found < largest_difference(merged, lambda: merged(TOKENS))
+
+
 def difference(a: mx.array, b: mx.array) -> float:
     return mx.abs(a - b).max().item()
 
@@ -57,7 +65,7 @@ def test_a_merged_model_computes_what_the_adapted_one_does(tiny_checkpoint, tmp_
     adapted = adapt(base, tmp_path / "adapter", kind)
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
     merged, _ = mlx_lm.utils.load_model(tmp_path / "merged")
-    assert difference(merged(TOKENS), adapted) < 1e-4
+    assert_same(merged, adapted)
     assert difference(load_model(base)[0](TOKENS), adapted) > 0.1
     before, after = stored_bytes(base), stored_bytes(tmp_path / "merged")
     assert before.keys() == after.keys()
@@ -72,7 +80,7 @@ def test_quantised_base_dequantised(tiny_checkpoint, tmp_path, family):
     merged, config = load_model(tmp_path / "merged")
     assert "quantization" not in config
     assert "quantization_config" not in config
-    assert difference(merged(TOKENS), adapted) < 1e-4
+    assert_same(merged, adapted)
     assert done.removed
     assert not any(name.endswith((".scales", ".biases")) for name in stored_bytes(tmp_path / "merged"))
 
@@ -131,7 +139,7 @@ def test_hugging_face_checkpoint_keeps_its_format_and_what_text_models_drop(tiny
         options = {"keys": ["linear_attn.*"]}
     adapted = adapt(base, tmp_path / "adapter", kind, **options)
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
-    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4
+    assert_same(load_model(tmp_path / "merged")[0], adapted)
     before, after = stored_bytes(base), stored_bytes(tmp_path / "merged")
     assert before.keys() == after.keys()
     assert {name for name in before if before[name] != after[name]} == set(done.changed)
@@ -166,7 +174,7 @@ def test_experts_stored_one_by_one(tiny_checkpoint, tmp_path):
     mx.save_safetensors(str(base / "model.safetensors"), stored)
     adapted = adapt(base, tmp_path / "adapter", keys=["mlp.switch_mlp.down_proj"])
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
-    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4
+    assert_same(load_model(tmp_path / "merged")[0], adapted)
     assert len(done.changed) == 3 * 8
     assert all(".experts." in name and name.endswith("down_proj.weight") for name in done.changed)
 
@@ -291,4 +299,4 @@ def test_a_head_that_sanitize_removes_from_the_model(tmp_path):
     mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
     adapted = adapt(base, tmp_path / "adapter")
     merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
-    assert difference(load_model(tmp_path / "merged")[0](TOKENS), adapted) < 1e-4
+    assert_same(load_model(tmp_path / "merged")[0], adapted)
