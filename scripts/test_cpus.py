@@ -20,8 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tests that use the BLAS. Tests in these folders that do not use it have the marker `any_blas`.
+# The tests that use the BLAS. Tests among them that do not use it have the marker `any_blas`.
 FOLDERS = ("tests/ops", "tests/patches", "tests/oracle")
+# Tests elsewhere that compare two computations of a layer or a model. They take eight seconds in all.
+ALSO = (
+    "tests/lora/test_experts.py",
+    "tests/lora/test_linear.py",
+    "tests/lora/test_pissa.py",
+    "tests/models/test_head.py",
+    "tests/train/test_resized.py::test_a_run_from_start_to_merge",
+    "tests/train/test_step.py",
+    "tests/train/updates/test_expert_updates.py",
+    "tests/train/updates/test_loraplus.py",
+    "tests/train/updates/test_routers.py",
+)
 # These tests run kernel texts on the host machine and compare them with float64.
 NOT = ("tests/ops/kernels", "tests/ops/pointwise")
 PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
@@ -128,8 +140,8 @@ def run(chosen: list[str]) -> list[int]:
         started = []
         for core in chosen:
             output = Path(folder) / core
-            command = [sys.executable, "-m", "pytest", *FOLDERS, *ignored, "-m", "not any_blas", "--kernels", core]
-            command += divided
+            command = [sys.executable, "-m", "pytest", *FOLDERS, *ALSO, *ignored, "-m", "not any_blas"]
+            command += ["--kernels", core, *divided]
             with output.open("w") as file:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment(core), stdout=file, stderr=file)
             started.append((core, process, output))

@@ -201,6 +201,7 @@ def test_refused_where_it_cannot_be():
         ActiveExperts(nn.Linear(3, 3), mlx.optimizers.AdamW(1e-3))
 
 
+@pytest.mark.any_blas
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_stops_goes_on_with_the_same_bits(tiny_checkpoint, options, splits, tmp_path, accumulate):
     from deltatune.models.load import load
