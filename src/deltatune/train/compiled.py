@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..ops.tracing import trace
 from ..ops.trial.foresight import foreseen
-from .tree import Place, leaves
+from .tree import leaves
 
 # What MLX says where a function that it compiles reads the values of an array.
 _READS = "Attempting to eval an array during function transformations"
@@ -54,15 +54,15 @@ def compiled(
         if kind in known:
             return call(*arguments)
         before_tracing()
-        arrays = [(place, place.array) for tree in inputs for place in _array_places(tree)]
+        before = [pair for tree in inputs for pair in _contents(tree)]
         try:
             if known:
                 results = call(*arguments)
             else:
-                with foreseen(partial(_ahead, partial(function, *arguments), arrays)):
+                with foreseen(partial(_ahead, partial(function, *arguments), before)):
                     results = call(*arguments)
         except BaseException as error:
-            _put_back(arrays)
+            _put_back(before)
             reads = isinstance(error, ValueError) and _READS in str(error)
             if not reads:
                 raise
@@ -79,25 +79,29 @@ def compiled(
     return restoring
 
 
-def _ahead(call: Callable[[], Any], arrays: Sequence[tuple[Place, mx.array]]) -> None:
-    """Trace a call whose results nobody uses, and which is not counted; it leaves `arrays` in their places."""
+def _ahead(call: Callable[[], Any], before: Sequence[tuple[Any, Any]]) -> None:
+    """Trace a call whose results nobody uses, and which is not counted; what it reads stays as it was `before`."""
     try:
         with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
             call()
     finally:
-        _put_back(arrays)
+        _put_back(before)
 
 
-def _put_back(arrays: Sequence[tuple[Place, mx.array]]) -> None:
-    for place, array in arrays:
-        place.array = array
+def _contents(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each dict (as modules are) and list of a tree, with a copy of what it holds."""
+    if isinstance(tree, dict | list):
+        yield tree, dict(tree) if isinstance(tree, dict) else list(tree)
+        for below in tree.values() if isinstance(tree, dict) else tree:
+            yield from _contents(below)
 
 
-def _array_places(tree: Any) -> Iterator[Place]:
-    """Yield where `tree`, of dicts (as modules are) and lists, holds arrays."""
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in entries:
-        if isinstance(value, mx.array):
-            yield Place(tree, key)
+def _put_back(before: Sequence[tuple[Any, Any]]) -> None:
+    """Let dicts and lists hold again what they held: a function may have put others into their place."""
+    for container, held in before:
+        if isinstance(container, dict):
+            # A module's own update() takes parameters alone.
+            dict.clear(container)
+            dict.update(container, held)
         else:
-            yield from _array_places(value)
+            container[:] = held
