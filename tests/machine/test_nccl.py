@@ -69,24 +69,29 @@ def test_a_group_of_mlx_without_nccl_has_none():
 
 
 class Library:
-    """NCCL, whose call does not return."""
+    """NCCL, which notes its calls with their threads, and whose last call may not return."""
 
-    def __init__(self):
-        self.called = threading.Event()
+    def __init__(self, returns=True):
+        self.calls, self.returns = [], returns
+
+    def ncclGroupStart(self):  # noqa: N802
+        self.calls.append(("start", threading.get_ident()))
 
     def ncclCommAbort(self, communicator):  # noqa: N802
-        self.found = communicator.value
-        self.called.set()
-        threading.Event().wait()
+        self.calls.append((communicator.value, threading.get_ident()))
+        assert self.returns or threading.Event().wait()
 
 
-def test_its_sums_are_ended_without_waiting(at_words, monkeypatch):
+@pytest.mark.parametrize("returns", [True, False])
+def test_its_sums_are_ended_within_a_group_that_stays_open(at_words, monkeypatch, returns):
     group, (communicator, *_) = chain()
-    library = Library()
+    library = Library(returns)
     monkeypatch.setattr(nccl, "_library", lambda: library)
+    monkeypatch.setattr(nccl, "_PATIENCE", 10.0 if returns else 0.1)
     assert nccl.abort(group)
-    assert library.called.wait(10)
-    assert library.found == communicator.address
+    (first, thread), (second, same) = library.calls
+    assert (first, second) == ("start", communicator.address)
+    assert thread == same != threading.get_ident()
 
 
 def test_nothing_is_ended_without_a_communicator_or_nccl(at_words, monkeypatch):

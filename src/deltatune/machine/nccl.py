@@ -22,6 +22,8 @@ import mlx.core as mx
 _MAGIC = 0x0280028002800280
 # How many words are looked at behind a pointer, and how many pointers lead from the group to the communicator at most.
 _WORDS, _DEPTH = 64, 3
+# Seconds to wait for NCCL's call, which only sets flags.
+_PATIENCE = 2.0
 
 
 def abort(group: mx.distributed.Group) -> bool:
@@ -36,8 +38,15 @@ def abort(group: mx.distributed.Group) -> bool:
     library = None if address is None else _library()
     if library is None:
         return False
-    # The call does not return while MLX keeps recorded sums.
-    Thread(target=library.ncclCommAbort, args=(ctypes.c_void_p(address),), daemon=True).start()
+
+    def ended() -> None:
+        # In a group that never ends, the communicator is not freed, which sums that are queued still read.
+        library.ncclGroupStart()
+        library.ncclCommAbort(ctypes.c_void_p(address))
+
+    thread = Thread(target=ended, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
     return True
 
 
