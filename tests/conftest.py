@@ -76,6 +76,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test and its fixtures draw does not depend on the tests before it."""
+    mx.random.seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """Let every second process of pytest-xdist read the files from the last to the first.
