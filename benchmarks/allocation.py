@@ -1,11 +1,12 @@
 """Measures what a run loses to the allocation of memory on an NVIDIA GPU.
 
 usage: python benchmarks/allocation.py [--shape 0.8B] [--rows 2 8] [--widths 2048 960] [--steps 48] [--checkpoint]
+                                       [--room 1.25 1.5]
 
-`Trainer` trains on random rows of these widths, which come in random order, with three bounds on the memory that MLX
-keeps of freed arrays: that of train/freed_memory.py; a quarter of the GPU, above which all is given back after an
-iteration; and none. For each: tokens a second after a first round through the widths, the longest iteration, the peak
-of memory in use by MLX's count, and the most that the driver held for it.
+`Trainer` trains on random rows of these widths, which come in random order, with several bounds on the memory that MLX
+keeps of freed arrays: that of train/freed_memory.py; the same with each `--room` in place of its ROOM; a quarter of the
+GPU, above which all is given back after an iteration; and none. For each: tokens a second after a first round through
+the widths, the longest iteration, the peak of memory in use by MLX's count, and the most that the driver held for it.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ class Pool:
         return value.value
 
 
-def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
-    """Train once; returns the cells of the table."""
+def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: float | None) -> str:
+    """Train once, with this ROOM if one is given; returns the cells of the table."""
     import mlx.core as mx
     import numpy as np
 
     from deltatune.data import Splits
     from deltatune.options.config import TrainConfig
-    from deltatune.train import loop
+    from deltatune.train import freed_memory, loop
     from deltatune.train.iterations import Iterations
     from deltatune.train.reports.screen import Screen
     from random_data import UnsavedTokenizer, random_examples
@@ -72,6 +73,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
             return asked
 
     loop.Iterations = Timed  # type: ignore[misc]
+    own_room, freed_memory.ROOM = freed_memory.ROOM, room or freed_memory.ROOM
     random, pool = np.random.default_rng(0), Pool()
     lengths = np.repeat(options.widths, shape.batch * _ROUNDS)
     data = Splits(train=random_examples(random, lengths, shape.vocabulary))
@@ -86,6 +88,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None) -> str:
             grad_checkpoint=options.checkpoint, clear_cache_threshold=threshold,
         )  # fmt: skip
         loop.Trainer(model, UnsavedTokenizer(), config, data, model_config={}, screen=Screen(shown=False)).run()
+    freed_memory.ROOM = own_room
     after = iterations[len(options.widths) * _ROUNDS :]
     rate = sum(tokens for tokens, _ in after) / sum(seconds for _, seconds in after)
     longest = max(seconds for _, seconds in after)
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[2048])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--room", type=float, nargs="+", default=[])
     options = parser.parse_args()
     model = trainers.mlx_model(trainers.SHAPES[options.shape])
     from deltatune.lora import convert_to_lora
@@ -110,11 +114,13 @@ def main() -> None:
     print(f"{heading()}\n{trainers.SHAPES[options.shape]} Widths {options.widths}.\n", flush=True)
     heads = ["rows", "what MLX keeps", "tokens/s", "longest iteration, ms", "peak in use, GB", "most held, GB"]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
-    bounds = {"as train/freed_memory.py": None, "a quarter of the GPU": gpu_memory() // 4, "everything": 1 << 60}
+    bounds: dict[str, tuple[int | None, float | None]] = {"as train/freed_memory.py": (None, None)}
+    bounds |= {f"{room:g} times the peak": (None, room) for room in options.room}
+    bounds |= {"a quarter of the GPU": (gpu_memory() // 4, None), "everything": (1 << 60, None)}
     for rows in options.rows:
-        for name, threshold in bounds.items():
+        for name, bound in bounds.items():
             shape = replace(trainers.SHAPES[options.shape], batch=rows)
-            print(f"| {rows} | {name} | {measure(model, shape, options, threshold)} |", flush=True)
+            print(f"| {rows} | {name} | {measure(model, shape, options, *bound)} |", flush=True)
 
 
 if __name__ == "__main__":
