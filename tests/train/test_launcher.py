@@ -141,4 +141,5 @@ def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, e
     for at, settled in traced:
         assert settled
         assert launched[at : at + 2] == [False, False]
-    assert launched.count(True) == 2 * (len(early_starts) - 1 - len(traced))
+    # The first time it is traced once before, too.
+    assert launched.count(True) == 2 * (len(early_starts) - 1 - len(set(traced)))
