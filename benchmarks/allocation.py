@@ -51,8 +51,8 @@ class Pool:
         return value.value
 
 
-def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: float | None) -> str:
-    """Train once, with this ROOM if one is given; returns the cells of the table."""
+def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: float) -> str:
+    """Train once, with `room` as train/freed_memory.py's ROOM; returns the cells of the table."""
     import mlx.core as mx
     import numpy as np
 
@@ -73,7 +73,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: f
             return asked
 
     loop.Iterations = Timed  # type: ignore[misc]
-    own_room, freed_memory.ROOM = freed_memory.ROOM, room or freed_memory.ROOM
+    freed_memory.ROOM = room
     random, pool = np.random.default_rng(0), Pool()
     lengths = np.repeat(options.widths, shape.batch * _ROUNDS)
     data = Splits(train=random_examples(random, lengths, shape.vocabulary))
@@ -88,7 +88,6 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: f
             grad_checkpoint=options.checkpoint, clear_cache_threshold=threshold,
         )  # fmt: skip
         loop.Trainer(model, UnsavedTokenizer(), config, data, model_config={}, screen=Screen(shown=False)).run()
-    freed_memory.ROOM = own_room
     after = iterations[len(options.widths) * _ROUNDS :]
     rate = sum(tokens for tokens, _ in after) / sum(seconds for _, seconds in after)
     longest = max(seconds for _, seconds in after)
@@ -108,15 +107,16 @@ def main() -> None:
     from deltatune.lora import convert_to_lora
     from deltatune.machine.backend import gpu_memory
     from deltatune.options.config import LoraConfig
+    from deltatune.train.freed_memory import ROOM
 
     convert_to_lora(model, LoraConfig(rank=trainers.RANK, scale=trainers.SCALE), num_layers=-1)
 
     print(f"{heading()}\n{trainers.SHAPES[options.shape]} Widths {options.widths}.\n", flush=True)
     heads = ["rows", "what MLX keeps", "tokens/s", "longest iteration, ms", "peak in use, GB", "most held, GB"]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
-    bounds: dict[str, tuple[int | None, float | None]] = {"as train/freed_memory.py": (None, None)}
+    bounds: dict[str, tuple[int | None, float]] = {"as train/freed_memory.py": (None, ROOM)}
     bounds |= {f"{room:g} times the peak": (None, room) for room in options.room}
-    bounds |= {"a quarter of the GPU": (gpu_memory() // 4, None), "everything": (1 << 60, None)}
+    bounds |= {"a quarter of the GPU": (gpu_memory() // 4, ROOM), "everything": (1 << 60, ROOM)}
     for rows in options.rows:
         for name, bound in bounds.items():
             shape = replace(trainers.SHAPES[options.shape], batch=rows)

@@ -42,3 +42,9 @@ def largest_difference(model: Any, result: Callable[[], mx.array]) -> float:
     A unit in the last place, up or down, is sqrt(12) times the root mean square of a rounding to the nearest number.
     """
     return largest_move(model, result) * (ROUNDINGS / 12) ** 0.5
+
+
+def assert_same(expected: mx.array, model: Any, result: Callable[[], mx.array]) -> None:
+    """Assert that `result()`, the model's logits, differs from `expected` by rounding only."""
+    found = float(mx.abs(result() - expected).max())
+    assert found == 0 or found < largest_difference(model, result)

@@ -141,17 +141,8 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def early_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was.
-
-    What is compiled is traced once before, as there. Kernels that are only built return zeros then.
-    """
-    during: list[int] = []
-    plain = micro_batches.MicroBatches._start_next
-
-    def start_next(self: Any, after_update: bool) -> None:
-        during.append(self._saving.progress.iteration + 1)
-        plain(self, after_update)
+def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is traced once before, as on an NVIDIA GPU. Kernels that are only built return zeros there."""
 
     @contextlib.contextmanager
     def foreseen(trace_calls: Callable[[], object]) -> Iterator[None]:
@@ -159,6 +150,18 @@ def early_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield
 
     monkeypatch.setattr(compiled, "foreseen", foreseen)
+
+
+@pytest.fixture
+def early_starts(traced_ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
+    during: list[int] = []
+    plain = micro_batches.MicroBatches._start_next
+
+    def start_next(self: Any, after_update: bool) -> None:
+        during.append(self._saving.progress.iteration + 1)
+        plain(self, after_update)
+
     monkeypatch.setattr(micro_batches, "may_start_early", lambda *_: True)
     monkeypatch.setattr(iterations, "LONGEST", 1e9)
     monkeypatch.setattr(micro_batches.MicroBatches, "_start_next", start_next)

@@ -17,7 +17,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.plan import fit
 from deltatune.plan.search import Largest
 from deltatune.train.setup import load_with_adapter
-from last_place import largest_difference
+from last_place import assert_same
 from new_tokens import TOKENS, with_new_tokens, write_data
 
 # The ids of TOKENS are 320 and 321.
@@ -105,8 +105,7 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
         if quantize is None or options:
             if quantize == {"mode": "mxfp4"}:
                 put_exact_weights(theirs, ours)
-            bound = largest_difference(theirs, lambda theirs=theirs: theirs(PROMPT))
-            assert mx.abs(theirs(PROMPT) - ours(PROMPT)).max() < bound
+            assert_same(ours(PROMPT), theirs, lambda theirs=theirs: theirs(PROMPT))
         assert run("generate", "--model", merged, "--prompt", TOKENS[0], "--max-tokens", 2)[0] == 0
 
 

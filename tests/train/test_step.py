@@ -1,6 +1,5 @@
 """Tests the training step: accumulation, compilation, dropout, replaced parameters and packed documents."""
 
-import contextlib
 import dataclasses
 import io
 import re
@@ -14,7 +13,6 @@ from mlx.utils import tree_flatten, tree_map
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
-from deltatune.train import compiled
 from deltatune.train.batch_loss import full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
 from deltatune.train.step import Step
@@ -224,16 +222,9 @@ def test_results_are_computed_by_operations_of_their_own(tmp_path):
     assert {kind for _, kind in last} == {"Contiguous"}
 
 
-@contextlib.contextmanager
-def traced_ahead(trace_calls):
-    """As on an NVIDIA GPU, where kernels that are only built return zeros."""
-    trace_calls()
-    yield
-
-
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(monkeypatch, separate, optimizer):
+def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(request, separate, optimizer):
     def updated():
         made = model()
         step = Step(made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World())
@@ -244,7 +235,7 @@ def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(monkey
         return dict(tree_flatten([made.trainable_parameters(), step.optimizer.state]))
 
     expected = updated()
-    monkeypatch.setattr(compiled, "foreseen", traced_ahead)
+    request.getfixturevalue("traced_ahead")
     found = updated()
     assert found.keys() == expected.keys()
     for path, array in expected.items():

@@ -68,9 +68,9 @@ def communicator(group: mx.distributed.Group) -> int | None:
                 if pointer not in seen:
                     seen.add(pointer)
                     below.append(pointer)
-                    first, *second = _words(memory, pointer, 2) or (0,)
-                    if second == [ranks] and _words(memory, first, 1) == (_MAGIC,):
-                        return first
+                    words = _words(memory, pointer, 2)
+                    if words[1:] == (ranks,) and _words(memory, words[0], 1) == (_MAGIC,):
+                        return words[0]
             level = below
     finally:
         os.close(memory)
