@@ -17,7 +17,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.plan import fit
 from deltatune.plan.search import Largest
 from deltatune.train.setup import load_with_adapter
-from last_place import assert_same
+from last_place import assert_same, largest_move
 from new_tokens import TOKENS, with_new_tokens, write_data
 
 # The ids of TOKENS are 320 and 321.
@@ -105,7 +105,9 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
         if quantize is None or options:
             if quantize == {"mode": "mxfp4"}:
                 put_exact_weights(theirs, ours)
-            assert_same(ours(PROMPT), theirs, lambda theirs=theirs: theirs(PROMPT))
+            # A merged weight is rounded once more, which alone moves a mixture's logits by 5e-4.
+            most = 1e-5 + 2 * largest_move(theirs, lambda theirs=theirs: theirs(PROMPT))
+            assert_same(ours(PROMPT), theirs, lambda theirs=theirs: theirs(PROMPT), most)
         assert run("generate", "--model", merged, "--prompt", TOKENS[0], "--max-tokens", 2)[0] == 0
 
 
