@@ -73,7 +73,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: f
             return asked
 
     loop.Iterations = Timed  # type: ignore[misc]
-    freed_memory.ROOM = room
+    freed_memory.ROOM["cuda"] = room
     random, pool = np.random.default_rng(0), Pool()
     lengths = np.repeat(options.widths, shape.batch * _ROUNDS)
     data = Splits(train=random_examples(random, lengths, shape.vocabulary))
@@ -114,9 +114,9 @@ def main() -> None:
     print(f"{heading()}\n{trainers.SHAPES[options.shape]} Widths {options.widths}.\n", flush=True)
     heads = ["rows", "what MLX keeps", "tokens/s", "longest iteration, ms", "peak in use, GB", "most held, GB"]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
-    bounds: dict[str, tuple[int | None, float]] = {"as train/freed_memory.py": (None, ROOM)}
+    bounds: dict[str, tuple[int | None, float]] = {"as train/freed_memory.py": (None, ROOM["cuda"])}
     bounds |= {f"{room:g} times the peak": (None, room) for room in options.room}
-    bounds |= {"a quarter of the GPU": (gpu_memory() // 4, ROOM), "everything": (1 << 60, ROOM)}
+    bounds |= {"a quarter of the GPU": (gpu_memory() // 4, ROOM["cuda"]), "everything": (1 << 60, ROOM["cuda"])}
     for rows in options.rows:
         for name, bound in bounds.items():
             shape = replace(trainers.SHAPES[options.shape], batch=rows)

@@ -193,7 +193,11 @@ def deltatune(
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=config.fine_tune_type, num_layers=-1)
     batch = batch_of(shape.rows())
     checkpoints = None if again is None else order_of(model).first(again, operators=True)
-    with training(model, config, compare=False, checkpoints=checkpoints) as trained, FreedMemory() as freed_memory:
+    limit = _memory_limit(model, config, shape, checkpoints)
+    with (
+        training(model, config, compare=False, checkpoints=checkpoints) as trained,
+        FreedMemory(limit=limit) as freed_memory,
+    ):
         model.train()
         stepped = build_optimizer(config)
         whole = Step(model, stepped, trained.loss, World())
@@ -216,6 +220,18 @@ def deltatune(
             return
         with Launcher() as launcher:
             yield Trainer(ready, _early(whole, batch, launcher, freed_memory), *peak, launcher.settle)
+
+
+def _memory_limit(model: Any, config: Any, shape: Shape, checkpoints: Any) -> int | None:
+    """The bytes from which on MLX waits for queued work, as `deltatune train` plans them."""
+    from deltatune.plan.array_layout import ArrayLayout
+    from deltatune.plan.device_limits import device_limits
+    from deltatune.plan.forecast import forecast_step
+    from deltatune.plan.traced_step import BatchShape
+
+    rows = BatchShape(shape.batch, shape.tokens)
+    plan = forecast_step(model, config, rows, ArrayLayout.measured(), checkpoints, brake=device_limits().brake)
+    return plan.memory_limit
 
 
 def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable[[], float]:

@@ -33,15 +33,22 @@ def test_fp32_stays_fp32_unless_the_user_chose(before, after):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for NVIDIA GPUs")
-@pytest.mark.parametrize(("before", "after"), [(None, "200"), ("1000", "1000")])
-def test_work_goes_to_the_gpu_in_small_pieces_unless_the_user_chose(before, after):
-    env = {name: value for name, value in os.environ.items() if name != environment.QUEUE}
-    if before is not None:
-        env[environment.QUEUE] = before
-    probe = f"import os, deltatune; print(os.environ['{environment.QUEUE}'])\n"
-    probe += "from deltatune.plan.simulate import PACES; print((PACES['cuda'].elements >> 20) - 1)"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, ["800", "400"]),
+        ({environment.QUEUE: "1000"}, ["1000", "400"]),
+        ({environment.QUEUE_OPERATIONS: "20"}, ["800", "20"]),
+    ],
+)
+def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(before, after):
+    sizes = (environment.QUEUE, environment.QUEUE_OPERATIONS)
+    env = {name: value for name, value in os.environ.items() if name not in sizes} | before
+    probe = f"import os, deltatune; print(*[os.environ[name] for name in {sizes}])\n"
+    probe += "from deltatune.plan.simulate import PACES; pace = PACES['cuda']\n"
+    probe += "print((pace.elements >> 20) - 1, pace.operations - 1)"
     result = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [after, after], "a plan counts with it"
+    assert result.stdout.split() == after * 2, "a plan counts with them"
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), (" 2", True), ("0", False), ("", False), ("false", False)])

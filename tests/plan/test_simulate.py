@@ -7,9 +7,14 @@ import mlx.core as mx
 import pytest
 
 from counted_programs import LINUX, output_of
+from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.device_limits import Brake
+from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import evaluation_order, read
 from deltatune.plan.simulate import PACES, Simulation
+from deltatune.plan.traced_step import BatchShape
+from deltatune.train.setup import prepare
 
 FOLDER = Path(__file__).parent
 
@@ -81,3 +86,28 @@ def test_mlx_waits_for_queued_work_above_its_memory_limit_as_foreseen():
     assert counted <= free
     assert 10 * held < within <= braked
     assert braked < free / 2
+
+
+@pytest.mark.parametrize(("least", "limit"), [(50, 70), (80, 88), (95, 100)])
+def test_a_step_waits_from_where_it_needs_to(least, limit):
+    assert Brake(most=100, free=70).limit(least) == limit
+
+
+def test_a_plan_says_from_where_its_step_waits(tiny_model, monkeypatch):
+    """On an NVIDIA GPU, whose queue holds what several layers have computed."""
+    monkeypatch.setitem(PACES, "cpu", PACES["cuda"])
+    model, config = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3), TrainConfig(num_layers=-1)
+    prepare(model, config)
+
+    def planned(brake):
+        return forecast_step(model, config, BatchShape(1, 128), ArrayLayout.measured(), brake=brake)
+
+    ahead, waiting = planned(None), planned(Brake(0, 0))
+    least = waiting.bytes.amount
+    assert least < 0.9 * ahead.bytes.amount
+    assert (ahead.memory_limit, waiting.memory_limit) == (None, 0)
+    free = planned(Brake(10**12, 10**12))
+    assert (free.memory_limit, free.bytes) == (10**12, ahead.bytes)
+    between = planned(Brake(10**12, 0))
+    assert between.memory_limit == int(1.1 * least)
+    assert least <= between.bytes.amount < ahead.bytes.amount

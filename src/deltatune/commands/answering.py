@@ -116,13 +116,12 @@ def check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
             raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")
 
 
-def reading(where: Placed, loaded: Loaded, memory: int, unit: str, stack: ExitStack) -> Reading | None:
+def reading(where: Placed, loaded: Loaded, unit: str, stack: ExitStack) -> Reading | None:
     """Let the layers of a model read their weights until `stack` ends, and say on standard error which of them do.
 
     Args:
         where: Which layers stay on the disk.
         loaded: The model, loaded lazily, with its adapter.
-        memory: What may be held, in bytes.
         unit: What reads all of them once.
         stack: Closes the files when it ends.
 
@@ -138,7 +137,7 @@ def reading(where: Placed, loaded: Loaded, memory: int, unit: str, stack: ExitSt
         print(fact, file=sys.stderr)
     weights = where.of(loaded.model, stack)
     beside = 0 if weights is None else weights.on_host
-    stack.callback(mx.set_memory_limit, mx.set_memory_limit(memory + beside))
+    stack.callback(mx.set_memory_limit, mx.set_memory_limit(where.limit() + beside))
     if weights is None:
         return None
     calls = reading_calls([layer.module for layer in describe(loaded.model)], weights)
@@ -163,7 +162,7 @@ def placed(
     """
     assert options.memory is not None
     where = planned(options, loaded, tokens, pictures)
-    read_layers = reading(where, loaded, options.memory, "token", stack)
+    read_layers = reading(where, loaded, "token", stack)
     return None if read_layers is None else read_layers.weights
 
 

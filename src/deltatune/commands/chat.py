@@ -151,7 +151,7 @@ class Chat:
     def _placed(self, where: Placed) -> LayerWeights | None:
         """Let the layers of the model read their weights; return what from, or None where all stay in memory."""
         assert self._options.memory is not None
-        read_layers = reading(where, self._loaded, self._options.memory, "token", self._stack)
+        read_layers = reading(where, self._loaded, "token", self._stack)
         return None if read_layers is None else read_layers.weights
 
     def _make_room(self, question: str) -> None:

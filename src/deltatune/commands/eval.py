@@ -141,7 +141,7 @@ def _placed(
     assert config.memory is not None
     rows, length, trusted = config.batch_size, config.max_seq_length, config.trust_remote_code
     where = placed_tasks(loaded, adapter_path, config.memory, rows, length, trust_remote_code=trusted)
-    return reading(where, loaded, config.memory, "pass", stack)
+    return reading(where, loaded, "pass", stack)
 
 
 def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
@@ -151,6 +151,8 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
     """
+    import mlx.core as mx
+
     from ..data.vision.preparation import picture_options
     from ..lora.adapter_files import template_options
     from ..plan.forward_placement import placed_evaluation
@@ -172,4 +174,6 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
             for fact in placed.placement.said("batch"):
                 screen.say(fact)
             weights = placed.weights(run, stack)
+            if weights is None:
+                stack.callback(mx.set_memory_limit, mx.set_memory_limit(placed.limit()))
         return say_loss("Test", run, run.splits.test, screen, weights)

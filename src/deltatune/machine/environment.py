@@ -19,9 +19,10 @@ ATTENTION = "DELTATUNE_ATTENTION"
 # This is MLX's variable. Its default, 1, lets GPUs round the factors of fp32 products to 10 bits of mantissa: NVIDIA's,
 # and Apple's from M5 on, whose matrix units compute fp32 products in no other way.
 TF32 = "MLX_ENABLE_TF32"
-# This is MLX's variable: the size of one piece of work for a GPU, in millions of elements read, although its name says
-# megabytes. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
-QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 200
+# These are MLX's variables: the size of one piece of work for a GPU, in millions of elements read, although its name
+# says megabytes, and in operations. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
+QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 800
+QUEUE_OPERATIONS, OPERATIONS = "MLX_MAX_OPS_PER_BUFFER", 400
 # This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
 # The rank of a process: mlx.launch counts over all machines, Open MPI's variable counts on one machine.
@@ -36,7 +37,7 @@ def check() -> None:
     """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows."""
     for read in (blas, threads, gated_delta, attention, cache_directory):
         read()
-    for name, least in ((TF32, 0), (QUEUE, 1)):
+    for name, least in ((TF32, 0), (QUEUE, 1), (QUEUE_OPERATIONS, 1)):
         value = os.environ.get(name, "1")
         # MLX takes the digits at the start of the value, so that it would read `true` as 0.
         if not re.fullmatch(r"\s*\+?\d{1,9}\s*", value) or int(value) < least:
@@ -123,18 +124,24 @@ def keep_full_fp32() -> None:
 
 
 def limit_queue() -> None:
-    """Make MLX hand work to NVIDIA GPUs in pieces of 200 million elements, unless the user has set the variable.
+    """Make MLX hand work to NVIDIA GPUs in pieces of one size, unless the user has set the variables.
 
-    MLX's own limit is up to 1,000 million. On an H200, the smaller pieces made a checkpointed step 8 % faster and its
-    memory less than half (docs/log.md).
+    MLX's own sizes differ from GPU to GPU. Launching a piece costs a CPU 70 us, and what pieces hold is bounded by a
+    plan (plan/device_limits.py).
     """
     if sys.platform == "linux":
         os.environ.setdefault(QUEUE, str(QUEUED))
+        os.environ.setdefault(QUEUE_OPERATIONS, str(OPERATIONS))
 
 
-def queued() -> int:
-    """Return the millions of elements that a piece of work for an NVIDIA GPU reads at most, as MLX reads them."""
-    digits = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUE, str(QUEUED)))
+def queued() -> tuple[int, int]:
+    """Return how many operations a piece of work for an NVIDIA GPU has at most, and how many million elements."""
+    return _leading_number(QUEUE_OPERATIONS, OPERATIONS), _leading_number(QUEUE, QUEUED)
+
+
+def _leading_number(name: str, otherwise: int) -> int:
+    """The number that a variable's value begins with, which is how MLX reads it; 0 for none."""
+    digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, str(otherwise)))
     return int(digits[1]) if digits else 0
 
 

@@ -14,9 +14,31 @@ from ..machine.container import container
 METAL_BUFFERS = 499_000
 # What CUDA takes during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
 CUDA_BYTES = 1_500_000_000
-# From this share of what arrays may take on, MLX is made to wait for what it has queued for an NVIDIA GPU. The rest is
-# for what an operation allocates before MLX looks.
-BRAKE = 0.95
+# From this share of what arrays may take on, MLX is always made to wait for what it has queued for an NVIDIA GPU. The
+# rest is for what an operation allocates before MLX looks.
+MOST = 0.95
+# Below this share it never waits in a step: where MLX may not keep memory that it freed, it asks the driver for it
+# again, which takes 10 to 25 us each time (docs/log.md).
+FREE = 0.7
+# Between the two, a step may take so many times what it needs if each operation waits for the one before.
+ROOM = 1.1
+
+
+@dataclass(frozen=True)
+class Brake:
+    """From how many bytes on MLX waits for the work that it has queued for an NVIDIA GPU, which keeps its inputs.
+
+    Args:
+        most: it waits from here on in any case.
+        free: it never waits below.
+    """
+
+    most: int
+    free: int
+
+    def limit(self, least: int) -> int:
+        """Return the bytes for a step that needs `least` of them if each operation waits for the one before."""
+        return min(self.most, max(self.free, int(ROOM * least)))
 
 
 @dataclass(frozen=True)
@@ -36,14 +58,14 @@ class DeviceLimits:
     why_bytes: str
 
     @property
-    def brake(self) -> int | None:
-        """The bytes from which on MLX waits for queued work in a run; None where it is not made to."""
-        return None if self.bytes is None else brake(self.bytes)
+    def brake(self) -> Brake | None:
+        """From how many bytes on MLX waits for queued work in a run; None where it is not made to."""
+        return None if self.bytes is None else brake(self.bytes, FREE)
 
 
-def brake(size: int) -> int | None:
-    """Return the bytes from which on MLX waits for queued work, where arrays may take `size` bytes."""
-    return int(BRAKE * size) if backend.device() == "cuda" else None
+def brake(size: int, free: float = MOST) -> Brake | None:
+    """Return from where on MLX waits for queued work if arrays may take `size` bytes; `free` is a share of these."""
+    return Brake(int(MOST * size), int(free * size)) if backend.device() == "cuda" else None
 
 
 def device_limits() -> DeviceLimits:

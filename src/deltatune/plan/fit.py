@@ -28,7 +28,7 @@ from . import screen
 from .advice import advice
 from .array_layout import ArrayLayout
 from .checkpoints import Choice, Order, choose, order_of
-from .device_limits import DeviceLimits, device_limits
+from .device_limits import Brake, DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
@@ -183,10 +183,10 @@ def check(run: Run, *, force: bool = False) -> Checked:
             message += _smaller(run, _without_choice(run.config), plan, limits, layout)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(said, None if choice is None else choice.checkpoints, limits.brake)
+    return Checked(said, None if choice is None else choice.checkpoints, plan.memory_limit)
 
 
-def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: int | None = None) -> Forecast:
+def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: Brake | None = None) -> Forecast:
     """The plan of the run's largest step with these options."""
     return planned_step(run.model, config, shape(run), run.splits, layout, brake=brake)
 
@@ -338,7 +338,7 @@ def planned_step(
     splits: Splits,
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
-    brake: int | None = None,
+    brake: Brake | None = None,
 ) -> Forecast:
     """The forecast of a step of so many rows and tokens of a row; `checkpoints` and `brake` as in forecast_step()."""
     return forecast_step(model, config, batch_shape(config, *tokens, splits), layout, checkpoints, brake=brake)

@@ -13,6 +13,7 @@ from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
+from .device_limits import Brake
 from .graph import Node
 from .primitives import without_rule
 from .simulate import Peak, Simulation
@@ -55,6 +56,7 @@ class Forecast:
         unknown: how many primitives of the step have no rule in primitives.py, by kind.
         products: the matrix products of the step.
         layer_inputs: bytes of layers' inputs that a step by layers keeps between its passes.
+        memory_limit: the bytes from which on MLX waits for queued work in this step; None where it does not.
         seconds: how long it took to make this plan.
     """
 
@@ -68,6 +70,7 @@ class Forecast:
     unknown: dict[str, int] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     layer_inputs: int = 0
+    memory_limit: int | None = None
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -89,7 +92,7 @@ def forecast_step(
     checkpoints: Checkpoints | None = None,
     *,
     inputs_on_disk: bool = False,
-    brake: int | None = None,
+    brake: Brake | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -100,7 +103,7 @@ def forecast_step(
         layout: how the loaded MLX stores its arrays.
         checkpoints: what is computed again where `config.grad_checkpoint` is auto.
         inputs_on_disk: whether a step by layers keeps the inputs of layers in files, or in the host's memory.
-        brake: the bytes from which on MLX waits for queued work; None where it does not.
+        brake: from how many bytes on MLX waits for queued work; None where it does not.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
@@ -117,8 +120,11 @@ def forecast_step(
     return replace(forecast, seconds=time.monotonic() - started)
 
 
-def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake: int | None) -> Forecast:
-    machine, tower = simulate_step(built, layout, brake), simulate_tower(built, layout)
+def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake: Brake | None) -> Forecast:
+    limit = None
+    if brake is not None:
+        limit = brake.limit(simulate_step(built, layout, 0).bytes.amount)
+    machine, tower = simulate_step(built, layout, limit), simulate_tower(built, layout)
     peak_bytes = _moment(machine, built, machine.bytes, by_bytes=True)
     if tower is not None and tower.bytes.amount > peak_bytes.amount:
         peak_bytes = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")
@@ -137,6 +143,7 @@ def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake:
         without_rule(machine.evaluated),
         products(machine.evaluated),
         built.layer_inputs,
+        limit,
     )
 
 

@@ -36,6 +36,7 @@ from ..train.evaluate import evaluating, inferring
 from ..train.setup import Run, training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
+from .device_limits import brake
 from .placement import Placed, PlannedPass, chosen, refusing_layouts
 from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
@@ -65,8 +66,8 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
     Raises:
         UserError: `run.config.memory` is too little.
     """
-    config, model = run.config, run.model
-    assert config.memory is not None
+    config, model, memory = run.config, run.model, run.config.memory
+    assert memory is not None
     stored = _prepared(run.loaded, adapter_path, trust_remote_code=config.trust_remote_code)
     order = run.order(run.splits.test)
     rows, length = config.batch_size // run.world.size, order.widths[-1]
@@ -81,10 +82,10 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
             with noted_passes(model, bounded, trained, inputs_on_disk=False) as (passes, noted, _):
                 with drawing_from(mx.random.key(0)):
                     outputs = loss_of(trained.loss, batch) if passes is None else passes.evaluate(batch)
-                return max(_peak(model, [*noted, outputs]), _peak(model, [features]))
+                return max(_peak(model, [*noted, outputs], memory), _peak(model, [features], memory))
 
-        planned = _planned(model, config.memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
-    return Placed(chosen(model, stored, config.memory, planned), [], stored)
+        planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
+    return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
 def placed_answer(
@@ -113,7 +114,7 @@ def placed_answer(
                 noted.append(held)
                 for results in begun(decoder, tokens, most=prompt.most):
                     noted.append([*results, *held])
-                return _peak(model, noted)
+                return _peak(model, noted, memory)
 
         planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
     return Placed(chosen(model, stored, memory, planned), [], stored)
@@ -140,25 +141,27 @@ def placed_tasks(
     with refusing_layouts(), without_kernels(), patched():
 
         def peak(by_layers: bool) -> int:
-            return max(_scoring(model, rows, length, by_layers), _answering(model, rows, length, by_layers))
+            return max(tried(model, (rows, length), memory, by_layers) for tried in (_scoring, _answering))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def _scoring(model: nn.Module, rows: int, length: int, by_layers: bool) -> int:
+def _scoring(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: bool) -> int:
     """Return what continuations of so many texts take, which models.continuations scores."""
+    rows, length = tokens
     with evaluating(model), whole_rows():
         split, piece = split_head(model, compare=False), min(PIECE, length)
         with _noted(model, by_layers) as noted:
             outputs = before_head(model, split, mx.zeros((rows, length), mx.int32))
             noted.append([outputs])
             noted.append([outputs, *of_piece(split, outputs[0, :piece], mx.zeros(piece, mx.int32))])
-            return _peak(model, noted)
+            return _peak(model, noted, memory)
 
 
-def _answering(model: nn.Module, rows: int, length: int, by_layers: bool) -> int:
+def _answering(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: bool) -> int:
     """Return what answers take that models.answer gives to so many prompts at once."""
+    rows, length = tokens
     most = PROMPT_TOKENS[backend.device()]
     read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
     with inferring(model):
@@ -168,7 +171,7 @@ def _answering(model: nn.Module, rows: int, length: int, by_layers: bool) -> int
         with _noted(model, by_layers) as noted:
             for results in begun(model, length, read_at_once, most):
                 noted.append(results)
-            return _peak(model, noted) + of_rows
+            return _peak(model, noted, memory - of_rows) + of_rows
 
 
 def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
@@ -187,9 +190,11 @@ def _noted(model: nn.Module, by_layers: bool) -> Iterator[list[list[mx.array]]]:
         yield noted
 
 
-def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]]) -> int:
-    """Return what evaluations that follow each other hold at most, all weights included."""
-    return simulate_forward(ArrayLayout.measured(), model.state, noted).bytes.amount
+def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], memory: int) -> int:
+    """Return what evaluations that follow each other hold at most, all weights included, if `memory` is the bound."""
+    bound = brake(memory)
+    limit = None if bound is None else bound.most
+    return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes.amount
 
 
 def _planned(

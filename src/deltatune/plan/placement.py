@@ -178,7 +178,13 @@ class Placed(NamedTuple):
 
     def checked(self) -> Checked:
         """Return what is said, and the memory limit of a step as a whole; one by layers has its own."""
-        return Checked(self.placement.said(), None, None if self.placement.streamed else brake(self.placement.memory))
+        bound = None if self.placement.streamed else brake(self.placement.memory)
+        return Checked(self.placement.said(), None, None if bound is None else bound.most)
+
+    def limit(self) -> int:
+        """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
+        bound = brake(self.placement.memory)
+        return self.placement.memory if bound is None else bound.most
 
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
         """Read what stays in memory; return where the layers' weights are read from, or None if all stay.

@@ -214,7 +214,7 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
 
 def _waits(plan: Forecast, limits: DeviceLimits) -> str:
     """What follows where a step that fits does so because MLX waits for queued work."""
-    waits = limits.brake is not None and plan.bytes.amount > limits.brake and fits(plan, limits)
+    waits = limits.brake is not None and plan.bytes.amount > limits.brake.most and fits(plan, limits)
     return ", with less work queued for the GPU, which may take a quarter longer" if waits else ""
 
 

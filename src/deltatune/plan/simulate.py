@@ -34,12 +34,13 @@ class Pace:
     releases: bool = False
 
 
+_OPERATIONS, _MILLIONS = environment.queued()
 # Sources in mlx/backend: cpu/encoder.h; metal/device.cpp (the largest chips) and metal/allocator.cpp; cuda/device.cpp,
-# where machine/environment.py sets the number of elements, unless the user has set another.
+# where machine/environment.py sets the numbers of operations and elements, unless the user has set others.
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": Pace(101, (environment.queued() + 1) << 20, page=16384),
+    "cuda": Pace(_OPERATIONS + 1, (_MILLIONS + 1) << 20, page=16384),
 }
 
 

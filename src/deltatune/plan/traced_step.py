@@ -317,17 +317,19 @@ def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
     return machine
 
 
-def simulate_forward(layout: ArrayLayout, inputs: Any, noted: Sequence[Sequence[mx.array]]) -> Simulation:
+def simulate_forward(
+    layout: ArrayLayout, inputs: Any, noted: Sequence[Sequence[mx.array]], brake: int | None = None
+) -> Simulation:
     """The simulated evaluations, one after another, of arrays that were not computed, from the arrays in `inputs`.
 
-    Those of the last evaluation stay alive, and what a later one reads.
+    Those of the last evaluation stay alive, and what a later one reads. `brake` is MLX's memory limit.
     """
     held = [array for _, array in leaves(inputs) if isinstance(array, mx.array)]
     existing = _addresses(layout, held)
     phases = [_phase("forward", *part) for part in zip(*parts_read(layout, noted, existing), strict=True)]
     nodes = [node for phase in phases for node in all_nodes(phase.outputs)]
     made = {node.address for node in nodes if node.kind}
-    machine = Simulation(layout, PACES[backend.device()])
+    machine = Simulation(layout, PACES[backend.device()], brake)
     machine.add_leaves([*read(layout, held, existing), *_constants_among(nodes, existing | made)])
     for phase in phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
