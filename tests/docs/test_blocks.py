@@ -83,7 +83,9 @@ def test_the_environment_page_has_every_variable():
     for path in (ROOT / "src").rglob("*.py"):
         read |= set(re.findall(r"\"(DELTATUNE_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
     assert set(re.findall(r"`(DELTATUNE_\w+)`", page)) == read
-    assert f"`{environment.QUEUED}`" in page
+    for name, size in environment.PIECE.items():
+        assert f"`{name}` becomes `{size}`" in re.sub(r"\s+", " ", page)
+        assert f"`{environment.SMALL_PIECE[name]}`" in page
 
 
 def test_every_public_name_is_on_the_python_page():

@@ -34,20 +34,23 @@ def test_fp32_stays_fp32_unless_the_user_chose(before, after):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for NVIDIA GPUs")
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("arguments", "before", "after"),
     [
-        ({}, ["800", "400"]),
-        ({environment.QUEUE: "1000"}, ["1000", "400"]),
-        ({environment.QUEUE_OPERATIONS: "20"}, ["800", "20"]),
+        ([], {}, ["800", "400"]),
+        (["--memory", "8GB"], {}, ["200", "100"]),
+        (["--memory=8GB"], {environment.ELEMENTS: "50"}, ["50", "100"]),
+        ([], {environment.ELEMENTS: "1000"}, ["1000", "400"]),
+        ([], {environment.OPERATIONS: "20"}, ["800", "20"]),
     ],
 )
-def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(before, after):
-    sizes = (environment.QUEUE, environment.QUEUE_OPERATIONS)
+def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(arguments, before, after):
+    sizes = (environment.ELEMENTS, environment.OPERATIONS)
     env = {name: value for name, value in os.environ.items() if name not in sizes} | before
     probe = f"import os, deltatune; print(*[os.environ[name] for name in {sizes}])\n"
     probe += "from deltatune.plan.simulate import PACES; pace = PACES['cuda']\n"
     probe += "print((pace.elements >> 20) - 1, pace.operations - 1)"
-    result = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", probe, *arguments]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert result.stdout.split() == after * 2, "a plan counts with them"
 
 

@@ -23,9 +23,9 @@ VALUES = [
     (environment.ATTENTION, "flash", r"DELTATUNE_ATTENTION='flash': expected one of naive, blocked, fused, native"),
     (environment.CACHE, "/dev/null", r"DELTATUNE_CACHE=./dev/null.: expected a folder"),
     (environment.TF32, "true", r"MLX_ENABLE_TF32='true': expected a whole number of 0 or more, or unset"),
-    (environment.QUEUE, "0", r"MLX_MAX_MB_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
-    (environment.QUEUE_OPERATIONS, "0", r"MLX_MAX_OPS_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
-    (environment.QUEUE, "many", r"MLX_MAX_MB_PER_BUFFER='many': expected a whole number"),
+    (environment.ELEMENTS, "0", r"MLX_MAX_MB_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
+    (environment.OPERATIONS, "0", r"MLX_MAX_OPS_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
+    (environment.ELEMENTS, "many", r"MLX_MAX_MB_PER_BUFFER='many': expected a whole number"),
 ]
 
 

@@ -21,8 +21,10 @@ ATTENTION = "DELTATUNE_ATTENTION"
 TF32 = "MLX_ENABLE_TF32"
 # These are MLX's variables: the size of one piece of work for a GPU, in millions of elements read, although its name
 # says megabytes, and in operations. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
-QUEUE, QUEUED = "MLX_MAX_MB_PER_BUFFER", 800
-QUEUE_OPERATIONS, OPERATIONS = "MLX_MAX_OPS_PER_BUFFER", 400
+ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
+PIECE = {ELEMENTS: 800, OPERATIONS: 400}
+# A command with --memory has smaller pieces, which hold less of what it may take.
+SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
 # This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
 # The rank of a process: mlx.launch counts over all machines, Open MPI's variable counts on one machine.
@@ -37,7 +39,7 @@ def check() -> None:
     """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows."""
     for read in (blas, threads, gated_delta, attention, cache_directory):
         read()
-    for name, least in ((TF32, 0), (QUEUE, 1), (QUEUE_OPERATIONS, 1)):
+    for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1)):
         value = os.environ.get(name, "1")
         # MLX takes the digits at the start of the value, so that it would read `true` as 0.
         if not re.fullmatch(r"\s*\+?\d{1,9}\s*", value) or int(value) < least:
@@ -124,24 +126,25 @@ def keep_full_fp32() -> None:
 
 
 def limit_queue() -> None:
-    """Make MLX hand work to NVIDIA GPUs in pieces of one size, unless the user has set the variables.
+    """Choose the size of the pieces in which MLX hands work to NVIDIA GPUs, unless the user has set the variables.
 
-    MLX's own sizes differ from GPU to GPU. Launching a piece costs a CPU 70 us, and what pieces hold is bounded by a
-    plan (plan/device_limits.py).
+    MLX reads them at its first evaluation, and its own sizes differ from GPU to GPU. Launching a piece takes a CPU 70
+    us; what waiting pieces hold is bounded by the plan of a run (plan/device_limits.py).
     """
     if sys.platform == "linux":
-        os.environ.setdefault(QUEUE, str(QUEUED))
-        os.environ.setdefault(QUEUE_OPERATIONS, str(OPERATIONS))
+        bounded = any(argument.partition("=")[0] == "--memory" for argument in sys.argv)
+        for name, size in (SMALL_PIECE if bounded else PIECE).items():
+            os.environ.setdefault(name, str(size))
 
 
 def queued() -> tuple[int, int]:
     """Return how many operations a piece of work for an NVIDIA GPU has at most, and how many million elements."""
-    return _leading_number(QUEUE_OPERATIONS, OPERATIONS), _leading_number(QUEUE, QUEUED)
+    return _leading_number(OPERATIONS), _leading_number(ELEMENTS)
 
 
-def _leading_number(name: str, otherwise: int) -> int:
-    """The number that a variable's value begins with, which is how MLX reads it; 0 for none."""
-    digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, str(otherwise)))
+def _leading_number(name: str) -> int:
+    """The number that the variable's value begins with, which is how MLX reads it; 0 for none."""
+    digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, str(PIECE[name])))
     return int(digits[1]) if digits else 0
 
 
