@@ -82,7 +82,8 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
             with noted_passes(model, bounded, trained, inputs_on_disk=False) as (passes, noted, _):
                 with drawing_from(mx.random.key(0)):
                     outputs = loss_of(trained.loss, batch) if passes is None else passes.evaluate(batch)
-                return max(_peak(model, [*noted, outputs], memory), _peak(model, [features], memory))
+                bound = None if by_layers else memory
+                return max(_peak(model, [*noted, outputs], bound), _peak(model, [features], bound))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
     return Placed(chosen(model, stored, memory, planned), [], stored)
@@ -114,7 +115,7 @@ def placed_answer(
                 noted.append(held)
                 for results in begun(decoder, tokens, most=prompt.most):
                     noted.append([*results, *held])
-                return _peak(model, noted, memory)
+                return _peak(model, noted, None if by_layers else memory)
 
         planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
     return Placed(chosen(model, stored, memory, planned), [], stored)
@@ -156,7 +157,7 @@ def _scoring(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: 
             outputs = before_head(model, split, mx.zeros((rows, length), mx.int32))
             noted.append([outputs])
             noted.append([outputs, *of_piece(split, outputs[0, :piece], mx.zeros(piece, mx.int32))])
-            return _peak(model, noted, memory)
+            return _peak(model, noted, None if by_layers else memory)
 
 
 def _answering(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: bool) -> int:
@@ -171,7 +172,7 @@ def _answering(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers
         with _noted(model, by_layers) as noted:
             for results in begun(model, length, read_at_once, most):
                 noted.append(results)
-            return _peak(model, noted, memory - of_rows) + of_rows
+            return _peak(model, noted, None if by_layers else memory - of_rows) + of_rows
 
 
 def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
@@ -190,9 +191,12 @@ def _noted(model: nn.Module, by_layers: bool) -> Iterator[list[list[mx.array]]]:
         yield noted
 
 
-def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], memory: int) -> int:
-    """Return what evaluations that follow each other hold at most, all weights included, if `memory` is the bound."""
-    bound = brake(memory)
+def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], memory: int | None) -> int:
+    """Return what evaluations that follow each other hold at most, all weights included.
+
+    Where all of it is to fit `memory`, MLX waits for queued work; None for no such bound.
+    """
+    bound = None if memory is None else brake(memory)
     limit = None if bound is None else bound.most
     return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes.amount
 

@@ -183,7 +183,7 @@ class Placed(NamedTuple):
 
     def limit(self) -> int:
         """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
-        bound = brake(self.placement.memory)
+        bound = None if self.placement.streamed else brake(self.placement.memory)
         return self.placement.memory if bound is None else bound.most
 
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:

@@ -17,6 +17,8 @@ from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.plan import forward_placement, placement
+from deltatune.plan.device_limits import Brake
 from deltatune.train.by_layer.stored_weights import StoredWeights
 
 
@@ -123,9 +125,17 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     assert found.out.splitlines()[lines:] == expected.splitlines()[lines:]
     layers = 6 * 3 * 64 * 1024 * 4
     assert sum(read) > layers
-    # Where everything fits, nothing is read again.
+    # Where everything fits, nothing is read again. An NVIDIA GPU then waits for queued work above 95 % of the bound.
     read.clear()
+    set_limits, plain = [], mx.set_memory_limit
+    for planning in (placement, forward_placement):
+        monkeypatch.setattr(planning, "brake", lambda size: Brake(int(0.95 * size), int(0.95 * size)))
+    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_limits.append(limit) or plain(limit))
     assert main([*flags, "--memory", "1GB"]) == 0
+    assert 950_000_000 in set_limits
+    own = plain(2**40)
+    plain(own)
+    assert set_limits[-1] == own
     found = capsys.readouterr()
     assert "all weights stay in memory" in found.out + found.err
     assert found.out.splitlines()[-1] == expected.splitlines()[-1]
