@@ -39,18 +39,25 @@ def test_fp32_stays_fp32_unless_the_user_chose(before, after):
         ([], {}, ["800", "400"]),
         (["--memory", "8GB"], {}, ["200", "100"]),
         (["--memory=8GB"], {environment.ELEMENTS: "50"}, ["50", "100"]),
+        (["-c", "bounded.yaml"], {}, ["200", "100"]),
+        (["--config=bounded.yaml"], {}, ["200", "100"]),
+        (["--config", "bounded.json"], {}, ["200", "100"]),
+        (["--config", "other.yaml", "-c", "missing.yaml", "-c"], {}, ["800", "400"]),
         ([], {environment.ELEMENTS: "1000"}, ["1000", "400"]),
         ([], {environment.OPERATIONS: "20"}, ["800", "20"]),
     ],
 )
-def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(arguments, before, after):
+def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(arguments, before, after, tmp_path):
+    (tmp_path / "bounded.yaml").write_text("iters: 3\nmemory: 8GB\n")
+    (tmp_path / "bounded.json").write_text('{"iters": 3, "memory": "8GB"}')
+    (tmp_path / "other.yaml").write_text("iters: 3\n")
     sizes = (environment.ELEMENTS, environment.OPERATIONS)
     env = {name: value for name, value in os.environ.items() if name not in sizes} | before
     probe = f"import os, deltatune; print(*[os.environ[name] for name in {sizes}])\n"
     probe += "from deltatune.plan.simulate import PACES; pace = PACES['cuda']\n"
     probe += "print((pace.elements >> 20) - 1, pace.operations - 1)"
     command = [sys.executable, "-c", probe, *arguments]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert result.stdout.split() == after * 2, "a plan counts with them"
 
 
@@ -120,3 +127,10 @@ def test_a_cache_in_a_folder_that_cannot_be_entered_keeps_nothing_from_running(m
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setenv(environment.CACHE, str(closed / "cache"))
     assert environment.cache_directory() == closed / "cache"
+
+
+def test_a_pipe_with_options_is_not_read_to_choose_the_size(tmp_path):
+    os.mkfifo(tmp_path / "options")
+    command = [sys.executable, "-c", "import deltatune", "--config", "options"]
+    # Nobody writes to it, so that reading it would wait for ever.
+    subprocess.run(command, cwd=tmp_path, timeout=60, check=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 from ..errors import UserError
@@ -132,9 +134,23 @@ def limit_queue() -> None:
     us; what waiting pieces hold is bounded by the plan of a run (plan/device_limits.py).
     """
     if sys.platform == "linux":
-        bounded = any(argument.partition("=")[0] == "--memory" for argument in sys.argv)
-        for name, size in (SMALL_PIECE if bounded else PIECE).items():
+        for name, size in (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE).items():
             os.environ.setdefault(name, str(size))
+
+
+def _bounds_memory(arguments: list[str]) -> bool:
+    """Whether a command bounds its memory, by --memory or in the file that -c or --config names."""
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, _, value = argument.partition("=")
+        if name == "--memory":
+            return True
+        if name in ("-c", "--config"):
+            file = Path(value or following)
+            with contextlib.suppress(OSError, ValueError):
+                # A pipe can be read only once.
+                if file.is_file() and re.search(r"\bmemory[\"']?\s*:", file.read_text(encoding="utf-8")):
+                    return True
+    return False
 
 
 def queued() -> tuple[int, int]:
