@@ -21,8 +21,9 @@ many layers are kept, and whether their cheap operators are computed again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -34,15 +35,16 @@ import mlx.nn as nn
 
 import processes
 from deltatune.layers import describe
-from deltatune.machine import backend
+from deltatune.machine import backend, environment
 from deltatune.ops.recomputation import Checkpoints, operators_pay
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
-from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, DeviceLimits
+from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, MOST, Brake, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.layers_on_disk import held
 from deltatune.plan.search import fits
+from deltatune.plan.simulate import PACES
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 from deltatune.train.tree import leaves
@@ -84,7 +86,14 @@ def by_layers(name: str, bits: int, experts: int, length: int) -> int:
     # The plan does not depend on how much memory there is.
     options: dict[str, Any] = {"grad_checkpoint": True, "optimizer": "adamw8bit", "memory": 1}
     model, config, layout = prepared(name, bits, lora_parameters=lora, **options)
-    peak = forecast_step(model, config, BatchShape(1, length), layout, inputs_on_disk=True).bytes.amount
+    # A command with --memory has small pieces of work.
+    elements, operations = (
+        environment.SMALL_PIECE[environment.ELEMENTS],
+        environment.SMALL_PIECE[environment.OPERATIONS],
+    )
+    small = dataclasses.replace(PACES["cuda"], elements=(elements + 1) << 20, operations=operations + 1)
+    with patch.dict(PACES, cuda=small):
+        peak = forecast_step(model, config, BatchShape(1, length), layout, inputs_on_disk=True).bytes.amount
     frozen = [
         sum(array.nbytes for _, array in leaves(layer.module.parameters()))
         - sum(array.nbytes for _, array in leaves(layer.module.trainable_parameters()))
@@ -107,7 +116,11 @@ def line(
             first, second = (by_layers(name, bits, experts, length) for length in lengths)
         else:
             model, config, layout = prepared(name, bits, grad_checkpoint=True)
-            first, second = (forecast_step(model, config, BatchShape(1, n), layout).bytes.amount for n in lengths)
+            # Where memory is short, an NVIDIA GPU has little work queued.
+            waits = Brake(0, 0) if device == "cuda" else None
+            first, second = (
+                forecast_step(model, config, BatchShape(1, n), layout, brake=waits).bytes.amount for n in lengths
+            )
     rise = (second - first) / (lengths[1] - lengths[0])
     inputs = 2 * MODELS[name]["num_hidden_layers"] * MODELS[name]["hidden_size"]
     return second - rise * lengths[1], rise, experts is not None or rise >= inputs
@@ -119,6 +132,8 @@ def cell(name: str, bits: int, device: str, memory: int, lengths: tuple[int, int
     # A Mac's step does not depend on its memory.
     seen = limit if device == "cuda" else int(usable(device, 64))
     start, rise, goes_on = line(name, bits, device, seen, lengths, experts)
+    if device == "cuda" and experts is None:
+        limit = int(MOST * limit)
     tokens = min(LONGEST, (limit - start) / rise) // 1024 * 1024
     if tokens > lengths[1] and not goes_on:
         return f"{lengths[1]:,} or more ({(start + rise * lengths[1]) / 1e9:.1f})"
@@ -135,9 +150,11 @@ def print_choices(name: str, bits: int, device: str, memories: Sequence[int], le
             limits = DeviceLimits(METAL_BUFFERS if device == "metal" else None, int(usable(device, memory)), "", "")
             for length in lengths:
                 made: list[Forecast] = []
+                shape = BatchShape(1, length)
+                planned = partial(forecast_step, model, config, shape, layout, brake=limits.brake)
 
-                def attempt(again: Checkpoints, length: int = length, made: list[Forecast] = made) -> Forecast:
-                    made.append(forecast_step(model, config, BatchShape(1, length), layout, checkpoints=again))
+                def attempt(again: Checkpoints, planned: Any = planned, made: list[Forecast] = made) -> Forecast:
+                    made.append(planned(again))
                     return made[-1]
 
                 choice = choose(attempt, order, limits, operators=operators_pay())
