@@ -21,9 +21,8 @@ many layers are kept, and whether their cheap operators are computed again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +43,7 @@ from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, MOST, Brake,
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.layers_on_disk import held
 from deltatune.plan.search import fits
-from deltatune.plan.simulate import PACES
+from deltatune.plan.simulate import PACES, cuda_pace
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 from deltatune.train.tree import leaves
@@ -87,12 +86,7 @@ def by_layers(name: str, bits: int, experts: int, length: int) -> int:
     options: dict[str, Any] = {"grad_checkpoint": True, "optimizer": "adamw8bit", "memory": 1}
     model, config, layout = prepared(name, bits, lora_parameters=lora, **options)
     # A command with --memory has small pieces of work.
-    elements, operations = (
-        environment.SMALL_PIECE[environment.ELEMENTS],
-        environment.SMALL_PIECE[environment.OPERATIONS],
-    )
-    small = dataclasses.replace(PACES["cuda"], elements=(elements + 1) << 20, operations=operations + 1)
-    with patch.dict(PACES, cuda=small):
+    with patch.dict(PACES, cuda=cuda_pace(environment.SMALL_PIECE)):
         peak = forecast_step(model, config, BatchShape(1, length), layout, inputs_on_disk=True).bytes.amount
     frozen = [
         sum(array.nbytes for _, array in leaves(layer.module.parameters()))
@@ -150,11 +144,15 @@ def print_choices(name: str, bits: int, device: str, memories: Sequence[int], le
             limits = DeviceLimits(METAL_BUFFERS if device == "metal" else None, int(usable(device, memory)), "", "")
             for length in lengths:
                 made: list[Forecast] = []
-                shape = BatchShape(1, length)
-                planned = partial(forecast_step, model, config, shape, layout, brake=limits.brake)
+                shape, waits = BatchShape(1, length), limits.brake
 
-                def attempt(again: Checkpoints, planned: Any = planned, made: list[Forecast] = made) -> Forecast:
-                    made.append(planned(again))
+                def attempt(
+                    again: Checkpoints,
+                    shape: BatchShape = shape,
+                    waits: Brake | None = waits,
+                    made: list[Forecast] = made,
+                ) -> Forecast:
+                    made.append(forecast_step(model, config, shape, layout, again, brake=waits))
                     return made[-1]
 
                 choice = choose(attempt, order, limits, operators=operators_pay())

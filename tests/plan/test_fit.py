@@ -12,7 +12,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.plan import device_limits as device_limits_module
 from deltatune.plan import fit, primitives, screen, search
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.device_limits import Brake, DeviceLimits, device_limits
+from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
@@ -195,7 +195,7 @@ def test_a_step_that_fits_with_less_queued_work_is_trained_so(run, options, limi
     need = sizes(said)
     limited(int(need * 0.93))
     assert run(*arguments)[0] == 2
-    monkeypatch.setattr(device_limits_module, "brake", lambda size, free: Brake(int(0.9 * size), int(free * size)))
+    monkeypatch.setattr(device_limits_module, "brake", lambda size: int(0.9 * size))
     own, set_limits, plain = mx.set_memory_limit(2**40), [], mx.set_memory_limit
     plain(own)
     monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_limits.append(limit) or plain(limit))

@@ -17,7 +17,6 @@ from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import forward_placement, placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.device_limits import Brake
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.by_layer.read_layers import reading_calls
@@ -65,7 +64,7 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
     by_layers = planned(whole.peak - 1)
     assert (len(whole.streamed), len(by_layers.streamed)) == (0, 1)
     assert by_layers.peak < 0.8 * whole.peak
-    monkeypatch.setattr(forward_placement, "brake", lambda size: Brake(int(0.95 * size), int(0.95 * size)))
+    monkeypatch.setattr(forward_placement, "brake", lambda size: int(0.95 * size))
     waiting = planned(whole.peak - 1)
     assert (len(waiting.streamed), waiting.memory) == (0, whole.peak - 1)
     assert waiting.peak <= whole.peak - 1, "it waits for what is queued before it holds more"

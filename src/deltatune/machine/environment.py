@@ -153,14 +153,14 @@ def _bounds_memory(arguments: list[str]) -> bool:
     return False
 
 
-def queued() -> tuple[int, int]:
-    """Return how many operations a piece of work for an NVIDIA GPU has at most, and how many million elements."""
-    return _leading_number(OPERATIONS), _leading_number(ELEMENTS)
+def queued() -> dict[str, int]:
+    """Return the most that a piece of work for an NVIDIA GPU has, by the variables' names, as in PIECE."""
+    return {name: _leading_number(name, size) for name, size in PIECE.items()}
 
 
-def _leading_number(name: str) -> int:
-    """The number that the variable's value begins with, which is how MLX reads it; 0 for none."""
-    digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, str(PIECE[name])))
+def _leading_number(name: str, otherwise: int) -> int:
+    """The number that a variable's value begins with; 0 for none. MLX reads variables by atoi."""
+    digits = re.match(r"\s*([+-]?\d+)", os.environ.get(name, str(otherwise)))
     return int(digits[1]) if digits else 0
 
 
@@ -195,9 +195,5 @@ def launched_host() -> str | None:
 
 
 def tf32() -> bool:
-    """Tell whether MLX may round the factors of fp32 products on GPUs.
-
-    The variable is parsed as MLX parses it, with atoi: the digits at its start count.
-    """
-    number = re.match(r"\s*[+-]?\d+", os.environ.get(TF32, "1"))
-    return number is not None and int(number[0]) != 0
+    """Tell whether MLX may round the factors of fp32 products on GPUs."""
+    return _leading_number(TF32, 1) != 0

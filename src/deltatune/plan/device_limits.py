@@ -60,12 +60,14 @@ class DeviceLimits:
     @property
     def brake(self) -> Brake | None:
         """From how many bytes on MLX waits for queued work in a run; None where it is not made to."""
-        return None if self.bytes is None else brake(self.bytes, FREE)
+        if self.bytes is None or (most := brake(self.bytes)) is None:
+            return None
+        return Brake(most, int(FREE * self.bytes))
 
 
-def brake(size: int, free: float = MOST) -> Brake | None:
-    """Return from where on MLX waits for queued work if arrays may take `size` bytes; `free` is a share of these."""
-    return Brake(int(MOST * size), int(free * size)) if backend.device() == "cuda" else None
+def brake(size: int) -> int | None:
+    """Return the bytes from which on MLX always waits for queued work, where arrays may take `size` bytes."""
+    return int(MOST * size) if backend.device() == "cuda" else None
 
 
 def device_limits() -> DeviceLimits:

@@ -77,12 +77,11 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
         blank, shapes = blank_batch(rows, length, config.pack), largest_batch(documents, rows)
         batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
 
-        def peak(by_layers: bool) -> int:
-            bounded = plain if by_layers else dataclasses.replace(plain, memory=None)
+        def peak(bound: int | None) -> int:
+            bounded = plain if bound is None else dataclasses.replace(plain, memory=None)
             with noted_passes(model, bounded, trained, inputs_on_disk=False) as (passes, noted, _):
                 with drawing_from(mx.random.key(0)):
                     outputs = loss_of(trained.loss, batch) if passes is None else passes.evaluate(batch)
-                bound = None if by_layers else memory
                 return max(_peak(model, [*noted, outputs], bound), _peak(model, [features], bound))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
@@ -109,13 +108,13 @@ def placed_answer(
     decoder = model["language_model"] if has_vision(model) else model
     with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started():
 
-        def peak(by_layers: bool) -> int:
-            with _noted(model, by_layers) as noted:
+        def peak(bound: int | None) -> int:
+            with _noted(model, by_layers=bound is None) as noted:
                 held = _embedded(model, prompt)
                 noted.append(held)
                 for results in begun(decoder, tokens, most=prompt.most):
                     noted.append([*results, *held])
-                return _peak(model, noted, None if by_layers else memory)
+                return _peak(model, noted, bound)
 
         planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
     return Placed(chosen(model, stored, memory, planned), [], stored)
@@ -141,38 +140,36 @@ def placed_tasks(
     stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
     with refusing_layouts(), without_kernels(), patched():
 
-        def peak(by_layers: bool) -> int:
-            return max(tried(model, (rows, length), memory, by_layers) for tried in (_scoring, _answering))
+        def peak(bound: int | None) -> int:
+            return max(_scoring(model, rows, length, bound), _answering(model, rows, length, bound))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def _scoring(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: bool) -> int:
+def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
     """Return what continuations of so many texts take, which models.continuations scores."""
-    rows, length = tokens
     with evaluating(model), whole_rows():
         split, piece = split_head(model, compare=False), min(PIECE, length)
-        with _noted(model, by_layers) as noted:
+        with _noted(model, by_layers=bound is None) as noted:
             outputs = before_head(model, split, mx.zeros((rows, length), mx.int32))
             noted.append([outputs])
             noted.append([outputs, *of_piece(split, outputs[0, :piece], mx.zeros(piece, mx.int32))])
-            return _peak(model, noted, None if by_layers else memory)
+            return _peak(model, noted, bound)
 
 
-def _answering(model: nn.Module, tokens: tuple[int, int], memory: int, by_layers: bool) -> int:
+def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
     """Return what answers take that models.answer gives to so many prompts at once."""
-    rows, length = tokens
     most = PROMPT_TOKENS[backend.device()]
     read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
     with inferring(model):
         caches = cache_bytes(model)
         # A step makes new caches of all rows from those before it.
         of_rows = 2 * rows * (caches.fixed + caches.token * room_for(length))
-        with _noted(model, by_layers) as noted:
+        with _noted(model, by_layers=bound is None) as noted:
             for results in begun(model, length, read_at_once, most):
                 noted.append(results)
-            return _peak(model, noted, None if by_layers else memory - of_rows) + of_rows
+            return _peak(model, noted, None if bound is None else bound - of_rows) + of_rows
 
 
 def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
@@ -182,7 +179,7 @@ def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
 
 
 @contextmanager
-def _noted(model: nn.Module, by_layers: bool) -> Iterator[list[list[mx.array]]]:
+def _noted(model: nn.Module, *, by_layers: bool) -> Iterator[list[list[mx.array]]]:
     """Yield a list of evaluations; if `by_layers`, the model's layers note theirs in it when they are called."""
     if not by_layers:
         yield []
@@ -191,31 +188,30 @@ def _noted(model: nn.Module, by_layers: bool) -> Iterator[list[list[mx.array]]]:
         yield noted
 
 
-def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], memory: int | None) -> int:
+def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], bound: int | None) -> int:
     """Return what evaluations that follow each other hold at most, all weights included.
 
-    Where all of it is to fit `memory`, MLX waits for queued work; None for no such bound.
+    Where all of it is to fit `bound` bytes, MLX waits for queued work; None for a pass by layers.
     """
-    bound = None if memory is None else brake(memory)
-    limit = None if bound is None else bound.most
+    limit = None if bound is None else brake(bound)
     return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes.amount
 
 
 def _planned(
-    model: nn.Module, memory: int, peak: Callable[[bool], int], tokens: tuple[int, int], smaller: str
+    model: nn.Module, memory: int, peak: Callable[[int | None], int], tokens: tuple[int, int], smaller: str
 ) -> PlannedPass:
     """Plan a pass as a whole, as it is computed where it fits, and else by layers.
 
     Args:
         model: The model.
         memory: What may be held, in bytes.
-        peak: Returns what the pass holds with all weights in memory, by layers or not.
+        peak: Returns what the pass holds with all weights in memory, as a whole within so many bytes, or by layers.
         tokens: Rows, and tokens of a row.
         smaller: What would take less memory, in words.
     """
-    if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(False)) <= memory:
+    if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(memory)) <= memory:
         return PlannedPass(whole, tokens, smaller)
-    return PlannedPass(peak(True), tokens, smaller, whole=False)
+    return PlannedPass(peak(None), tokens, smaller, whole=False)
 
 
 def _prepared(loaded: Loaded, adapter_path: str | None, *, trust_remote_code: bool) -> StoredWeights:

@@ -35,7 +35,7 @@ from ..train.tree import leaves
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
-from .device_limits import brake, device_limits
+from .device_limits import Brake, brake, device_limits
 from .fit import Checked, batch_shape, planned_step, shape
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import held, left_on_disk
@@ -178,13 +178,14 @@ class Placed(NamedTuple):
 
     def checked(self) -> Checked:
         """Return what is said, and the memory limit of a step as a whole; one by layers has its own."""
-        bound = None if self.placement.streamed else brake(self.placement.memory)
-        return Checked(self.placement.said(), None, None if bound is None else bound.most)
+        return Checked(self.placement.said(), None, self._brake())
 
     def limit(self) -> int:
         """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
-        bound = None if self.placement.streamed else brake(self.placement.memory)
-        return self.placement.memory if bound is None else bound.most
+        return self._brake() or self.placement.memory
+
+    def _brake(self) -> int | None:
+        return None if self.placement.streamed else brake(self.placement.memory)
 
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
         """Read what stays in memory; return where the layers' weights are read from, or None if all stay.
@@ -233,8 +234,9 @@ def placed(run: Run) -> Placed:
         layout, fits = ArrayLayout.measured(), False
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
-            unbounded = dataclasses.replace(config, memory=None)
-            plan = planned_step(model, unbounded, (rows, length), run.splits, layout, brake=brake(memory))
+            unbounded, limit = dataclasses.replace(config, memory=None), brake(memory)
+            waits = None if limit is None else Brake(limit, limit)
+            plan = planned_step(model, unbounded, (rows, length), run.splits, layout, brake=waits)
             fits = plan.bytes.amount <= memory
         if not fits:
             plan = planned_step(model, config, (rows, length), run.splits, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..machine import environment
@@ -34,13 +34,17 @@ class Pace:
     releases: bool = False
 
 
-_OPERATIONS, _MILLIONS = environment.queued()
+def cuda_pace(piece: Mapping[str, int]) -> Pace:
+    """The pace of an NVIDIA GPU whose pieces of work have these sizes, as in environment.PIECE."""
+    return Pace(piece[environment.OPERATIONS] + 1, (piece[environment.ELEMENTS] + 1) << 20, page=16384)
+
+
 # Sources in mlx/backend: cpu/encoder.h; metal/device.cpp (the largest chips) and metal/allocator.cpp; cuda/device.cpp,
 # where machine/environment.py sets the numbers of operations and elements, unless the user has set others.
 PACES = {
     "cpu": Pace(10, releases=True),
     "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": Pace(_OPERATIONS + 1, (_MILLIONS + 1) << 20, page=16384),
+    "cuda": cuda_pace(environment.queued()),
 }
 
 

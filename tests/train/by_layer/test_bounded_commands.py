@@ -18,7 +18,6 @@ from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import forward_placement, placement
-from deltatune.plan.device_limits import Brake
 from deltatune.train.by_layer.stored_weights import StoredWeights
 
 
@@ -129,7 +128,7 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     read.clear()
     set_limits, plain = [], mx.set_memory_limit
     for planning in (placement, forward_placement):
-        monkeypatch.setattr(planning, "brake", lambda size: Brake(int(0.95 * size), int(0.95 * size)))
+        monkeypatch.setattr(planning, "brake", lambda size: int(0.95 * size))
     monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_limits.append(limit) or plain(limit))
     assert main([*flags, "--memory", "1GB"]) == 0
     assert 950_000_000 in set_limits

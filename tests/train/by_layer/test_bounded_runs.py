@@ -19,7 +19,7 @@ from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
-from deltatune.plan.device_limits import Brake, DeviceLimits
+from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer import layer_weights
 from deltatune.train.by_layer.layer_inputs import INPUTS
@@ -124,7 +124,7 @@ def test_a_bound_that_everything_fits_within_changes_no_result(config, tmp_path,
     train(in_folder(config, tmp_path / "whole", iters=2))
     set_limits, plain = [], mx.set_memory_limit
     monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_limits.append(limit) or plain(limit))
-    monkeypatch.setattr(placement, "brake", lambda size: Brake(int(0.95 * size), int(0.95 * size)))
+    monkeypatch.setattr(placement, "brake", lambda size: int(0.95 * size))
     train(in_folder(config, tmp_path / "bounded", iters=2, memory=10**9))
     assert 950_000_000 in set_limits
     said = capsys.readouterr().out
