@@ -8,7 +8,8 @@ and B [out, r*E], whose columns hold all experts of one rank index side by side;
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
+
+from ..machine.numpy_arrays import as_numpy
 
 Factors = tuple[mx.array, mx.array]
 
@@ -46,7 +47,7 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
         halves: the names of the parts, from top to bottom.
     """
     pieces = dict(zip(halves, mx.split(b, len(halves), axis=1), strict=True))
-    used = {name: np.array(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}
+    used = {name: as_numpy(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}
     rank, width = b.shape[2], b.shape[2] // len(halves)
     spans = {name: slice(index * width, (index + 1) * width) for index, name in enumerate(halves)}
     diagonal = {name: used[name][spans[name]] for name in halves}

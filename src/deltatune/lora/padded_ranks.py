@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
+from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import arrays_of
 from .adapter import Adapter
 
@@ -84,7 +85,7 @@ def _axis(leaf: str, factor: mx.array) -> int:
 
 def _is_used(factor: mx.array, axis: int) -> np.ndarray:
     """Which ranks of a factor hold a number other than zero."""
-    return np.array(mx.any(factor != 0, axis=[other for other in range(factor.ndim) if other != axis]))
+    return as_numpy(mx.any(factor != 0, axis=[other for other in range(factor.ndim) if other != axis]))
 
 
 def _first(factor: mx.array, axis: int, rank: int) -> mx.array:

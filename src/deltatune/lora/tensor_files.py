@@ -21,6 +21,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..machine import checksum
+from ..machine.numpy_arrays import as_numpy
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -170,7 +171,7 @@ class _ArrayTensor:
 
     def write(self, out: BinaryIO) -> None:
         array = self.array.view(mx.uint16) if self.array.dtype == mx.bfloat16 else self.array
-        out.write(np.ascontiguousarray(np.array(array)).tobytes())
+        out.write(np.ascontiguousarray(as_numpy(array)).tobytes())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], metadata: Mapping[str, str]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from . import nvidia
 from .container import CGROUPS, container
+from .numpy_arrays import as_numpy
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -35,8 +34,7 @@ def stay(arrays: list[mx.array]) -> bool:
     """
     for array in arrays:
         # NumPy has no bf16.
-        numbers: Any = array.view(mx.uint16) if array.itemsize == 2 else array
-        data = np.asarray(memoryview(numbers))
+        data = as_numpy(array.view(mx.uint16) if array.itemsize == 2 else array)
         if not nvidia.stays_on_host(data.ctypes.data, data.nbytes):
             return False
     return True

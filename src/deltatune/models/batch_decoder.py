@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..layers import gated_delta_layers, logits_of
 from ..machine import backend
+from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.tracing import trace
 from ..ops.trial.measure import relative_norm
@@ -129,7 +129,7 @@ class BatchDecoder:
 
     def _take(self, tokens: mx.array) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
-        for place, (row, token) in enumerate(zip(self._rows, np.array(tokens), strict=True)):
+        for place, (row, token) in enumerate(zip(self._rows, as_numpy(tokens), strict=True)):
             if row is None:
                 continue
             if token not in self._ends:

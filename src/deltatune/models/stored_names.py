@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
+from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import is_floating
 from .checkpoint_files import WEIGHTS
 from .transformers_layouts import with_joined_experts, with_released_names
@@ -209,7 +210,7 @@ def _distinct(array: mx.array) -> set[float]:
     axes = tuple(range(1, array.ndim))
     low, high = array.min(axis=axes), array.max(axis=axes)
     mx.eval(low, high)
-    values = set(np.array(low).tolist())
-    for row in np.flatnonzero(np.array(low != high)):
-        values |= set(np.unique(np.array(array[int(row)])).tolist())
+    values = set(as_numpy(low).tolist())
+    for row in np.flatnonzero(as_numpy(low != high)):
+        values |= set(np.unique(as_numpy(array[int(row)])).tolist())
     return values

@@ -15,6 +15,7 @@ import numpy as np
 from ..data import BatchOrder
 from ..data.example import Example
 from ..layers import gated_delta_layers
+from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
 from ..patches.whole_rows import whole_rows
@@ -107,7 +108,7 @@ class Evaluation:
                 loss_sum += number(loss)
                 weight_sum += number(weight)
                 for figure in figures:
-                    reported += np.array(figure).ravel()
+                    reported += as_numpy(figure).ravel()
                 if between is not None and between(done, total):
                     return None
         loss_sum, weight_sum, *sums = self._world.sum_numbers(loss_sum, weight_sum, *reported.tolist())

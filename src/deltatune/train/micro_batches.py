@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..data import Batch
 from ..data.batches.peekable_order import PeekableOrder
 from ..machine import backend
+from ..machine.numpy_arrays import as_numpy
 from ..options.config import TrainConfig
 from . import launcher
 from .distributed import World
@@ -120,7 +120,7 @@ class MicroBatches:
             norm = self._launched_beside(numbers) if beside else self._launched_here(numbers, early)
         with self._waiting() if early else nullcontext():
             mx.eval(numbers)
-        values = tuple(np.array(numbers).tolist())
+        values = tuple(as_numpy(numbers).tolist())
         return Advance(values, None if norm is None else number(norm))
 
     def _summed(self, batch: Batch) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ...machine.numpy_arrays import as_numpy
 from .inputs import VisionBatch, padded_patches
 from .split import has_vision, vision_spec
 from .tower import TowerInputs, run_tower
@@ -71,7 +72,7 @@ class FrozenTower:
         size = padded_patches(count, self._spec)
         features = mx.stack(self.frame_features(batch, index, size))[:, : count // self._spec.merge**2]
         self._dtype = features.dtype
-        bits = np.array(features.view(mx.uint32 if features.dtype.size == 4 else mx.uint16))
+        bits = np.array(as_numpy(features.view(mx.uint32 if features.dtype.size == 4 else mx.uint16)))
         if self._bytes + bits.nbytes <= CACHE_BYTES:
             self._cache[key] = bits
             self._bytes += bits.nbytes

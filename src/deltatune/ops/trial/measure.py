@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from ...machine.numpy_arrays import as_numpy
+
 Kind = tuple[tuple[int, ...], mx.Dtype]
 
 # By dtype, how far one rounding moves a number, over the number: half a unit in the last place. For fp32, in which
@@ -65,7 +67,7 @@ def largest_error(results: Sequence[mx.array | np.ndarray], truths: Sequence[mx.
 def as_float64(array: mx.array | np.ndarray) -> np.ndarray:
     """Return the numbers of an array as a float64 NumPy array."""
     if isinstance(array, mx.array):
-        array = np.array(array.astype(mx.float32))
+        array = as_numpy(array.astype(mx.float32))
     return array.astype(np.float64)
 
 

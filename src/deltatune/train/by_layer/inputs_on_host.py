@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
+from ...machine.numpy_arrays import as_numpy
 from ...ops.kernels.pinned_copies import PinnedRoom
 from .disk_time import DiskTime
 from .layer_inputs import LostInputsError
@@ -44,8 +45,7 @@ class PlainRoom:
     def write(self, x: mx.array) -> mx.array:
         """Copy an array into the room."""
         self._kind = x.shape, x.dtype
-        numbers: Any = x.reshape(-1).view(mx.uint8)
-        self._bytes[: x.nbytes] = np.asarray(memoryview(numbers))
+        self._bytes[: x.nbytes] = as_numpy(x.reshape(-1).view(mx.uint8))
         return mx.array(0)
 
     def read(self) -> mx.array:

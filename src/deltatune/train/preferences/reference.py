@@ -19,6 +19,7 @@ import numpy as np
 
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
+from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import compiled
@@ -70,7 +71,7 @@ def fill(
         if not was_stored:
             mine = _log_probabilities(model, trained, order, *shapes[name])
         values[name] = world.sum(mine)
-        for preference, reference in zip(preferences, np.array(values[name]), strict=True):
+        for preference, reference in zip(preferences, as_numpy(values[name]), strict=True):
             preference.reference[:] = reference
     count = sum(len(preferences) for _, preferences in parts.values())
     how = f"read from {path}" if was_stored else f"computed once and kept in {path}"
@@ -118,7 +119,7 @@ def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *
             assert batch.preferences is not None
             of_batch = arrays(batch)
             (of_answers,) = whole(of_batch) if by_layers is None else by_layers(of_batch, policy)
-            values = np.array(of_answers)
+            values = as_numpy(of_answers)
             numbers = batch.preferences.numbers
             log_probabilities[numbers[numbers >= 0]] = values[numbers >= 0]
     return mx.array(log_probabilities)

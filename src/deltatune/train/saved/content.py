@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 
+from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..by_layer.layer_weights import LayerWeights
 from ..reports import announce
@@ -57,8 +58,8 @@ def weights_digest(model: nn.Module, config: TrainConfig, weights: LayerWeights 
     for name, leaf in [] if config.from_scratch else loaded:
         digest.update(name.encode())
         array = leaf if weights is None else weights.numbers(name, leaf)
-        numbers: Any = array.reshape(-1).view(mx.uint8)
-        digest.update(memoryview(numbers))
+        numbers: Any = as_numpy(array.reshape(-1).view(mx.uint8))
+        digest.update(numbers)
     return digest.hexdigest()
 
 

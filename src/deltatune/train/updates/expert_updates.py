@@ -19,6 +19,7 @@ from mlx.utils import tree_unflatten
 
 from ...errors import UserError
 from ...lora.weights import is_switch
+from ...machine.numpy_arrays import as_numpy
 from ..tree import at, leaves
 from .bundles import ELEMENTWISE
 from .optimizer import learning_rate_times
@@ -88,7 +89,7 @@ class ActiveExperts:
         """Update the touched experts in place. The optimizer must have counted this step already."""
         parameters = dict(leaves(self._model.trainable_parameters()))
         for layer, paths in self._layers.items():
-            touched = np.flatnonzero(np.array(experts.touched[layer]))
+            touched = np.flatnonzero(as_numpy(experts.touched[layer]))
             if not touched.size:
                 continue
             rows = mx.array(touched.astype(np.uint32))

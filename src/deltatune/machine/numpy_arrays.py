@@ -1,0 +1,22 @@
+"""Reads the numbers of MLX's arrays with NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """Return the numbers of an array, which must not be bf16, once they are computed; they are not to be changed.
+
+    np.array() and memoryview() ask MLX for a buffer. If the numbers cannot be copied off an NVIDIA GPU then, MLX ends
+    the process: nothing can be saved, and no message says what to do.
+
+    Raises:
+        RuntimeError: The numbers cannot be computed, or copied off the GPU.
+    """
+    # mlx 0.31.2 has no __array__, so that a buffer is all there is.
+    numbers: Any = array
+    return numbers.__array__() if hasattr(array, "__array__") else np.asarray(numbers)
