@@ -17,6 +17,14 @@ def test_the_numbers_are_those_of_the_array(dtype):
     assert numbers.tolist() == array.tolist()
 
 
+@pytest.mark.parametrize(
+    "part", [np.s_[2:], np.s_[:, 1], np.s_[::-1], np.s_[1:4, ::-2], np.s_[None, 2, :0], np.s_[3, 2]], ids=str
+)
+def test_a_part_has_its_own_numbers(part):
+    array = mx.arange(30).reshape(5, 6)
+    assert np.array_equal(as_numpy(array[part]), np.arange(30).reshape(5, 6)[part])
+
+
 def test_they_outlive_the_array():
     numbers = as_numpy(mx.arange(1000) + 1)
     mx.eval(mx.zeros(1000, mx.int32) - 1)
