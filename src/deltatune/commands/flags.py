@@ -9,16 +9,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from ..errors import UserError
 from ..machine import ranks
 from ..options.chat_template import parsed_options
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import build, check_values, checked, fields_of
-
-_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
+from ..options.values import build, bytes_of, check_values, checked, fields_of
 
 
 def _text(text: str) -> str:
@@ -93,19 +90,14 @@ class Parser(argparse.ArgumentParser):
 
 def size(text: str) -> int:
     """Return the bytes that a text such as `4GB`, `500MB` or a plain number stands for."""
-    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
-    try:
-        if match:
-            return int(Decimal(match[1]) * _SIZES[match[2].upper()])
-    except (InvalidOperation, KeyError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, got {text!r}")
+    count = bytes_of(text)
+    if count is None:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, got {text!r}")
+    return count
 
 
 # The options whose flags take something else than their type says.
 _CONVERT = {
-    "clear_cache_threshold": size,
-    "memory": size,
     "chat_template_config": _template_variables,
     "rank_pattern": _ranks,
 }
@@ -136,7 +128,8 @@ def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) 
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         convert: Callable[[str], Any] = {"int": int, "float": float}.get(kind.split(" ")[0], str)
-        convert = _CONVERT.get(field.name, convert)
+        counts_bytes = field.metadata["range"] is not None and field.metadata["range"].size
+        convert = size if counts_bytes else _CONVERT.get(field.name, convert)
         choices = field.metadata["choices"] or None
         several = "+" if kind.startswith("list") else None
         metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON", _ranks: "JSON"}

@@ -290,14 +290,14 @@ class TrainConfig:
         _RUN,
         "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
         "default MLX keeps what the next step needs",
-        range=Range(least=0, most=2**63 - 1),
+        range=Range(least=0, most=2**63 - 1, size=True),
     )
     memory: int | None = option(
         None,
         _RUN,
         "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit stay on the disk and "
         "are read in every pass; implies grad_checkpoint",
-        range=Range(least=1, most=2**63 - 1),
+        range=Range(least=1, most=2**63 - 1, size=True),
     )
     report_to: str | None = option(
         None,

@@ -12,11 +12,13 @@ import difflib
 import math
 import numbers
 import os
+import re
 import reprlib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any
 
@@ -24,6 +26,8 @@ from ..errors import UserError
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
+# What one of each unit of a size is in bytes.
+_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
 class _ShortRepr(reprlib.Repr):
@@ -54,6 +58,7 @@ class Range:
         most: the largest number; None means as large as MLX can count, or as fp32 can hold.
         below: a number above the largest.
         also: numbers outside the range that have a meaning of their own, such as -1 for "all".
+        size: whether the numbers count bytes, so that a text such as 4GB may stand for one.
 
     Example:
         >>> 0 in Range(least=1, also=(-1,))
@@ -67,6 +72,7 @@ class Range:
     most: float | None = None
     below: float | None = None
     also: tuple[float, ...] = ()
+    size: bool = False
 
     def __contains__(self, number: float) -> bool:
         most = self.most if self.most is not None else _MOST_INT if isinstance(number, int) else _MOST_FLOAT
@@ -238,8 +244,19 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     return scalar
 
 
+def bytes_of(text: str) -> int | None:
+    """Return the bytes that a text such as `4GB`, `500MB` or a plain number stands for; None if it stands for none."""
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
+    try:
+        return int(Decimal(match[1]) * _SIZES[match[2].upper()]) if match else None
+    except (InvalidOperation, KeyError):
+        return None
+
+
 def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
     """Return the value as a `kind`, or None if it is not one that is allowed."""
+    if isinstance(value, str) and (metadata.get("range") or FINITE).size:
+        value = bytes_of(value)
     if kind in (int, float):
         whole = isinstance(value, numbers.Integral)
         if isinstance(value, bool) or not (whole or (kind is float and isinstance(value, numbers.Real))):
@@ -273,8 +290,10 @@ def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
         return f"any of {', '.join(metadata['words'])}, separated by commas"
     if kind is str and metadata.get("choices"):
         return f"{'one of ' if len(metadata['choices']) > 1 else ''}{', '.join(metadata['choices'])}"
+    limits: Range = metadata.get("range") or FINITE
+    if limits.size and isinstance(value, str):
+        return "a size such as 4GB or 500MB"
     if kind in (int, float):
-        limits: Range = metadata.get("range") or FINITE
         most = _MOST_INT if kind is int else _MOST_FLOAT
         if limits.most is None and limits.below is None and isinstance(value, int | float) and most < value < math.inf:
             limits = dataclasses.replace(limits, most=most)
