@@ -83,8 +83,9 @@ def test_mlx_waits_for_queued_work_above_its_memory_limit_as_foreseen():
         return machine.bytes.amount, mx.get_peak_memory() - others
 
     (free, counted), (braked, within) = peaks(None), peaks(10 * held + held // 2)
-    assert counted <= free
-    assert 10 * held < within <= braked
+    # MLX counts a task as done just before it gives back what the task's last operation has read: one array here.
+    assert counted <= free + held
+    assert 10 * held < within <= braked + held
     assert braked < free / 2
 
 
