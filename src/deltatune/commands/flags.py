@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..machine import ranks
 from ..options.chat_template import parsed_options
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import build, bytes_of, check_values, checked, fields_of
+from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of
 
 
 def _text(text: str) -> str:
@@ -92,7 +92,7 @@ def size(text: str) -> int:
     """Return the bytes that a text such as `4GB`, `500MB` or a plain number stands for."""
     count = bytes_of(text)
     if count is None:
-        raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {SIZE}, got {text!r}")
     return count
 
 

@@ -26,7 +26,8 @@ from ..errors import UserError
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
-# What one of each unit of a size is in bytes.
+# What a text that counts bytes is called, and what one of each unit is in bytes.
+SIZE = "a size such as 4GB or 500MB"
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
@@ -255,7 +256,8 @@ def bytes_of(text: str) -> int | None:
 
 def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
     """Return the value as a `kind`, or None if it is not one that is allowed."""
-    if isinstance(value, str) and (metadata.get("range") or FINITE).size:
+    limits: Range = metadata.get("range") or FINITE
+    if limits.size and isinstance(value, str):
         value = bytes_of(value)
     if kind in (int, float):
         whole = isinstance(value, numbers.Integral)
@@ -263,7 +265,7 @@ def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
             return None
         number = int(value) if whole else float(value)
         # A whole number that is too large for a float is outside every range, and cannot be compared with one.
-        return kind(number) if abs(number) < 1e300 and number in (metadata.get("range") or FINITE) else None
+        return kind(number) if abs(number) < 1e300 and number in limits else None
     if kind is str:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(text, str):
@@ -292,7 +294,7 @@ def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
         return f"{'one of ' if len(metadata['choices']) > 1 else ''}{', '.join(metadata['choices'])}"
     limits: Range = metadata.get("range") or FINITE
     if limits.size and isinstance(value, str):
-        return "a size such as 4GB or 500MB"
+        return SIZE
     if kind in (int, float):
         most = _MOST_INT if kind is int else _MOST_FLOAT
         if limits.most is None and limits.below is None and isinstance(value, int | float) and most < value < math.inf:
