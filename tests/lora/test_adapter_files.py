@@ -75,7 +75,7 @@ FORMS = [
 @pytest.mark.parametrize(("family", "kind", "packed"), FORMS)
 def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, family, kind, packed):
     if packed and backend.device() == "cuda":
-        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/decisions/upstream.md)")
     path = tiny_checkpoint(family, quantize={} if packed else None)
     model = adapted(path, kind)
     expected = model(TOKENS)

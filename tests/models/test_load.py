@@ -46,7 +46,7 @@ def change_tensors(folder: Path, change) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
     if quantize and backend.device() == "cuda":
-        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/decisions/upstream.md)")
     path = tiny_checkpoint(family, quantize=quantize)
     model, config = load_model(path)
     reference, reference_config = mlx_lm.utils.load_model(path)
