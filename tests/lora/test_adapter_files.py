@@ -269,8 +269,6 @@ def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_path, monkeypatch):
-    from deltatune.lora import tensor_files
-
     model = adapted(tiny_checkpoint("qwen3"))
     file = save_adapters(model, tmp_path, {})
     before = file.read_bytes()
@@ -278,7 +276,7 @@ def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_pa
     def full(descriptor):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(tensor_files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
         save_adapters(moved(model, 5), tmp_path, {})
     assert file.read_bytes() == before
