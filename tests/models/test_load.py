@@ -233,12 +233,14 @@ def test_index(damaged):
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/model.safetensors"}}))
     refused("is not a plain file name", load, path)
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
-    refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
-    index.write_text(json.dumps({"weight_map": {"model.absent.weight": "model.safetensors"}}))
-    refused("missing, such as model.absent.weight", load, path)
     index.write_text("{}")
     refused("has no weight_map", load, path)
+    shard = "model-00001-of-00002.safetensors"
+    (path / "model.safetensors").rename(path / shard)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
+    index.write_text(json.dumps({"weight_map": {"model.absent.weight": shard}}))
+    refused("missing, such as model.absent.weight", load, path)
 
 
 def test_quantisation_that_config_does_not_know(damaged):

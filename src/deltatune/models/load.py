@@ -27,7 +27,7 @@ from ..errors import UserError, first_line, reason
 from ..json_files import read_json
 from ..machine.environment import expanded
 from .checked_tensors import checked
-from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
+from .checkpoint_files import check_config, check_dense, check_tokenizer, only_chosen, weight_headers
 from .transformers_layouts import as_written, completed, with_known_type
 from .vision import load as vision_load
 
@@ -257,7 +257,8 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
         options["trust_remote_code"] = trust_remote_code
     try:
-        model, loaded_config = mlx_lm.utils.load_model(path, **options)
+        with only_chosen(path) as folder:
+            model, loaded_config = mlx_lm.utils.load_model(folder, **options)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:

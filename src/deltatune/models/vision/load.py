@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ...errors import UserError, reason
 from ...json_files import read_json
+from ..checkpoint_files import only_chosen
 from ..transformers_layouts import with_joined_experts
 
 # What mlx-vlm raises when it cannot build a model from a config.
@@ -79,7 +80,8 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
     original = module.Model
     module.Model = checked(original)
     try:
-        model = load_model(path, lazy=lazy)
+        with only_chosen(path) as folder:
+            model = load_model(folder, lazy=lazy)
     except UserError:
         raise
     except _BUILD_ERRORS as error:
