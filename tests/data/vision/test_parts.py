@@ -173,7 +173,7 @@ def test_no_message_prints_what_may_be_base64(tmp_path):
         assert len(str(caught.value)) < 400
 
 
-# height, width, options, and the rows and columns of tokens that qwen_vl_utils 0.0.14 gives with patches of 8 pixels.
+# height, width, options, and the rows and columns of tokens, worked out by hand from the rule in qwen_vl_utils' source.
 SIZES = [
     (40, 56, {"max_pixels": 1024}, (1, 2)),
     (128, 128, {"max_pixels": 1024}, (2, 2)),
@@ -186,7 +186,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("height", "width", "options", "tokens"), SIZES)
-def test_sizes_are_those_of_qwens_own_library(height, width, options, tokens):
+def test_sizes_follow_the_rule_of_qwens_own_library(height, width, options, tokens):
     assert resized(height, width, options, 16) == tuple(16 * side for side in tokens)
 
 
