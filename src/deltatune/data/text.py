@@ -32,6 +32,7 @@ from .rows.row_formats import (
     tools_of,
 )
 from .rows.unread_columns import MARKED_TURNS, TOOLS
+from .vision.messages import media_kind
 
 # The keys under which a message holds the reasoning before its answer.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -133,6 +134,11 @@ class TextEncoder:
         try:
             for source, row in rows:
                 messages = self.formats.messages(row, source)
+                if kind := media_kind(row, messages or []):
+                    raise UserError(
+                        f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images "
+                        "and videos cannot be streamed, so leave streaming out, or remove the row."
+                    )
                 if messages is None:
                     yield self.formats.text(row, source)
                 else:

@@ -113,7 +113,7 @@ MISTAKES = {
     "an empty conversation": ({"conversations": []}, "empty conversation"),
     "an image": (
         {"messages": said(("user", [{"type": "image", "image": "a.png"}]))},
-        "message 1: expected parts",
+        "this row has images, and the model was loaded without its vision tower",
     ),
     "tools with a number of too many digits": (
         {"prompt": "a", "completion": "b", "tools": f"[{'1' * 5000}]"}, "'tools': expected JSON, got str '[111",

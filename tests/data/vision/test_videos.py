@@ -243,7 +243,7 @@ BAD = {
     "no list": (chat(videos="a.avi"), "'videos': expected a list of paths"),
     "two columns": (chat(video="a.avi", videos=["a.avi"]), "both 'video' and 'videos'"),
     "in two places": (chat([part("video", "a.avi")], video="b.avi"), "give all of them in one place"),
-    "more placeholders": (chat("<video><video>", video="a.avi"), "as many videos as places in the text, got 1 and 2"),
+    "more places": (chat([{"type": "video"}] * 2, video="a.avi"), "as many videos as places in the text, got 1 and 2"),
     "fps": (chat(video="a.avi", fps=0), "'fps': expected a number of frames a second above 0, got 0"),
     "own token": (chat("<video> <|video_pad|>", video="a.avi"), "4 video tokens for 3 pairs of frames"),
     "text line": ({"text": "x", "video": "a.avi"}, "a text line has no place for a video"),

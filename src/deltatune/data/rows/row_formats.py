@@ -12,8 +12,9 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
+from .message_parts import TEXT_KEYS, refuse_unknown_keys
 from .turn_marks import MARKS, WEIGHT
-from .unread_columns import TOOLS, refuse_judged, unread
+from .unread_columns import MEDIA, TOOLS, refuse_judged, refuse_unread_marks, unread
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 ASSISTANT, TOOL = "assistant", "tool"
@@ -113,6 +114,7 @@ class RowFormats:
         if kind != TEXT:
             read = {*vars(self.features).values(), *([SYSTEM] if kind in (SHAREGPT, ALPACA) else [])}
             refuse_judged(row, read, source)
+            refuse_unread_marks(row, messages or [], source)
             self.unread.update(unread(row, read))
         self.kinds[kind] += 1
         return messages
@@ -209,6 +211,7 @@ def join_text_parts(messages: Messages, source: str) -> Messages:
                         f'{source}: message {number}: expected parts {{"type": "text", "text": ...}} for this model, '
                         f"got {short(part)}."
                     )
+                refuse_unknown_keys(part, TEXT_KEYS, f"{source}: message {number}: a part with text")
             message = {**message, "content": "".join(part["text"] for part in content)}
         joined.append(message)
     return joined
@@ -258,7 +261,7 @@ def _spoken(entries: list[Any], source: str) -> Messages:
         if speaker == "function_call":
             calls = _json(value, where) if isinstance(value, str) else value
             message = {"role": ASSISTANT, "content": "", TOOL_CALLS: calls if isinstance(calls, list) else [calls]}
-        messages.append(message | {name: entry[name] for name in MARKS if name in entry})
+        messages.append(message | {name: entry[name] for name in (*MARKS, *MEDIA) if name in entry})
     return messages
 
 

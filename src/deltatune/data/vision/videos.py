@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...models.vision.inputs import Grid, Picture, VisionSpec
-from .image_files import file_content, image_file, media_path, open_image
+from .image_files import file_content, image_file, media_path, open_image, shown
 
 # The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
 _SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
@@ -232,7 +232,7 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
 def name_of(video: Video) -> str:
     """Return what messages call a video."""
     value = video.value.get("path") if isinstance(video.value, Mapping) else video.value
-    return f"video {value}" if isinstance(value, str) else "video from frames"
+    return f"video {shown(value)}" if isinstance(value, str) else "video from frames"
 
 
 def _read(cv2: Any, capture: Any, number: int, earliest: int) -> tuple[np.ndarray | None, int]:
