@@ -99,14 +99,13 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the likeliest token at every step."""
-        for _, _, continuation in requests:
-            if len(continuation) > self.max_length:
-                raise UserError(
-                    f"--tasks: an answer to score has {len(continuation):,} tokens, more than --max-seq-length "
-                    f"{self.max_length:,}; raise it."
-                )
-        rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         counts = [len(continuation) for *_, continuation in requests]
+        if max(counts, default=0) > self.max_length:
+            raise UserError(
+                f"--tasks: an answer to score has {max(counts):,} tokens, more than --max-seq-length "
+                f"{self.max_length:,}; raise it."
+            )
+        rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         # Rows of like length share a batch, the longest first.
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)

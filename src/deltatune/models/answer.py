@@ -62,4 +62,5 @@ def answer_all(
             prefill_batch_size=batch_size,
             return_token_ids=True,
         )
+    assert response.token_ids is not None
     return response.token_ids
