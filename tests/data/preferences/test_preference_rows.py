@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from added_ends import with_first_token
 from deltatune.data import BatchOrder
 from deltatune.data.batches.packing import row_capacity
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
+from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 
 QUESTION, YES, NO = (
@@ -41,6 +43,17 @@ def test_texts_have_their_prompt_and_the_end_token(read, tokenizer):
     (one,), _ = read([{"prompt": "the dog", "chosen": " jumps", "rejected": " sleeps"}])
     assert answers(tokenizer, one) == [("the dog", " jumps<|im_end|>"), ("the dog", " sleeps<|im_end|>")]
     assert one.source.endswith("train.jsonl:1")
+
+
+def test_a_tokenizer_that_adds_an_end_gives_the_same_pairs(folder, tiny_checkpoint, tmp_path):
+    rows = [{"prompt": "the dog", "chosen": " jumps", "rejected": " sleeps"}, {"chosen": "a b", "rejected": "a c"}]
+    pairs = []
+    for behind in (False, True):
+        target = with_first_token(tiny_checkpoint("qwen3_5"), tmp_path / str(behind), before=True, behind=behind)
+        loaded = load(target).tokenizer
+        train = load_datasets(folder(train=rows, loss="dpo"), loaded).train
+        pairs.append([[one.tokens.tolist() for one in pair.documents] for pair in train])
+    assert pairs[0] == pairs[1]
 
 
 def test_the_prompt_of_texts_is_their_longest_common_beginning_in_tokens(read, tokenizer):

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import UserError
 from ..example import Example
+from ..prompts import text_tokens
 from ..rows.row_formats import ASSISTANT, messages_in_text
 from ..rows.turn_marks import unmarked
 from ..text import TextEncoder
@@ -127,7 +128,7 @@ class PreferenceEncoder:
 
     def _text(self, prompt: str, answer: str, side: str, source: str) -> Example:
         """Return the document of a prompt and its answer, both plain text."""
-        before = self._tokenizer.encode(prompt) if prompt else []
+        before = text_tokens(self._tokenizer, prompt) if prompt else []
         if not before:
             raise UserError(f"{source}: the prompt is empty; an answer is judged behind its prompt.")
         tokens = self._with_end(prompt + answer, side, source, answer)
@@ -144,7 +145,7 @@ class PreferenceEncoder:
         """Return the tokens of a text with the end token, once."""
         if not (text if answer is None else answer).strip():
             raise UserError(f"{source}: {side!r} is empty; remove this row.")
-        tokens, end = self._tokenizer.encode(text), self._tokenizer.eos_token_id
+        tokens, end = text_tokens(self._tokenizer, text), self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _messages(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
