@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +136,17 @@ def test_a_template_in_chat_template_json_alone(tiny_checkpoint, tmp_path):
             (model / "tokenizer_config.json").write_text(json.dumps(config))
     assert texts[0] == texts[1]
     assert (model / "chat_template.json").is_file()
+
+
+def test_a_row_is_written_with_the_thinking_whose_prompt_begins_it(shown):
+    """Qwen3.8's prompt with reasoning begins no answer without, and its system message differs."""
+    template = (Path(__file__).parents[1] / "data" / "templates" / "qwen3_8.jinja").read_text(encoding="utf-8")
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER | {"reasoning_content": "jumps"}]}]
+    for flags in ([], ["--chat-template-config", '{"enable_thinking": false}'], ["--no-mask-prompt"]):
+        plain, reasoned = (batch(shown([row], *flags, template=template)) for row in rows)
+        assert "Reasoning effort" not in plain
+        assert "Reasoning effort" in reasoned
+        if "--no-mask-prompt" not in flags:
+            assert "⟦a fox" in plain.replace("⟧⟦", "")
+            assert "⟦jumps" in reasoned.replace("⟧⟦", "")
+        assert batch(shown(rows, *flags, template=template))
