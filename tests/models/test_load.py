@@ -296,6 +296,26 @@ def test_chat_templates_with_names_are_read(damaged, template):
     assert load(path).tokenizer.has_chat_template
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_chat_template_in_chat_template_json_alone_is_read(damaged, named):
+    path, template = damaged(chat_template=None), "{% for message in messages %}{{ message.content }}{% endfor %}"
+    content = [{"name": "default", "template": template}] if named else template
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": content}))
+    tokenizer = load(path).tokenizer
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+    # The tokenizer's own comes first.
+    (path / "chat_template.jinja").write_text("own")
+    assert load(path).tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "own"
+
+
+@pytest.mark.bad_input("a chat_template.json whose template is no text")
+def test_a_chat_template_json_that_holds_no_text_is_refused(damaged):
+    path = damaged(chat_template=None)
+    (path / "chat_template.json").write_text('{"chat_template": 5}')
+    refused("chat_template.json: chat_template must be text", load, path)
+
+
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\nclass Tokenizer: pass\n"
 
 

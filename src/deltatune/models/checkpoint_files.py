@@ -38,6 +38,8 @@ _TOKENIZERS = (
     "vocab.txt",
     "spiece.model",
 )
+# The key of a chat template, in tokenizer_config.json and in chat_template.json.
+_TEMPLATE = "chat_template"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -119,8 +121,25 @@ def check_tokenizer(path: Path) -> None:
     for key in ("chat_template_type", "tool_parser_type"):
         if config.get(key) is not None and not str(config[key]).isidentifier():
             raise UserError(f"{config_path}: {key} {config[key]!r} is not the name of a parser or template.")
-    _check_chat_template(config.get("chat_template"), config_path)
+    _check_chat_template(config.get(_TEMPLATE), config_path)
     _check_code(config, str(config_path))
+
+
+def processor_template(path: Path) -> Any:
+    """Return the chat template of chat_template.json where it stands there alone, as older processors save it.
+
+    transformers' tokenizers read chat_template.jinja and tokenizer_config.json.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    file, config = path / "chat_template.json", path / "tokenizer_config.json"
+    elsewhere = (path / "chat_template.jinja").is_file() or (config.is_file() and read_json(config).get(_TEMPLATE))
+    if elsewhere or not file.is_file():
+        return None
+    template = read_json(file).get(_TEMPLATE)
+    _check_chat_template(template, file)
+    return template
 
 
 def _check_chat_template(template: Any, config_path: Path) -> None:

@@ -133,6 +133,14 @@ REFUSED = {
     "no prompt": ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
     "nothing shared": ({"chosen": "a b", "rejected": "c d"}, "begin differently and there is no prompt"),
     "no prefix": ({"prompt": "the do", "chosen": "g jumps", "rejected": "t"}, "no prefix .* merges with what follows"),
+    "repeated in what is rejected": (
+        {"prompt": [QUESTION], "chosen": [YES], "rejected": [QUESTION | {"name": None}, NO]},
+        "rejected repeats the prompt",
+    ),
+    "an answer that says nothing": (
+        {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO | {"content": " "}]},
+        "message 2: empty answer",
+    ),
     "repeated": ({"prompt": [QUESTION], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "repeats the prompt"),
     "other prompt": ({"prompt": "x", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "do not begin with it"),
     "two kinds": ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen a text, rejected messages"),
@@ -152,6 +160,10 @@ def test_bad_pairs_are_named_by_file_and_line(name, read):
 
 
 LABELS = {
+    "a repeated prompt": (
+        {"prompt": [QUESTION], "completion": [QUESTION, YES], "label": True},
+        "2: .*repeats the prompt",
+    ),
     "a label of another kind": ({"prompt": "a", "completion": " b", "label": "good"}, "2: 'label': expected true or"),
     "no answer": ({"prompt": "a", "completion": None, "label": True}, "2: a prompt or a completion is missing"),
 }
@@ -163,6 +175,23 @@ def test_bad_labels_are_named_by_file_and_line(name, read):
     row, message = LABELS[name]
     with pytest.raises(UserError, match=rf"train.jsonl:{message}"):
         read([{"prompt": "a", "completion": " b", "label": True}, row], loss="kto")
+
+
+def test_empty_fields_of_a_pair_are_absent(read, tokenizer):
+    pair = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
+    empty = {"tool_calls": [], "name": None, "reasoning_content": ""}
+    dumped = {name: [message | empty for message in messages] for name, messages in pair.items()}
+    (one, other, third, fourth), _ = read(
+        [
+            pair,
+            dumped | {"tools": [], "completion": None, "label": None},
+            {"prompt": "", "chosen": [QUESTION | empty, YES], "rejected": [QUESTION, NO]},
+            {"prompt": [], "chosen": [QUESTION | empty, YES], "rejected": [QUESTION, NO]},
+        ]
+    )
+    assert (
+        answers(tokenizer, one) == answers(tokenizer, other) == answers(tokenizer, third) == answers(tokenizer, fourth)
+    )
 
 
 @pytest.mark.bad_input("a single answer for KTO")

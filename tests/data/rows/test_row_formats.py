@@ -108,7 +108,7 @@ MISTAKES = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         "message 1: tool call 1: 'arguments': expected an object, or a string that holds one, got list",
     ),
-    "an empty output": ({"instruction": "a", "output": " "}, "empty 'output'"),
+    "an empty output": ({"instruction": "a", "output": " "}, "message 2: empty answer"),
     "an instruction that is a number": ({"instruction": 1, "output": "b"}, "'instruction': expected a string, got int"),
     "an empty conversation": ({"conversations": []}, "empty conversation"),
     "an image": (

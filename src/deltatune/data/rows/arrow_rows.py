@@ -15,9 +15,8 @@ _COLUMNS = ("image", "images", "video", "videos")
 def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     """Return a row without the nulls in its nested objects.
 
-    A null that somebody wrote looks the same as one that Arrow added, and goes too, with two exceptions. The "content"
-    of a message stays null, as OpenAI writes it beside calls of tools. Members of a list stay, since Arrow adds none.
-    Values that are stored as JSON hold what was written.
+    A null that somebody wrote looks the same as one that Arrow added, and goes too. Members of a list stay, since Arrow
+    adds none. Values that are stored as JSON hold what was written.
 
     Args:
         row: a row as the datasets library gives it.
@@ -35,7 +34,7 @@ def _value(value: Any, feature: Any) -> Any:
         return {
             key: _value(part, _ANY if feature is _ANY else feature.get(key))
             for key, part in value.items()
-            if part is not None or (key == "content" and value.get("role") is not None)
+            if part is not None
         }
     if isinstance(value, list):
         member = feature if feature is _ANY else _member(feature)

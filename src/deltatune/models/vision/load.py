@@ -194,12 +194,3 @@ def needs_torch(error: BaseException) -> str | None:
         f"it needs PyTorch ({first}). Either pip install torch torchvision, or install a version of mlx-vlm that has a "
         "processor of its own for this model (0.7 has one for Qwen3-VL and Qwen3.5)."
     )
-
-
-def chat_template(path: Path) -> str | None:
-    """The chat template from chat_template.json, where older processors keep it, or None."""
-    file = path / "chat_template.json"
-    if not file.is_file():
-        return None
-    template = read_json(file).get("chat_template")
-    return template if isinstance(template, str) else None
