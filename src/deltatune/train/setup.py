@@ -265,7 +265,7 @@ def build_step(
         update=UpdateOptions(
             config.grad_accumulation_steps, config.grad_clip, config.expert_updates, _rates(model, config)
         ),
-        routers=router_losses(model, config),
+        routers=router_losses(model, config, world),
     )
 
 

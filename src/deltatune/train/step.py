@@ -25,7 +25,7 @@ from .tree import leaves, number, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
 from .updates.expert_updates import ActiveExperts, ExpertGradients
-from .updates.routers import FIGURES, RouterLosses, real_lengths
+from .updates.routers import FIGURES, RouterLosses, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
@@ -173,7 +173,11 @@ class Step:
 
         If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
         """
-        return Sums(*self._world.sum_tree(tuple(sums)))
+        own: Any = tuple(sums)
+        if self.routers is not None and self.routers.wait_for_ranks:
+            # All ranks must send in the same order, and the routers' sums travel in the forward pass.
+            own = tree_map(lambda leaf: mx.depends(leaf, self.figures), own)
+        return Sums(*self._world.sum_tree(own))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
@@ -251,7 +255,7 @@ class Step:
         """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
         gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
-            gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
+            gradients = tree_map(lambda g: g.astype(mx.float32) * weight_or_one(weight), gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
@@ -263,7 +267,7 @@ class Step:
         With active experts, the fields of ExpertGradients come fourth.
         """
         optimizer, rates = self.optimizer, self.bundles.rate
-        divisor = mx.where(weight > 0, weight, 1.0) if self._weighted else mx.array(1.0)
+        divisor = weight_or_one(weight) if self._weighted else mx.array(1.0)
         experts: dict[str, mx.array] = {}
         if self._active is not None:
             gradients, experts = self._active.split(gradients)
