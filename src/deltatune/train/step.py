@@ -173,11 +173,11 @@ class Step:
 
         If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
         """
-        own: Any = tuple(sums)
+        sums_here: Any = tuple(sums)
         if self.routers is not None and self.routers.wait_for_ranks:
             # All ranks must send in the same order, and the routers' sums travel in the forward pass.
-            own = tree_map(lambda leaf: mx.depends(leaf, self.figures), own)
-        return Sums(*self._world.sum_tree(own))
+            sums_here = tree_map(lambda leaf: mx.depends(leaf, self.figures), sums_here)
+        return Sums(*self._world.sum_tree(sums_here))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
