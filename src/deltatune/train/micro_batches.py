@@ -6,7 +6,8 @@ for nothing but the first one's update, and changes neither parameters nor optim
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
 From the second iteration of such a row on, a thread of its own launches what the main thread builds (launcher.py).
 
-Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. While a rank waits
+Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass (where the losses
+of routers train, their sums do, and nothing is started early). While a rank waits
 for the others, its update can be undone: if one of them has died, the state before the update is saved. An update that
 cannot be undone begins when nothing is left to wait for.
 """
@@ -263,4 +264,5 @@ def may_start_early(world: World, config: TrainConfig) -> bool:
     """
     connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None
-    return backend.device() == "cuda" and connected and not by_layers
+    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
+    return backend.device() == "cuda" and connected and not by_layers and not routers_wait

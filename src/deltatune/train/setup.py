@@ -263,7 +263,7 @@ def build_step(
         loss,
         world,
         update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, _rates(model, config)),
-        routers=router_losses(model, config),
+        routers=router_losses(model, config, world),
     )
 
 

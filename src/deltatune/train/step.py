@@ -24,7 +24,7 @@ from .distributed import World
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
-from .updates.routers import FIGURES, RouterLosses, real_lengths
+from .updates.routers import FIGURES, RouterLosses, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
@@ -167,7 +167,11 @@ class Step:
 
         If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
         """
-        return Sums(*self._world.sum_tree(tuple(sums)))
+        sums_here: Any = tuple(sums)
+        if self.routers is not None and self.routers.wait_for_ranks:
+            # All ranks must send in the same order, and the routers' sums travel in the forward pass.
+            sums_here = tree_map(lambda leaf: mx.depends(leaf, self.figures), sums_here)
+        return Sums(*self._world.sum_tree(sums_here))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
@@ -224,7 +228,7 @@ class Step:
         """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
         gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
-            gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
+            gradients = tree_map(lambda g: g.astype(mx.float32) * weight_or_one(weight), gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
@@ -234,7 +238,7 @@ class Step:
         """Return the new parameters in joined form, the same in the model's form by path, and the norm."""
         optimizer, rates = self.optimizer, self.bundles.rate
         if self._weighted:
-            divisor = mx.where(weight > 0, weight, 1.0)
+            divisor = weight_or_one(weight)
             gradients = tree_map(lambda g: g / divisor, gradients)
         healthy = mx.isfinite(loss)
         parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates)

@@ -141,15 +141,12 @@ def largest_batch(examples: Sequence[Any], rows: int) -> ImageShapes | None:
     return ImageShapes(padded_frames(count), padded_patches(patches, media[0].spec) if count else 0, fewest)
 
 
-def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:
-    """Return the vision inputs of rows (None is a blank row), or None for a model without a vision tower."""
-    first = next((row.pictures for row in rows if row is not None and row.pictures is not None), None)
-    if first is None:
-        return None
+def collate_pictures(rows: Sequence[Any], width: int, spec: VisionSpec) -> VisionBatch:
+    """Return the vision inputs of rows; None is a blank row, and a batch may be all blank."""
     inputs: list[Any] = []
     for row in rows:
         if row is None:
             inputs.append((np.zeros(0, np.int32), np.zeros((3, 0), np.int32), []))
             continue
         inputs.append((row.tokens[:-1], row.pictures.positions[:, :-1], row.pictures.read(row.source)))
-    return vision_batch(inputs, width, first.spec)
+    return vision_batch(inputs, width, spec)
