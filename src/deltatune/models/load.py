@@ -28,7 +28,7 @@ from ..json_files import read_json
 from ..machine.environment import expanded
 from .checked_tensors import checked
 from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
-from .transformers_layouts import as_written, completed, with_known_type
+from .transformers_configs import as_written, completed, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
