@@ -31,6 +31,7 @@ FAMILIES = [
     "gemma4",
     "gemma4_text",
     "glm4_moe",
+    "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
     "mamba2",

@@ -174,6 +174,9 @@ def _part(
             complete[name] = copy.deepcopy(values[name])
         elif by_transformers and required and "Optional" in str(fields[name].type):  # type: ignore[index]
             complete[name] = None
+    if complete.get("position_embedding_type", "") is None:
+        # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.
+        complete["position_embedding_type"] = "nope"
     names = _KINDS.get(part.get("model_type", ""), {})
     for key in ("layer_types", "layers_block_type"):
         if isinstance(complete.get(key), list):
