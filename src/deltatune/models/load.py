@@ -35,7 +35,7 @@ from .checkpoint_files import (
     processor_template,
     weight_headers,
 )
-from .transformers_layouts import as_written, completed, with_known_type
+from .transformers_configs import as_written, completed, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

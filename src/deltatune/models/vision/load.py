@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ...errors import UserError, reason
 from ...json_files import read_json
 from ..checkpoint_files import only_chosen
+from ..transformers_configs import completed
 from ..transformers_layouts import with_joined_experts
 
 # What mlx-vlm raises when it cannot build a model from a config.
@@ -78,7 +79,17 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
 
     module = architecture(config)
     original = module.Model
+    options = module.ModelConfig
+
+    class Options(options):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_dict(cls, params: dict[str, Any]) -> Any:
+            # mlx-vlm reads the text part from the same dictionary afterwards.
+            params.update(completed(params))
+            return options.from_dict(params)
+
     module.Model = checked(original)
+    module.ModelConfig = Options
     try:
         with only_chosen(path) as folder:
             model = load_model(folder, lazy=lazy)
@@ -88,6 +99,7 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
         raise UserError(f"model {path}: mlx-vlm cannot build a model from its config.json: {reason(error)}") from error
     finally:
         module.Model = original
+        module.ModelConfig = options
     model.__class__ = original
     return model
 
@@ -109,7 +121,7 @@ def build(module: Any, config: dict[str, Any]) -> nn.Module:
     """Build the model of one of mlx-vlm's modules. In some versions the caller has to make the nested configs."""
     from mlx_vlm.utils import update_module_configs
 
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(completed(config))
     return module.Model(update_module_configs(module.ModelConfig.from_dict(config), module, config, ["text", "vision"]))
 
 
