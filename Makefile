@@ -1,4 +1,4 @@
-.PHONY: help env demo test test-again test-cpus fuzz coverage lint tree docs oracle compat families clean selftest selftest-metal \
+.PHONY: help env demo test test-again test-cpus fuzz coverage lint house tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
         check-tag addresses newest branches on-metal
 PYTHON := .venv/bin/python
@@ -17,6 +17,7 @@ help:
 	@echo "make coverage             run the tests and print which lines and branches they reach"
 	@echo "make env                  only the virtual environment, in .venv"
 	@echo "make lint                 ruff, mypy, and actionlint for the workflows"
+	@echo "make house                print the lines of each room of the source beside its budget; fail above one"
 	@echo "make tree                 print every room of the source, what its files hold and what it imports"
 	@echo "make docs                 build the documentation as a site, in site/ (installs MkDocs)"
 	@echo "make selftest             everything on this machine, into deltatune-selftest.json (minutes)"
@@ -65,6 +66,9 @@ lint: env
 	$(PYTHON) -m ruff format --check src tests benchmarks scripts examples
 	$(PYTHON) -m mypy
 	scripts/lint_workflows
+
+house: env
+	$(PYTHON) scripts/house.py
 
 selftest: env
 	$(PYTHON) -m deltatune selftest

@@ -23,7 +23,7 @@ from machine import heading
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3_5", "depth": 4, "tokens": 256, "rows": 1, "rank": 8, "checkpoint": False, "accumulate": 1,
     "tune": "lora", "pack": False, "implementation": "", "optimizer": "adamw", "bits": 0, "iterations": 6, "shape": "",
-    "expert_updates": "dense", "waiting": False,
+    "waiting": False,
 }  # fmt: skip
 EXPERTS = {"family": "qwen3_5_moe", "depth": 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "experts, checkpointed, rank 64": EXPERTS | {"checkpoint": True, "rank": 64},
     "experts, checkpointed, T=2048": EXPERTS | {"checkpoint": True, "tokens": 2048, "iterations": 3},
     "experts, checkpointed, 32 layers": EXPERTS | {"checkpoint": True, "depth": 32, "iterations": 3},
-    "experts, active updates": EXPERTS | {"expert_updates": "active"},
     "2 rows, accumulated": {"rows": 2, "tokens": 512, "accumulate": 2},
     "full fine-tuning": {"depth": 2, "tune": "full"},
     "packed, checkpointed, adafactor": {"pack": True, "checkpoint": True, "optimizer": "adafactor"},
@@ -121,7 +120,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],
             grad_checkpoint=options["checkpoint"], batch_size=options["rows"], iters=iterations, pack=options["pack"],
             grad_accumulation_steps=options["accumulate"], max_seq_length=length, adapter_path=folder, val_batches=0,
-            fine_tune_type=options["tune"], expert_updates=options["expert_updates"],
+            fine_tune_type=options["tune"],
             save_every=1000, steps_per_report=1000,
         )  # fmt: skip
         prepare(model, config)

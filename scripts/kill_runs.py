@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Kill training runs of every kind with SIGKILL, resume each, and compare its bits with those of a run never killed.
 
-The kinds are adapters, full fine-tuning, experts with `expert_updates: active`, packed rows, images, and two processes
-over the ring.
+The kinds are adapters, full fine-tuning, experts, packed rows, images, and two processes over the ring.
 
 usage: scripts/kill_runs.py [KILLS]
 KILLS is their number over all kinds (default: 50).

@@ -61,7 +61,7 @@ def whole(folder, config, given, image=None):
     stored.close()
     with training(model, config, compare=False) as trained:
         model.train()
-        routers, key = router_losses(model, config), [mx.random.key(7)]
+        routers, key = router_losses(model, config, World()), [mx.random.key(7)]
         lengths = real_lengths(given) if routers else None
 
         def step(batch, parameters, lengths):
@@ -88,7 +88,7 @@ def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
             on_disk = isinstance(inputs, Path)
             weights.inputs = InputsOnDisk(inputs, weights.disk) if on_disk else inputs(weights.disk)
         passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
-        routers = router_losses(model, config)
+        routers = router_losses(model, config, World())
         lengths = real_lengths(given) if routers else None
         with passes.served():
             passes.check(packed=config.pack)

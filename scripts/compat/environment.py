@@ -18,7 +18,7 @@ def make(versions: Versions) -> Path:
     """The set's Python; its environment is installed anew, from a package index, where the requirements changed."""
     linux = platform.system() == "Linux"
     wanted = [f"mlx[cpu]=={versions.mlx}", "-e", ".[cpu]"] if linux else [f"mlx=={versions.mlx}", "-e", "."]
-    wanted += [f"mlx-lm=={versions.mlx_lm}", f"mlx-vlm=={versions.mlx_vlm}", "pytest", "ziglang"]
+    wanted += [f"mlx-lm=={versions.mlx_lm}", f"mlx-vlm=={versions.mlx_vlm}", "av", "pytest", "ziglang"]
     place = FOLDER / versions.name
     python, ready = place / "bin" / "python", place / ".ready"
     others = _others()

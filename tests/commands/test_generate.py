@@ -1,17 +1,21 @@
 """What `deltatune generate` refuses before it loads a model, and what it can only refuse afterwards."""
 
 import io
+import shutil
 import sys
 
 import pytest
 
-from console import started
+from added_ends import FIRST, LAST, with_first_token
+from console import deltatune, started
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
-from deltatune.data.prompts import Question, prompt_tokens
+from deltatune.data.prompts import Question, prompt_tokens, text_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
+from deltatune.options.config import TrainConfig
+from deltatune.train.reports.samples import Samples
 
 RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
 PROMPT = ["generate", "--model", "/none", "--prompt"]
@@ -76,8 +80,35 @@ def test_prompts_are_refused_before_the_model_is_looked_for(run, monkeypatch, wh
 
 
 def test_a_prompt_from_standard_input_is_utf8_whatever_the_terminal_is(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffé\\n".encode()), encoding="ascii"))
-    assert generate._prompt("-") == "é\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffé".encode()), encoding="ascii"))
+    assert generate._prompt("-") == "é"
+
+
+TYPED = r"\nabla \theta \\n" + "\n\tprint('\\n')"
+# Refuses everything but TYPED, so that the exit code says what the template was given.
+AS_TYPED = f"{{% if messages[0].content != {TYPED!r} %}}{{{{ raise_exception('changed') }}}}{{% endif %}}ok"
+
+
+def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(AS_TYPED)
+    options = ["--model", model, "--max-tokens", 1]
+    assert deltatune("generate", *options, "--prompt", "-", input=TYPED).returncode == 0
+    assert deltatune("generate", *options, "--prompt", "-", input=f"{TYPED}.").returncode == 2
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_no_end_stands_behind_a_prompt(tiny_checkpoint, tmp_path, behind):
+    """Some tokenizers add an end behind each text, and a first token before it; a text may have that one already."""
+    folder = with_first_token(tiny_checkpoint("qwen3_5"), tmp_path / "model", before=True, behind=behind)
+    tokenizer = load(folder).tokenizer
+    expected = [tokenizer.bos_token_id, *tokenizer.encode("a dog", add_special_tokens=False)]
+    for text in ("a dog", f"{FIRST}a dog"):
+        assert prompt_tokens(tokenizer, Question(text), chat_template=False) == expected
+    model, config = load(folder).model, TrainConfig(sample_prompts=["a dog"], max_seq_length=64)
+    assert [prompt.tokens for prompt in Samples(model, tokenizer, config, plain_text=True).prompts] == [expected]
+    end = tokenizer.encode(f"a dog{LAST}", add_special_tokens=False)
+    assert text_tokens(tokenizer, f"a dog{LAST}") == [tokenizer.bos_token_id, *end]
 
 
 @pytest.mark.bad_input("`generate {flag} {value}`")

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from added_ends import FIRST, with_first_token
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
@@ -156,8 +157,30 @@ def test_what_is_too_long_is_cut_at_its_beginning(asked):
     ((score, _),) = asked._loglikelihood_tokens([(None, context, continuation)])
     asked._model.eval()
     assert score == pytest.approx(expected(asked._model, context[-6:], continuation)[0], abs=1e-3)
-    ((score, _),) = asked._loglikelihood_tokens([(None, [3], context)])
-    assert score == pytest.approx(expected(asked._model, context[-9:-8], context[-8:])[0], abs=1e-3)
+
+
+@pytest.mark.bad_input("`eval --tasks` with --max-seq-length below the length of an answer to score, or to give")
+def test_an_answer_that_does_not_fit_is_refused(asked):
+    asked.max_length = 8
+    with pytest.raises(UserError, match="an answer to score has 20 tokens, more than --max-seq-length 8; raise it"):
+        asked._loglikelihood_tokens([(None, [3], list(range(5, 25)))])
+    with pytest.raises(UserError, match="answers of 8 tokens, which leaves no room for a prompt in --max-seq-length 8"):
+        asked.generate_until([request("the quick", {"max_new_tokens": 8})])
+
+
+@pytest.mark.parametrize("added", [{}, {"before": True}, {"before": True, "behind": True}], ids=str)
+def test_a_text_stands_behind_its_first_token_once(stubbed, checkpoint, tmp_path, added):
+    from deltatune.commands.harness import HarnessModel
+
+    model = HarnessModel(load(with_first_token(checkpoint, tmp_path / "model", **added)), 3, 64)
+    first, plain = model.tokenizer.bos_token_id, model.tokenizer.encode("a dog jumps", add_special_tokens=False)
+    assert model.prefix_token_id == first
+    before = [first] if added else []
+    assert model.tok_encode("a dog jumps") == [*before, *plain]
+    assert model.tok_encode(f"{FIRST}a dog jumps") == [first, *plain]
+    (score,) = model.loglikelihood_rolling([request("a dog jumps")])
+    model._model.eval()
+    assert score == pytest.approx(expected(model._model, [first], plain)[0], rel=1e-4)
 
 
 def test_whole_texts_are_scored_window_by_window(asked):
@@ -267,6 +290,8 @@ def test_what_a_task_needs_and_cannot_have(stubbed, asked, run, checkpoint):
     assert "the data of a task cannot be loaded: no network" in err
     with pytest.raises(UserError, match="draws its answers at random"):
         asked.generate_until([request("x", {"do_sample": True, "temperature": 0.7})])
+    with pytest.raises(UserError, match="draws its answers at random"):
+        asked.generate_until([request("x", {"temperature": 0.7})])
 
 
 @pytest.mark.filterwarnings("default")

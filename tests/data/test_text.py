@@ -101,7 +101,7 @@ MISTAKES = {
     "empty text": ({"text": ""}, "empty text"),
     "blank text": ({"text": " \n"}, "empty text"),
     "nothing but the end": ({"text": "<|im_end|>"}, "nothing to learn from"),
-    "an empty completion": ({"prompt": "a", "completion": " "}, "empty 'completion'"),
+    "an empty completion": ({"prompt": "a", "completion": " "}, "message 2: empty answer"),
     "no message": ({"messages": []}, "empty conversation"),
     "messages without content": ({"messages": [{"role": "user", "content": ""}]}, "empty conversation"),
     "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn counts"),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LOG = DOCS / "log.md"
 PAGES = sorted(DOCS.rglob("*.md"))
-# The log is append-only history; everything else is kept right.
-KEPT = [page for page in PAGES if page != LOG]
+DECISIONS = [page for page in PAGES if page.parent.name == "decisions"]
+# Decisions name code that is gone; everything else is kept right.
+KEPT = [page for page in PAGES if page not in DECISIONS]
 READ = [*KEPT, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -20,6 +20,7 @@ import docs_pages
 from console import deltatune
 from deltatune import cli
 from deltatune.plan import fit
+from films import write_video
 
 WEIGHTS = Path("adapters/adapters.safetensors")
 
@@ -92,13 +93,8 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
 
     for name in ("a.png", "b.png"):
         Image.new("RGB", (32, 32), "red").save(picture / name)
-    import cv2
-
-    film = cv2.VideoWriter(str(picture / "a.mp4"), cv2.VideoWriter_fourcc(*"mp4v"), 2, (48, 32))
-    for shade in range(0, 240, 30):
-        film.write(np.full((32, 48, 3), shade, np.uint8))
-    assert film.isOpened()
-    film.release()
+    shades = [np.full((32, 48, 3), shade, np.uint8) for shade in range(0, 240, 30)]
+    write_video(picture / "a.mp4", shades, codec="mpeg4", rate=2)
     return {
         "Qwen/Qwen3.5-0.8B": dense,
         "PATH": dense,

@@ -300,7 +300,6 @@ ELSEWHERE = {
     "--data": f"{CLI}::test_a_data_flag_overrides_the_data_set_of_the_yaml_file",
     "--dequantize": "models/test_merged_checkpoint::test_quantising_again_is_measured",
     "--dropout": "lora/test_linear::test_dropout_drops_inputs_of_the_update_alone",
-    "--expert-updates": "train/updates/test_expert_updates::test_a_run_that_stops_goes_on_with_the_same_bits",
     "--extra-eos-token": "commands/test_answer_ends::test_training_names_both_tokens_and_generation_stops_at_either",
     "--force": "patches/test_changed_upstream::test_force_goes_on_and_says_what_serves",
     "--fps": "train/test_videos::test_a_run_learns_and_answers",

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from pages import DOCS, KEPT, LOG, PAGES, READ, ROOT, anchors, prose
+from pages import DECISIONS, DOCS, KEPT, PAGES, READ, ROOT, anchors, prose
 
 import docs_pages
 
@@ -18,7 +18,7 @@ def page_names(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [*READ, LOG], ids=page_names)
+@pytest.mark.parametrize("page", [*READ, *DECISIONS], ids=page_names)
 def test_relative_links_and_anchors_resolve(page):
     wrong = []
     for link in LINK.findall(prose(page)):
@@ -81,10 +81,18 @@ def test_every_page_is_in_the_navigation():
         inside = entry.values() if isinstance(entry, dict) else entry
         return [file for each in inside for file in files(each)]
 
-    assert sorted([*files(SITE["nav"]), *BESIDE]) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    listed = [*files(SITE["nav"]), *(str(page.relative_to(DOCS)) for page in DECISIONS), "reference/checks.md"]
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    assert BESIDE == ["decisions", "reference/checks.md"]
 
 
-@pytest.mark.parametrize("page", BESIDE)
+def test_every_page_of_decisions_is_on_their_index():
+    index = DOCS / "decisions" / "index.md"
+    listed = re.findall(r"\]\(([a-z-]+\.md)\)", index.read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(page.name for page in DECISIONS if page != index)
+
+
+@pytest.mark.parametrize("page", ["decisions/index.md", "reference/checks.md"])
 def test_a_page_beside_the_navigation_is_linked_from_both_places(page):
     assert f"](docs/{page})" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"]({page})" in (DOCS / "index.md").read_text(encoding="utf-8")

@@ -75,7 +75,7 @@ FORMS = [
 @pytest.mark.parametrize(("family", "kind", "packed"), FORMS)
 def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, family, kind, packed):
     if packed and backend.device() == "cuda":
-        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/decisions/upstream.md)")
     path = tiny_checkpoint(family, quantize={} if packed else None)
     model = adapted(path, kind)
     expected = model(TOKENS)
@@ -269,8 +269,6 @@ def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_path, monkeypatch):
-    from deltatune.lora import tensor_files
-
     model = adapted(tiny_checkpoint("qwen3"))
     file = save_adapters(model, tmp_path, {})
     before = file.read_bytes()
@@ -278,7 +276,7 @@ def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_pa
     def full(descriptor):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(tensor_files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
         save_adapters(moved(model, 5), tmp_path, {})
     assert file.read_bytes() == before

@@ -46,7 +46,7 @@ def change_tensors(folder: Path, change) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
     if quantize and backend.device() == "cuda":
-        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/log.md)")
+        pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/decisions/upstream.md)")
     path = tiny_checkpoint(family, quantize=quantize)
     model, config = load_model(path)
     reference, reference_config = mlx_lm.utils.load_model(path)
@@ -233,12 +233,14 @@ def test_index(damaged):
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/model.safetensors"}}))
     refused("is not a plain file name", load, path)
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
-    refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
-    index.write_text(json.dumps({"weight_map": {"model.absent.weight": "model.safetensors"}}))
-    refused("missing, such as model.absent.weight", load, path)
     index.write_text("{}")
     refused("has no weight_map", load, path)
+    shard = "model-00001-of-00002.safetensors"
+    (path / "model.safetensors").rename(path / shard)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    refused("1 weight files of the index are missing, such as model-00002-of-00002", load, path)
+    index.write_text(json.dumps({"weight_map": {"model.absent.weight": shard}}))
+    refused("missing, such as model.absent.weight", load, path)
 
 
 def test_quantisation_that_config_does_not_know(damaged):
@@ -292,6 +294,26 @@ def test_chat_templates_with_names_are_read(damaged, template):
     path = damaged()
     rewrite(path / "tokenizer_config.json", chat_template=template)
     assert load(path).tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_chat_template_in_chat_template_json_alone_is_read(damaged, named):
+    path, template = damaged(chat_template=None), "{% for message in messages %}{{ message.content }}{% endfor %}"
+    content = [{"name": "default", "template": template}] if named else template
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": content}))
+    tokenizer = load(path).tokenizer
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+    # The tokenizer's own comes first.
+    (path / "chat_template.jinja").write_text("own")
+    assert load(path).tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "own"
+
+
+@pytest.mark.bad_input("a chat_template.json whose template is no text")
+def test_a_chat_template_json_that_holds_no_text_is_refused(damaged):
+    path = damaged(chat_template=None)
+    (path / "chat_template.json").write_text('{"chat_template": 5}')
+    refused("chat_template.json: chat_template must be text", load, path)
 
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\nclass Tokenizer: pass\n"

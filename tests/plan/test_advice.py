@@ -106,7 +106,6 @@ def test_what_hardly_helps_or_was_chosen_is_not_advised(needs, words, tmp_path):
     chosen = ["--rank-pattern", '{"q_proj": 4}']
     assert "--rank-pattern" not in needs(1e6, *words, *chosen)[2]
     assert "--optimizer adam" not in needs(1e6, *words, "--optimizer", "lion")[2]
-    assert "--optimizer adam" not in needs(1e6, *words, "--expert-updates", "active")[2]
     assert "less" not in needs(1e6, *words, "--optimizer", "sgd", "--rank", "1")[2]
     (tmp_path / "run.yaml").write_text("optimizer_config: {adamw: {weight_decay: 0.02}}")
     said = needs(1e6, *words, "-c", tmp_path / "run.yaml")[2]

@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
 from deltatune.plan import device_limits as device_limits_module
@@ -17,7 +16,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
 from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
-from deltatune.plan.traced_step import BatchShape, trace_step
+from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare, ready
 
 
@@ -104,10 +103,9 @@ def test_a_largest_value_is_said_as_it_is_known():
     assert {found: screen.words(found) for found in said} == said
 
 
-@pytest.mark.parametrize("expert_updates", ["dense", "active"])
-def test_a_plan_leaves_model_and_random_state_alone(tiny_model, expert_updates):
+def test_a_plan_leaves_model_and_random_state_alone(tiny_model):
     model = tiny_model("qwen3_5_moe")
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True, expert_updates=expert_updates)
+    config = TrainConfig(num_layers=-1, grad_checkpoint=True)
     prepare(model, config)
     mx.eval(model.parameters())
     before, key = dict(tree_flatten(model.parameters())), mx.random.state[0].tolist()
@@ -152,18 +150,6 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     checkpointed = forecast_step(model, config, BatchShape(4, 64), layout)
     assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
     assert checkpointed.beyond < wider.beyond
-
-
-def test_a_plan_is_of_the_update_that_the_run_makes(tiny_model):
-    """A plan includes the separate update of experts: its evaluation, and its refusals of other options."""
-    config = TrainConfig(num_layers=-1, expert_updates="active")
-    model = tiny_model("qwen3_5_moe")
-    prepare(model, config)
-    built = trace_step(model, config, BatchShape(1, 32), ArrayLayout.measured())
-    assert [phase.name for phase in built.phases] == ["forward and backward", "update", "update of experts"]
-    config.optimizer = "adafactor"
-    with pytest.raises(UserError, match="adafactor does not"):
-        forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured())
 
 
 def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited, tmp_path):

@@ -11,6 +11,7 @@ from deltatune.demo.text_demo import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.lora.without import can_be_without, without_adapters
+from deltatune.models.generate import Sampling
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig
 from deltatune.train import dialogue
@@ -131,6 +132,36 @@ def test_several_prompts_are_answered_as_each_by_itself():
     expected = [deltatune.generate(found, prompt, max_tokens=8) for prompt in prompts]
     assert deltatune.generate(found, prompts, max_tokens=8) == expected
     assert deltatune.generate(found, [], max_tokens=8) == []
+
+
+@pytest.mark.bad_input("`deltatune.generate` with max_tokens 0 or -1, of one prompt or several")
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "two teas"]], ids=["one", "several"])
+def test_an_answer_of_no_tokens_is_refused(prompt):
+    for most in (0, -1):
+        with pytest.raises(UserError, match=f"max_tokens: expected a whole number of 1 or more, got {most}"):
+            deltatune.generate(load(MODEL), prompt, max_tokens=most)
+
+
+@pytest.mark.parametrize("first", [" dog", "  ", "dog"])
+def test_one_prompt_and_several_keep_the_space_that_begins_an_answer(tiny_checkpoint, monkeypatch, first):
+    found = load(tiny_checkpoint("qwen3_5"))
+    tokens = [*found.tokenizer.encode(first), *found.tokenizer.encode(" fox")]
+
+    def sampler(_):
+        def chosen(logprobs):
+            at = chosen.drawn
+            chosen.drawn += 1
+            return mx.full(logprobs.shape[:1], tokens[at % len(tokens)])
+
+        chosen.drawn = 0
+        return chosen
+
+    monkeypatch.setattr(Sampling, "sampler", sampler)
+    monkeypatch.setattr(dialogue, "refuse_nan", lambda *_: None)
+    options = {"max_tokens": len(tokens), "temp": 1.0}
+    text = f"{first} fox"
+    assert deltatune.generate(found, "hello", **options) == text
+    assert deltatune.generate(found, ["hello"], **options) == [text]
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "two teas"]], ids=["one", "several"])

@@ -1,11 +1,14 @@
 """Tests that several ranks under mlx.launch train as one process does on the same global batches."""
 
+import json
 import shutil
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from PIL import Image
 
+from console import deltatune
 from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
 
 
@@ -42,6 +45,19 @@ def same(tmp_path, read_metrics):
     return check
 
 
+@pytest.fixture
+def both(launch, tmp_path):
+    """both(options) trains on one rank, into the folder one, and on two, into two."""
+
+    def run(options):
+        alone = tmp_path / "one.yaml"
+        alone.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "one")}))
+        for done in (deltatune("train", "-c", alone), launch(options | {"adapter_path": str(tmp_path / "two")})):
+            assert done.returncode == 0, done.stderr
+
+    return run
+
+
 @pytest.mark.parametrize("backend", ["ring", "mpi"])
 def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path, backend):
     """The first launch ends inside an accumulation, so that the state holds each rank's own gradients.
@@ -73,6 +89,37 @@ def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, same, tmp_pat
     make_trainer(**shared | {"iters": 3}).run()
     done = launch(shared | {"resume": True})
     assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
+    same("one", "two")
+
+
+@pytest.mark.parametrize("bound", [{}, {"memory": "1GB"}], ids=["whole step", "by layers"])
+def test_the_losses_of_routers_are_those_of_the_whole_batch(
+    both, shared, same, read_metrics, tiny_checkpoint, tmp_path, bound
+):
+    """Both are taken over the tokens of all ranks before their product is formed, in every micro-batch."""
+    folder = tiny_checkpoint("qwen3_next", num_hidden_layers=2, full_attention_interval=2)
+    chosen = {"model": str(folder), "router_aux_loss_coef": 2.0, "router_z_loss_coef": 0.5, "val_batches": 0} | bound
+    both(shared | chosen)
+    same("one", "two")
+    for name in ("aux_loss", "z_loss"):
+        one, two = (
+            [record[name] for record in read_metrics(tmp_path / run) if name in record] for run in ("one", "two")
+        )
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_rank_without_a_picture_in_a_batch_trains_along(both, shared, same, tiny_vision_checkpoint, tmp_path):
+    """Three rows in batches of two: rank 1's share of the second batch is blank."""
+    pytest.importorskip("mlx_vlm", minversion="0.7")
+    data = tmp_path / "pictures"
+    data.mkdir()
+    Image.new("RGB", (32, 32), "red").save(data / "a.png")
+    row = {"image": "a.png", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "red"}]}
+    for split in ("train", "valid"):
+        (data / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    model = tiny_vision_checkpoint("qwen3_5")
+    chosen = {"model": str(model), "data": str(data), "batch_size": 2, "steps_per_eval": 5}
+    both(shared | chosen)
     same("one", "two")
 
 

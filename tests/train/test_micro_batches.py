@@ -184,11 +184,10 @@ def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
         def __init__(self, backend):
             self.size, self.backend = 2, backend
 
-    config, active = TrainConfig(), TrainConfig(expert_updates="active")
+    config = TrainConfig()
     for device, expected in (("cpu", False), ("metal", False), ("cuda", True)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert may_start_early(World(), config) is expected
-    assert not may_start_early(World(), active)
     assert may_start_early(Ranks("nccl"), config)
     assert not may_start_early(Ranks("ring"), config)
 

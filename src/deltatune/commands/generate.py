@@ -173,19 +173,23 @@ def _answer(
 
 
 def _prompt(text: str) -> str:
-    """Return the prompt, read from standard input where it is `-`; UserError where it is empty or not UTF-8."""
-    if text == "-":
-        if sys.stdin is None:
-            raise UserError("--prompt -: standard input is closed; give it the prompt, or give --prompt TEXT.")
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"--prompt -: byte {error.start} of standard input is not UTF-8 ({error.reason}); give text in UTF-8."
-            ) from error
-        if not text.strip():
-            raise UserError("--prompt -: standard input is empty; give a prompt with text in it.")
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    r"""Return the prompt, read from standard input where it is `-`; UserError where that is empty or not UTF-8.
+
+    Standard input is taken as it stands. In an argument, \n and \t stand for a new line and a tab, as for mlx_lm.
+    """
+    if text != "-":
+        return text.replace("\\n", "\n").replace("\\t", "\t")
+    if sys.stdin is None:
+        raise UserError("--prompt -: standard input is closed; give it the prompt, or give --prompt TEXT.")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--prompt -: byte {error.start} of standard input is not UTF-8 ({error.reason}); give text in UTF-8."
+        ) from error
+    if not text.strip():
+        raise UserError("--prompt -: standard input is empty; give a prompt with text in it.")
+    return text
 
 
 def _add_ends(options: GenerateOptions, loaded: Loaded) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
-from ..data.prompts import conversation_text
+from ..data.prompts import conversation_text, text_tokens
 from ..errors import UserError, first_line
 from ..machine.compiling import without_kernels
 from ..models.answer import answer_all
@@ -32,6 +33,8 @@ from .answering import Reading
 
 # The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.
 _ANSWER_TOKENS = 256
+# The names under which a task may say it; the first that is there counts, as in lm-eval.
+_LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
@@ -74,14 +77,18 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.eos_token_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """The token behind which a text without a context stands: the one that begins a text, if there is one."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
+
+    @property
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:
-            # A chat template may have written the first special token already.
-            first = self.tokenizer.bos_token
-            add_special_tokens = not (first and string.startswith(first))
+            return text_tokens(self.tokenizer, string)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -92,8 +99,13 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the likeliest token at every step."""
+        counts = [len(continuation) for *_, continuation in requests]
+        if max(counts, default=0) > self.max_length:
+            raise UserError(
+                f"--tasks: an answer to score has {max(counts):,} tokens, more than --max-seq-length "
+                f"{self.max_length:,}; raise it."
+            )
         rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
-        counts = [min(len(continuation), len(row) - 1) for (*_, continuation), row in zip(requests, rows, strict=True)]
         # Rows of like length share a batch, the longest first.
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
@@ -108,12 +120,16 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, in windows of `max_length` tokens."""
+        """Return the log-likelihood of each whole text behind prefix_token_id, in windows of `max_length` tokens.
+
+        Where a tokenizer begins a text with that token, it is no word of the text, and is not scored.
+        """
         totals = []
         for request in requests:
+            tokens, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
+                token_list=tokens[1:] if tokens[:1] == [prefix] else tokens,
+                prefix_token=prefix,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
@@ -126,24 +142,39 @@ class HarnessModel(TemplateLM):
         groups: dict[int, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             options = request.args[1]
-            if options.get("do_sample") and options.get("temperature", 1.0) != 0:
+            temperature = float(options.get("temperature", 0.0 if options.get("do_sample") is None else 1.0))
+            if options.get("do_sample") is not False and temperature != 0:
                 raise UserError("--tasks: one of them draws its answers at random, and only likeliest ones are given.")
-            groups[min(options.get("max_gen_toks", _ANSWER_TOKENS), self.max_length - 1)].append(number)
+            most = int(next((options[name] for name in _LONGEST if options.get(name) is not None), _ANSWER_TOKENS))
+            if most >= self.max_length:
+                raise UserError(
+                    f"--tasks: one of them asks for answers of {most:,} tokens, which leaves no room for a prompt in "
+                    f"--max-seq-length {self.max_length:,}; raise it."
+                )
+            groups[most].append(number)
         answers = [""] * len(requests)
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
             refuse_nan(self._loaded, prompts[0], self._weights)
-            texts = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
-            for number, text in zip(numbers, texts, strict=True):
-                answers[number] = _until(text, requests[number].args[1].get("until") or [])
+            continued = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
+            for number, tokens in zip(numbers, continued, strict=True):
+                answers[number] = self._text(tokens, requests[number].args[1].get("until") or [])
         return answers
 
+    def _text(self, tokens: list[int], until: str | list[str]) -> str:
+        """Return the text of an answer before the first of the stop texts, without special tokens, as lm-eval's own."""
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
-def _until(text: str, stops: str | list[str]) -> str:
-    """Return the text before the first of the stop texts."""
-    for stop in [stops] if isinstance(stops, str) else stops:
-        text = text.split(stop)[0] if stop else text
-    return text
+        def stopped(end: int) -> bool:
+            written = self.tokenizer.decode(tokens[:end])
+            return any(stop in written for stop in stops)
+
+        # A stop text may be a special token, which the text of the answer lacks.
+        end = bisect_left(range(len(tokens)), True, key=stopped)
+        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
 
 
 def named_tasks(names: Sequence[str], include_path: str | None = None) -> tuple[list[str], TaskManager]:

@@ -72,9 +72,33 @@ def prompt_tokens(
         for flag, text in flags.items():
             if text is not None:
                 raise UserError(f"{flag}: without a chat template, the prompt is the whole text; write it there.")
-        return tokenizer.encode(question.prompt)
+        return text_tokens(tokenizer, question.prompt)
     prefilled = question.prefill_response is not None
     return conversation_tokens(tokenizer, question.messages(), refused, template_options, prefilled=prefilled)
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Turn a text that the model is to continue into tokens, without the end that some tokenizers add behind a text.
+
+    The token that begins a text is added as the tokenizer does it, but not before a text that is written with it.
+
+    Args:
+        tokenizer: mlx-lm's wrapper of the tokenizer.
+        text: The text.
+    """
+    first = tokenizer.bos_token
+    if first and text.startswith(first):
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    tokens, behind = list(tokenizer.encode(text)), _added_behind(tokenizer)
+    return tokens[: len(tokens) - len(behind)] if behind and tokens[-len(behind) :] == behind else tokens
+
+
+def _added_behind(tokenizer: Any) -> list[int]:
+    """Return the special tokens that a tokenizer adds behind every text."""
+    letter = "a"
+    plain, added = list(tokenizer.encode(letter, add_special_tokens=False)), list(tokenizer.encode(letter))
+    ends = (at + len(plain) for at in range(len(added)) if added[at : at + len(plain)] == plain)
+    return added[next(ends, len(added)) :]
 
 
 def conversation_text(

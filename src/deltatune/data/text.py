@@ -32,6 +32,7 @@ from .rows.row_formats import (
     tools_of,
 )
 from .rows.unread_columns import MARKED_TURNS, TOOLS
+from .vision.messages import media_kind
 
 # The keys under which a message holds the reasoning before its answer.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -98,11 +99,13 @@ class TextEncoder:
         template = self._renderer.template(tools)
         check_roles(messages, template, source)
         self._check_tools(messages, tools, template, source)
-        if self._mask_prompt is False:
+        every = self._mask_prompt is False
+        if self._last_turn and not every:
+            counted = counted[-1:]
+        check_answers(messages, turns if every else counted, source)
+        if every:
             self.formats.unread[MARKED_TURNS] += len(turns) > len(counted)
             return Conversation(messages, tools, None, False, source, options)
-        if self._last_turn:
-            counted = counted[-1:]
         return Conversation(messages, tools, counted, counted == turns, source, options)
 
     def _check_tools(self, messages: Messages, tools: list[Any] | None, template: str | None, source: str) -> None:
@@ -133,6 +136,11 @@ class TextEncoder:
         try:
             for source, row in rows:
                 messages = self.formats.messages(row, source)
+                if kind := media_kind(row, messages or []):
+                    raise UserError(
+                        f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images "
+                        "and videos cannot be streamed, so leave streaming out, or remove the row."
+                    )
                 if messages is None:
                     yield self.formats.text(row, source)
                 else:
@@ -203,6 +211,30 @@ def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
     reasonings = [message.get(key) for message in messages for key in _REASONING]
     thoughts = [thought.strip() for thought in reasonings if isinstance(thought, str) and thought.strip()]
     return sum(not any(thought in row.text for row in rows) for thought in thoughts)
+
+
+def check_answers(messages: Messages, turns: list[int], source: str) -> None:
+    """Refuse answers that say nothing: the model would learn to stop at once.
+
+    Args:
+        messages: the messages of a row.
+        turns: the numbers of the assistant's messages that count in the loss.
+        source: what messages call the row.
+
+    Raises:
+        UserError: one of them has no text, no reasoning, no call of a tool and no picture.
+    """
+    for turn in turns:
+        message = messages[turn]
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        says = any(part.get("type") != "text" or part["text"].strip() for part in parts)
+        reasons = any(str(message.get(key) or "").strip() for key in _REASONING)
+        if not (says or reasons or message.get(TOOL_CALLS)):
+            raise UserError(
+                f"{source}: message {turn + 1}: empty answer: there is nothing to learn from; remove this row, or give "
+                'the message "weight": 0.'
+            )
 
 
 ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]

@@ -27,7 +27,10 @@ def ask(loaded: Loaded, items: Sequence[task.CafeMessage]) -> Score:
     """Let the model answer every item; each token is the most likely one."""
     started = time.perf_counter()
     prompts = [prompt_tokens(loaded.tokenizer, Question(item.message)) for item in items]
-    answers = answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST)
+    answers = [
+        loaded.tokenizer.decode(tokens)
+        for tokens in answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST)
+    ]
     return Score(items, answers, time.perf_counter() - started)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UserError
-from ..machine import checksum
+from ..machine import atomic_files, checksum
 from ..machine.numpy_arrays import as_numpy
 
 _BITS = {
@@ -210,4 +209,4 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
         if summed is not None:
             summed.seal()
         out.flush()
-        os.fsync(out.fileno())
+        atomic_files.flush(out.fileno())

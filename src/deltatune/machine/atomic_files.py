@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,29 @@ def replace_durably(path: Path, write: Callable[[BinaryIO], object], keep: Path 
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
 
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, write_and_flush, keep)
     sync_directory(path.parent)
+
+
+def flush(descriptor: int) -> None:
+    """Flush an open file to the disk, so that its content survives a power cut.
+
+    On macOS fsync leaves the content in the drive's own memory, and F_FULLFSYNC does not. A file system that lacks
+    F_FULLFSYNC, as those of network drives do, gets fsync.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    if sys.platform == "darwin":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
 
 
 def sync_directory(directory: Path) -> None:
@@ -63,7 +82,7 @@ def sync_directory(directory: Path) -> None:
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        flush(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise

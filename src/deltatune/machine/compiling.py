@@ -3,8 +3,8 @@
 mx.compile fuses elementwise chains into kernels that it builds at first use, about a hundred for a hybrid model's
 step. On a CPU, g++ needs 35 to 60 s of one core for them on a machine that has not built them before, and an iteration
 becomes 5 to 10 % faster. On NVIDIA GPUs, NVRTC needs minutes in every process, since it builds each kernel for 34
-layouts and keeps none (docs/log.md). MLX has a compile mode that traces and simplifies but does not fuse. It has no
-Python binding, so upstream.py finds the C++ function.
+layouts and keeps none (docs/decisions/nvidia-step.md). MLX has a compile mode that traces and simplifies but does not
+fuse. It has no Python binding, so upstream.py finds the C++ function.
 """
 
 from __future__ import annotations

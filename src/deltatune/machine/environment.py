@@ -168,7 +168,8 @@ def see_own_gpu() -> None:
     """Give each process of a launched run one NVIDIA GPU of its own, in the order of ranks.
 
     mlx.launch does this itself for NCCL. Over the ring and MPI, all processes would compute on the first GPU, and two
-    H200s would train no faster than one (docs/log.md). CUDA reads the variable when MLX is first used.
+    H200s would train no faster than one (docs/decisions/several-gpus.md). CUDA reads the variable when MLX is first
+    used.
     """
     rank = next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
     visible = os.environ.get(GPUS)

@@ -1,12 +1,12 @@
-"""Answers prompts: many at once, or one by itself, which always takes the likeliest token."""
+"""Answers many prompts at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm import batch_generate, stream_generate
+from mlx_lm import batch_generate
 
 from ..machine import backend
 from ..machine.compiling import without_kernels
@@ -29,7 +29,7 @@ def answer_all(
     sampler: Sampler | None = None,
     rows: int = ROWS,
     compiled: bool = True,
-) -> list[str]:
+) -> list[list[int]]:
     """Continue each prompt until the model ends its answer.
 
     Args:
@@ -42,7 +42,7 @@ def answer_all(
         compiled: Whether a step may be compiled, which layers that read their weights cannot be.
 
     Returns:
-        The text of each answer.
+        The tokens of each answer, without the one that ended it.
     """
     model.eval()
     # Building kernels would take longer than all the answers of an evaluation take without them.
@@ -50,7 +50,7 @@ def answer_all(
         if is_covered(model):
             rows = min(rows, len(prompts))
             decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, sampler, compiled=compiled)
-            return [tokenizer.decode(tokens) for tokens in decoder.run(prompts)]
+            return decoder.run(prompts)
         batch_size = min(rows, _ROWS_OF_MLX_LM.get(backend.device(), ROWS))
         response = batch_generate(
             model,
@@ -60,29 +60,7 @@ def answer_all(
             sampler=sampler,
             completion_batch_size=batch_size,
             prefill_batch_size=batch_size,
+            return_token_ids=True,
         )
-    return response.texts
-
-
-def answer_one(
-    model: nn.Module, tokenizer: Any, prompt: Sequence[int], *, max_tokens: int, ended: Callable[[], bool]
-) -> str | None:
-    """Continue a prompt as answer_all does; no random number is drawn.
-
-    Args:
-        model: The model, in inference mode.
-        tokenizer: mlx-lm's wrapper of its tokenizer.
-        prompt: The tokens of the prompt.
-        max_tokens: The largest number of tokens in the answer.
-        ended: Is called after each token; True ends the generation.
-
-    Returns:
-        The text of the answer, or None if `ended` ended it.
-    """
-    parts: list[str] = []
-    with without_kernels(), patched():
-        for piece in stream_generate(model, tokenizer, list(prompt), max_tokens=max_tokens):
-            parts.append(piece.text)
-            if ended():
-                return None
-    return "".join(parts)
+    assert response.token_ids is not None
+    return response.token_ids

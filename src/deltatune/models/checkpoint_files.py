@@ -1,4 +1,4 @@
-"""Checks the files of a checkpoint folder before any loader opens them.
+"""Chooses the weight files of a checkpoint folder, and checks all its files before any loader opens them.
 
 The checks make sure that no code in the folder runs unless the user allows it, and that no file refers to a path
 outside the folder. Weights must be in safetensors files.
@@ -7,6 +7,9 @@ outside the folder. Weights must be in safetensors files.
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from ..options.values import short
 
 # Which tensor stands in which file, for checkpoints of several files.
 INDEX = "model.safetensors.index.json"
-# Pattern of the names of weight files.
+# The one file of a checkpoint that is not split, and the pattern of the names of all weight files.
+WHOLE = "model.safetensors"
 WEIGHTS = "model*.safetensors"
 
 # The keys of config.json that say how weights are quantised, at its top level or in its text_config.
@@ -34,6 +38,8 @@ _TOKENIZERS = (
     "vocab.txt",
     "spiece.model",
 )
+# The key of a chat template, in tokenizer_config.json and in chat_template.json.
+_TEMPLATE = "chat_template"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -115,8 +121,25 @@ def check_tokenizer(path: Path) -> None:
     for key in ("chat_template_type", "tool_parser_type"):
         if config.get(key) is not None and not str(config[key]).isidentifier():
             raise UserError(f"{config_path}: {key} {config[key]!r} is not the name of a parser or template.")
-    _check_chat_template(config.get("chat_template"), config_path)
+    _check_chat_template(config.get(_TEMPLATE), config_path)
     _check_code(config, str(config_path))
+
+
+def processor_template(path: Path) -> Any:
+    """Return the chat template of chat_template.json where it stands there alone, as older processors save it.
+
+    transformers' tokenizers read chat_template.jinja and tokenizer_config.json.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    file, config = path / "chat_template.json", path / "tokenizer_config.json"
+    elsewhere = (path / "chat_template.jinja").is_file() or (config.is_file() and read_json(config).get(_TEMPLATE))
+    if elsewhere or not file.is_file():
+        return None
+    template = read_json(file).get(_TEMPLATE)
+    _check_chat_template(template, file)
+    return template
 
 
 def _check_chat_template(template: Any, config_path: Path) -> None:
@@ -147,6 +170,40 @@ def _check_code(config: dict[str, Any], where: str) -> None:
                 )
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that hold the weights of a checkpoint, as transformers chooses them; every reader takes these.
+
+    model.safetensors counts before an index, unless the index names it among others that are all there. An index counts
+    before what else is there. Without either, all files that mlx-lm would read are taken.
+
+    Args:
+        path: The checkpoint folder.
+
+    Returns:
+        The files, in the order of their names; none if the folder has no weights.
+
+    Raises:
+        UserError: The index is damaged.
+    """
+    candidates = sorted(path.glob(WEIGHTS))
+    whole = path / WHOLE
+    named = sorted(path / file for file in set(_weight_map(path).values()))
+    if whole in candidates and not (whole in named and all(file.is_file() for file in named)):
+        return [whole]
+    return named or candidates
+
+
+def index_counts(path: Path) -> bool:
+    """Return whether a checkpoint has an index that is the index of its weight files, not of another build's."""
+    weight_map = _weight_map(path)
+    files = weight_files(path)
+    if not weight_map or {path / file for file in weight_map.values()} != set(files):
+        return False
+    # transformers does not read the index beside model.safetensors, so another build's may be left over there.
+    whole = path / WHOLE
+    return files != [whole] or not whole.is_file() or set(weight_map) <= set(read_header(whole).tensors)
+
+
 def weight_headers(path: Path) -> dict[str, Header]:
     """Read the headers of all weight files and compare them with the index, if there is one.
 
@@ -157,9 +214,10 @@ def weight_headers(path: Path) -> dict[str, Header]:
         {file name: header}, in the order of names.
 
     Raises:
-        UserError: There are no safetensors files, a header is damaged, or files or tensors of the index are missing.
+        UserError: There are no safetensors files, a header is damaged, files or tensors of the index are missing, or
+            two files hold different values of a tensor.
     """
-    files = sorted(path.glob(WEIGHTS))
+    files = weight_files(path)
     if not files:
         others = sorted(file.name for file in path.iterdir() if file.suffix in UNCHECKED_FORMATS)
         if others:
@@ -168,24 +226,67 @@ def weight_headers(path: Path) -> dict[str, Header]:
                 "such files can run code when opened and are never loaded. Convert the model to safetensors first."
             )
         raise UserError(f"{path}: no weights in it (model*.safetensors expected).")
+    indexed = index_counts(path)
+    _check_explicit_file(path, INDEX if indexed else WHOLE)
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(
+            f"{path}: {len(absent)} weight files of the index are missing, such as {absent[0]}; download them again."
+        )
     headers = {file.name: read_header(file) for file in files}
-    if (path / INDEX).is_file():
+    if indexed:
         _check_index(path, headers)
+    _check_repeated(path, headers)
     return headers
 
 
-def _check_index(path: Path, headers: dict[str, Header]) -> None:
-    """UserError where the index names files or tensors that are missing."""
+@contextmanager
+def only_chosen(path: Path) -> Iterator[Path]:
+    """Yield a folder that holds no weights but those of weight_files(), for readers that choose files themselves.
+
+    It is the checkpoint's own where it holds no other weights. Otherwise it is a folder of links, which is gone
+    afterwards.
+    """
+    files = set(weight_files(path))
+    others = {file for file in path.glob("*.safetensors") if file not in files}
+    if (path / INDEX).is_file() and not index_counts(path):
+        others.add(path / INDEX)
+    if not others:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="deltatune-") as folder:
+        for file in path.iterdir():
+            if file not in others:
+                (Path(folder) / file.name).symlink_to(file.absolute())
+        yield Path(folder)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The index of a checkpoint, which says for each tensor in which file it is; empty if there is no index."""
+    if not (path / INDEX).is_file():
+        return {}
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{path / INDEX}: it has no weight_map, which says where each tensor is; download it again.")
     for tensor, file in weight_map.items():
         plain_name(file, f"{path / INDEX}: {tensor}")
-    absent = sorted(set(weight_map.values()) - set(headers))
-    if absent:
+    return weight_map
+
+
+def _check_explicit_file(path: Path, chosen: str) -> None:
+    """UserError where config.json tells transformers to read another file than `chosen`."""
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    named = config.get("transformers_weights")
+    if named is not None and named != chosen:
         raise UserError(
-            f"{path}: {len(absent)} weight files of the index are missing, such as {absent[0]}; download them again."
+            f"{path / 'config.json'}: transformers_weights names {short(named)}, and the weights are read from "
+            f"{chosen}. Keep one of the two: take the key out, or make a folder in which that file is {WHOLE}."
         )
+
+
+def _check_index(path: Path, headers: dict[str, Header]) -> None:
+    """UserError where the index places tensors in files that do not hold them."""
+    weight_map = _weight_map(path)
     missing = [tensor for tensor, file in weight_map.items() if tensor not in headers[file].tensors]
     if missing:
         file = weight_map[missing[0]]
@@ -193,3 +294,16 @@ def _check_index(path: Path, headers: dict[str, Header]) -> None:
             f"{path / file}: {len(missing):,} tensors that the index places in it are missing, such as {missing[0]}; "
             "download it again."
         )
+
+
+def _check_repeated(path: Path, headers: dict[str, Header]) -> None:
+    """UserError where two files hold different values of a tensor, as shards of two builds do."""
+    holders: dict[str, str] = {}
+    for file, header in headers.items():
+        for name, tensor in header.tensors.items():
+            other = holders.setdefault(name, file)
+            if other != file and not tensor.equals(headers[other].tensors[name]):
+                raise UserError(
+                    f"{path}: {other} and {file} hold different values of {name}, so they are of two builds of the "
+                    "model; leave one build in the folder."
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,25 @@ from ..json_files import read_json
 from ..lora.adapter_files import CONFIG, RUN_OPTIONS
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
-from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS
+from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS, index_counts
 
 #: New values of stored tensors by name; None removes a tensor.
 Changes = dict[str, mx.array | StoredTensor | None]
 
+# Files of the base's weights; Mistral's own layout stands beside that of transformers.
+_WEIGHTS = (WEIGHTS, INDEX, "consolidated*.safetensors", "consolidated.safetensors.index.json")
 # What a run leaves beside its weights. It belongs to that run, not to a model that is made of its result.
 _OF_A_RUN = ("metrics.jsonl", "report.html", RUN_OPTIONS, CONFIG, "*adapters.safetensors")
 
 
-def take_tensors(header: Header, changes: Changes) -> dict[str, mx.array | StoredTensor]:
+def take_tensors(header: Header, changes: Changes, written: Container[str] = ()) -> dict[str, mx.array | StoredTensor]:
     """Return the tensors of one of the base's files with its changes, which are taken out of `changes`.
+
+    Those that another file holds too, and that are `written` by then, are left out.
 
     A lazy array takes memory from when it is written until nothing refers to it, so no other reference should stay.
     """
-    tensors = {name: changes.pop(name, stored) for name, stored in header.tensors.items()}
+    tensors = {name: changes.pop(name, stored) for name, stored in header.tensors.items() if name not in written}
     return {name: value for name, value in tensors.items() if value is not None}
 
 
@@ -46,17 +50,18 @@ def write_weights(source: Path, target: Path, headers: Mapping[str, Header], cha
     weight_map: dict[str, str] = {}
     total = 0
     for file, header in headers.items():
-        changed = any(name in changes for name in header.tensors)
+        written = set(weight_map)
+        changed = any(name in changes or name in written for name in header.tensors)
         for name, stored in header.tensors.items():
             value = changes.get(name, stored)
-            if value is not None:
+            if value is not None and name not in written:
                 weight_map[name] = file
                 total += value.nbytes if isinstance(value, mx.array) else value.size
         if changed:
-            write_tensors(target / file, take_tensors(header, changes), header.metadata)
+            write_tensors(target / file, take_tensors(header, changes, written), header.metadata)
         else:
             shutil.copyfile(source / file, target / file)
-    if (source / INDEX).is_file():
+    if index_counts(source):
         index = read_json(source / INDEX)
         index["weight_map"] = {name: weight_map[name] for name in index["weight_map"] if name in weight_map}
         if "total_size" in index.get("metadata", {}):
@@ -67,12 +72,12 @@ def write_weights(source: Path, target: Path, headers: Mapping[str, Header], cha
 def write_rest(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     """Copy the base's other files (tokenizer, processor, chat templates, licence), and write `config` as config.json.
 
-    Weights, formats that can run code, and what a run leaves beside them stay behind.
+    Weights, also those of another build or in another layout, formats that can run code, and what a run leaves beside
+    them stay behind.
     """
-    replaced = {file.name for file in source.glob(WEIGHTS)} | {INDEX}
+    left = (*_WEIGHTS, *_OF_A_RUN, ".*")
     for file in sorted(source.iterdir()):
-        of_a_run = any(fnmatch.fnmatch(file.name, pattern) for pattern in _OF_A_RUN)
-        skipped = file.name in replaced or file.name.startswith(".") or file.suffix in UNCHECKED_FORMATS or of_a_run
+        skipped = file.suffix in UNCHECKED_FORMATS or any(fnmatch.fnmatch(file.name, pattern) for pattern in left)
         if file.is_file() and not skipped:
             atomic_files.replace_file(target / file.name, partial(shutil.copyfile, file))
     templates = source / "additional_chat_templates"

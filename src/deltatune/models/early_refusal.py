@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..ops.random_state import drawing_from
 from ..patches import left_alone_for, refuse
 from .load import plain_config
-from .transformers_layouts import completed, with_known_type
+from .transformers_configs import completed, with_known_type
 from .vision import load as vision_load
 
 

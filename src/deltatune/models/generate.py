@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -45,7 +45,7 @@ class Sampling:
         return make_sampler(temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k)
 
 
-def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Any]:
+def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Generator[Any, None, None]:
     """Generate an answer piece by piece.
 
     Args:
@@ -60,9 +60,24 @@ def stream(loaded: Loaded, prompt: list[int], max_tokens: int, sampling: Samplin
     """
     # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
-        yield from stream_generate(
-            loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampler=sampling.sampler()
+        responses = stream_generate(
+            loaded.model, loaded.tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampling.sampler()
         )
+        yield from _with_first_space(responses, loaded.tokenizer)
+
+
+def _with_first_space(responses: Iterator[Any], tokenizer: Any) -> Iterator[Any]:
+    """Yield mlx-lm's responses with the space that begins an answer, where its detokenizer alone leaves it out."""
+    tokens: list[int] = []
+    for response in responses:
+        if response.finish_reason != "stop":
+            tokens.append(response.token)
+        if response.text:
+            written = tokenizer.decode(tokens)
+            yield replace(response, text=written) if written == f" {response.text}" else response
+            break
+        yield response
+    yield from responses
 
 
 def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE, most: int = 1) -> Iterator[list[mx.array]]:

@@ -27,8 +27,15 @@ from ..errors import UserError, first_line, reason
 from ..json_files import read_json
 from ..machine.environment import expanded
 from .checked_tensors import checked
-from .checkpoint_files import check_config, check_dense, check_tokenizer, weight_headers
-from .transformers_layouts import as_written, completed, with_known_type
+from .checkpoint_files import (
+    check_config,
+    check_dense,
+    check_tokenizer,
+    only_chosen,
+    processor_template,
+    weight_headers,
+)
+from .transformers_configs import as_written, completed, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -109,9 +116,6 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
         weight_headers(path)
         model = vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
-    template = vision_load.chat_template(path)
-    if template is not None and not tokenizer.has_chat_template:
-        tokenizer.chat_template, tokenizer.has_chat_template = template, True
     processor = vision_load.load_processor(path, config, trust_remote_code)
     return Loaded(model, tokenizer, config, path, processor)
 
@@ -257,7 +261,8 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
         options["trust_remote_code"] = trust_remote_code
     try:
-        model, loaded_config = mlx_lm.utils.load_model(path, **options)
+        with only_chosen(path) as folder:
+            model, loaded_config = mlx_lm.utils.load_model(folder, **options)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
@@ -268,6 +273,8 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a checkpoint folder through mlx-lm. Transformers renders its chat template in a sandbox.
+
+    Older processors keep the chat template in chat_template.json alone, where transformers' tokenizers do not look.
 
     Args:
         path: The checkpoint folder.
@@ -281,10 +288,11 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
         UserError: The tokenizer is missing or cannot be loaded.
     """
     check_tokenizer(path)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if (template := processor_template(path)) is not None:
+        options["chat_template"] = template
     try:
-        return mlx_lm.utils.load_tokenizer(
-            path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
+        return mlx_lm.utils.load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
     except StrictDataclassError as error:
         raise UserError(f"config {path / 'config.json'}: transformers refuses it: {reason(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import UserError
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import is_floating
-from .checkpoint_files import WEIGHTS
+from .checkpoint_files import weight_files
 from .transformers_layouts import with_joined_experts, with_released_names
 from .vision.load import sanitizer
 from .vision.split import has_vision
@@ -179,7 +179,7 @@ def stored_parameters(model: nn.Module, path: Path) -> dict[str, mx.array]:
 
 def _lazy_tensors(path: Path) -> dict[str, mx.array]:
     stored: dict[str, mx.array] = {}
-    for file in sorted(path.glob(WEIGHTS)):
+    for file in weight_files(path):
         stored.update(mx.load(str(file)))  # type: ignore[arg-type]
     return stored
 

@@ -88,7 +88,7 @@ class TrainedCheckpoint:
         changes: Changes = {**self._names.write_back(self._trained(), [])}
         tensors: dict[str, mx.array | StoredTensor] = {}
         for header in headers:
-            tensors |= take_tensors(header, changes)
+            tensors |= take_tensors(header, changes, tensors)
         return tensors
 
     def _trained(self) -> dict[str, mx.array]:

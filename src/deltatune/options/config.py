@@ -126,13 +126,6 @@ class TrainConfig:
         "number of iterations whose gradients, weighted by their tokens, make one optimizer step",
         range=Range(least=1),
     )
-    expert_updates: str = option(
-        "dense",
-        _OPTIMIZER,
-        "dense updates all experts; active leaves the adapters and optimizer moments of an expert that received no "
-        "tokens as they are (lazy AdamW)",
-        choices=("dense", "active"),
-    )
     seed: int = option(
         0,
         _RUN,

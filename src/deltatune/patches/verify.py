@@ -55,7 +55,7 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
             logits_of(model, mx.array([[0, 1]] * rows))
         return calls
 
-    with foreseen(noted, computed=False):
+    with foreseen(noted):
         calls = noted()
     names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
     return Serving(

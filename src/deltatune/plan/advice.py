@@ -69,7 +69,7 @@ def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned
 def _moments_in_8_bits(config: TrainConfig) -> _Change | None:
     """The same optimizer with moments in 8 bits, if there is one."""
     name = config.optimizer.lower()
-    if name not in _IN_8_BITS or config.expert_updates != "dense":
+    if name not in _IN_8_BITS:
         return None
     settings = dict(config.optimizer_config)
     chosen = settings.pop(name, None)

@@ -1,9 +1,9 @@
 """Chooses what `grad_checkpoint: auto` computes again in the backward pass: as little as the memory allows.
 
 The cheap operators of all layers come first, since they free the most memory for their time. Which layers come next was
-found by planning Qwen3.5's shapes (docs/log.md). A layer near the input is checkpointed before one near the loss, since
-the layers above it have freed what they kept when it is computed again. A recurrent layer is checkpointed before one
-with attention, which keeps less and takes longer to compute again in a long row.
+found by planning Qwen3.5's shapes (docs/decisions/memory.md). A layer near the input is checkpointed before one near
+the loss, since the layers above it have freed what they kept when it is computed again. A recurrent layer is
+checkpointed before one with attention, which keeps less and takes longer to compute again in a long row.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CUDA_BYTES = 1_500_000_000
 # rest is for what an operation allocates before MLX looks.
 MOST = 0.95
 # Below this share it never waits in a step: where MLX may not keep memory that it freed, it asks the driver for it
-# again, which takes 10 to 25 us each time (docs/log.md).
+# again, which takes 10 to 25 us each time (docs/decisions/nvidia-step.md).
 FREE = 0.7
 # Between the two, a step may take so many times what it needs if each operation waits for the one before.
 ROOM = 1.1

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import describe
 from ..machine import backend, disk_rate, host_memory
-from ..models.checkpoint_files import WEIGHTS
+from ..models.checkpoint_files import weight_files
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
 from ..train.by_layer.inputs_on_host import InputsOnHost
@@ -122,7 +122,7 @@ class Placement:
         if self.on_host:
             text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
             return [Fact("memory", text)]
-        file = max(self.folder.glob(WEIGHTS), key=lambda file: file.stat().st_size)
+        file = max(weight_files(self.folder), key=lambda file: file.stat().st_size)
         rate = disk_rate.measured(file)
         speed = f"at the {size(int(rate))} a second measured now"
         if cached(self.folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 
 from ..data import Batch
 from ..data.preferences.preference import PreferenceBatch
@@ -30,7 +28,6 @@ from ..train.distributed import World
 from ..train.setup import Training, build_step, training
 from ..train.step import Step, Sums
 from ..train.tree import leaves
-from ..train.updates.expert_updates import ExpertGradients
 from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
@@ -51,8 +48,6 @@ class Phase:
     outputs: list[Node]
     order: list[Node]
     dropped: list[int] = field(default_factory=list)
-    # Values that are created while the graph is built, and to which only the graph refers.
-    made: list[Node] = field(default_factory=list)
 
 
 @dataclass
@@ -134,7 +129,6 @@ def trace_step(
         trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
         traced = stack.enter_context(noted_passes(model, config, trained, inputs_on_disk=inputs_on_disk))
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
-        # `_leaves` copies, since an update of experts writes new values into the arrays themselves.
         before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
@@ -142,7 +136,7 @@ def trace_step(
         existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        first, second, gradients, experts, norm = _outputs(step, model, optimizer, sums, batch)
+        first, second, gradients = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
         phases = _gradient_phases(layout, [*traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
@@ -157,42 +151,29 @@ def trace_step(
         phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
         forward = _forward(phases, layout.address(first[0]))
         update_from = sum(len(phase.order) for phase in phases)
-        # With an update of experts to follow, the trainer holds the gradients until the first evaluation is done.
-        replaced = [*before, *joined, *moments, *([] if experts else _leaves(gradients))]
+        replaced = [*before, *joined, *moments, *_leaves(gradients)]
         phases.append(_phase("update", update_nodes, _replaced(layout, replaced, second)))
-        third: list[mx.array] = []
-        if experts is not None:
-            step.finish_update(experts._replace(touched=_every_expert(experts)))
-            third = [*_leaves(step.parameters()), *_leaves(optimizer.state)]
-            dropped = _replaced(layout, [*second, *_leaves(gradients)], [*third, *step.joined, norm])
-            evaluated |= _addresses(layout, second) | {node.address for node in all_nodes(update_nodes)}
-            phases.append(_experts_phase(layout, third, evaluated, dropped))
         tower, tower_reads = _tower_phase(layout, features, existing)
     return TracedStep(
         phases, held, shared_buffers, names, forward, update_from,
         len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        shape.rows, shape.length, [*existing_arrays, *first, *second, *third, *_leaves(batch), *features],
+        shape.rows, shape.length, [*existing_arrays, *first, *second, *_leaves(batch), *features],
         tower, tower_reads, traced.inputs.bytes,
     )  # fmt: skip
 
 
 def _outputs(
     step: Step, model: nn.Module, optimizer: Any, sums: Sums, batch: Any
-) -> tuple[list[mx.array], list[mx.array], Any, ExpertGradients | None, mx.array]:
-    """Trace one iteration: the outputs of its first evaluation and of its update, the gradients, what experts need.
-
-    The norm of the gradients comes last.
-    """
+) -> tuple[list[mx.array], list[mx.array], Any]:
+    """Trace one iteration; return the outputs of its first evaluation and of its update, and the gradients."""
     lengths = None if step.routers is None else mx.zeros(len(batch[0]), mx.int32)
     loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]
-    norm, experts = step.begin_update(*new)
-    second = [*_leaves(step.parameters()), *_leaves(optimizer.state), norm]
-    second += _leaves(experts) if experts else []
-    return first, second, gradients, experts, norm
+    norm = step.update(*new)
+    return first, [*_leaves(step.parameters()), *_leaves(optimizer.state), norm], gradients
 
 
 def _gradient_phases(layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], existing: set[int]) -> list[Phase]:
@@ -217,22 +198,8 @@ def _phase(name: str, outputs: list[Node], dropped: list[int]) -> Phase:
     return Phase(name, outputs, evaluation_order(outputs, int(os.environ.get(_WIDTH, "20"))), dropped)
 
 
-def _experts_phase(layout: ArrayLayout, outputs: list[mx.array], values: set[int], dropped: list[int]) -> Phase:
-    """The update of experts, which follows the evaluation of the other parameters' update."""
-    nodes = read(layout, outputs, values)
-    made = _constants(nodes, values)
-    phase = _phase("update of experts", nodes, [*dropped, *(node.address for node in made)])
-    phase.made = made
-    return phase
-
-
 def _addresses(layout: ArrayLayout, arrays: Sequence[mx.array]) -> set[int]:
     return {layout.address(array) for array in arrays}
-
-
-def _every_expert(experts: ExpertGradients) -> dict[str, Any]:
-    """Marks every expert as touched by the step, which is the largest update that can occur."""
-    return {layer: np.ones(touched.shape, bool) for layer, touched in experts.touched.items()}
 
 
 def _shared_buffers(step: Step, model: nn.Module, layout: ArrayLayout) -> list[list[int]]:
@@ -276,7 +243,7 @@ def _blank_features(features: list[mx.array], frames: int) -> dict[str, Any]:
 
 
 def _leaves(tree: Any) -> list[mx.array]:
-    return [copy.copy(array) for _, array in leaves(tree) if isinstance(array, mx.array)]
+    return [array for _, array in leaves(tree) if isinstance(array, mx.array)]
 
 
 def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
@@ -297,8 +264,6 @@ def _constants_among(nodes: Sequence[Node], others: set[int]) -> list[Node]:
 def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Training]:
     """Yields what was set up; within it the model is as Trainer has it, and afterwards it is as before."""
     parameters = model.trainable_parameters()
-    # Copies protect the model's own arrays, into which an update of experts writes new values.
-    model.update(tree_map(copy.copy, parameters))
     with modes_kept(model), training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
         try:
@@ -341,6 +306,5 @@ def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = No
     machine = Simulation(layout, PACES[backend.device()], brake)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
-        machine.add_leaves(phase.made)
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine

@@ -21,7 +21,7 @@ from ..ops.functional import differentiated_once, undisturbed
 from ..ops.segments import segments
 from ..ops.tracing import side_outputs
 from .tree import from_host
-from .updates.routers import RouterLosses
+from .updates.routers import RouterLosses, weight_or_one
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
@@ -140,7 +140,7 @@ def mean_loss_and_gradients(
         model.update(parameters)
         with side_outputs.collecting(routers is not None) as sums:
             total, weight, *figures = loss_of(loss, batch)
-        quotient = total / mx.where(weight > 0, weight, 1.0)
+        quotient = total / weight_or_one(weight)
         if routers is not None:
             added, reported = routers.of(sums, weight)
             quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]

@@ -16,6 +16,7 @@ from ..models.answer import answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
+from ..options.generation import AnswerOptions
 from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import refuse_damaged
 from .evaluate import inferring
@@ -41,7 +42,7 @@ def generate(
         loaded: The model and its tokenizer; adapters that it has count, trained a moment ago or loaded.
         prompt: The user's message, or a list of them.
         system_prompt: A system message before it.
-        max_tokens: The largest number of tokens in an answer.
+        max_tokens: The largest number of tokens in an answer, 1 or more.
         temp: The temperature; 0 always takes the likeliest token.
         top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
         min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
@@ -52,25 +53,28 @@ def generate(
         The text of the answer, or a list of them in the prompts' order.
 
     Raises:
-        UserError: The chat template refuses a prompt, the model has no row for a token of it, or the model's weights
-            are damaged.
+        UserError: A number is none that its option may have, the chat template refuses a prompt, the model has no row
+            for a token of it, or the model's weights are damaged.
 
     Example:
         >>> loaded = deltatune.load("path/to/model")
         >>> deltatune.generate(loaded, "When do you open?", max_tokens=50)
         >>> deltatune.generate(loaded, ["When do you open?", "And on Sundays?"], temp=1.0)
     """
+    checked = AnswerOptions(str(loaded.path), max_tokens=max_tokens, temp=temp, top_p=top_p, min_p=min_p, top_k=top_k)
     messages = [prompt] if isinstance(prompt, str) else list(prompt)
     rows = [_prompt_tokens(loaded, message, system_prompt, template_options) for message in messages]
     stopping = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
-    sampling = Sampling(temp, top_p, min_p, top_k)
+    sampling = Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k)
     with inferring(loaded.model):
-        if not isinstance(prompt, str):
-            if rows:
-                refuse_nan(stopping, rows[0])
-            return answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
-        pieces = stream(stopping, rows[0], max_tokens, sampling)
-        return "".join(piece.text for piece in stopped_at_nan(pieces, loaded))
+        if isinstance(prompt, str):
+            return "".join(
+                piece.text for piece in stopped_at_nan(stream(stopping, rows[0], max_tokens, sampling), loaded)
+            )
+        if rows:
+            refuse_nan(stopping, rows[0])
+        answers = answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
+    return [loaded.tokenizer.decode(tokens) for tokens in answers]
 
 
 def _prompt_tokens(

@@ -138,7 +138,7 @@ def stream_of(backend: str) -> mx.Stream:
     """Return this thread's stream for messages: the GPU's default stream under NCCL, a CPU stream of their own else.
 
     NCCL requires a GPU's stream. One of its own would let messages travel while the GPU computes, but steps take 7 %
-    longer with it (docs/log.md). All messages share the stream, so that they keep their order.
+    longer with it (docs/decisions/nvidia-step.md). All messages share the stream, so that they keep their order.
     """
     return mx.default_stream(mx.gpu) if backend == "nccl" else _cpu_stream_of(threading.get_ident())
 

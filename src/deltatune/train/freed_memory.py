@@ -1,8 +1,8 @@
 """Bounds the memory that MLX keeps of freed arrays during a run, so that no step waits for memory.
 
 MLX keeps the memory of a freed array for the next one of its size. A step that finds none has to ask the driver, which
-takes a third of a step's time where everything is asked for again (docs/log.md). A step of another shape needs other
-sizes, so what is kept grows with every shape, up to the whole GPU, unless it is bounded.
+takes a third of a step's time where everything is asked for again (docs/decisions/nvidia-step.md). A step of another
+shape needs other sizes, so the kept memory grows with every shape, up to the whole GPU, unless it is bounded.
 
 On Metal MLX itself never holds more than 95 % of the working set, and counts freed buffers that it keeps among the
 499,000 that may exist: it gives all of them back before it would exceed that number, so that only those in use, which a
@@ -18,7 +18,8 @@ import mlx.core as mx
 from ..machine import backend
 
 #: What MLX may hold, in use and kept, is this many times the most that was in use at once. On an NVIDIA GPU, steps that
-#: are launched ahead need more, since they come to the same allocations in another order each time (docs/log.md).
+#: are launched ahead need more: they come to the same allocations in another order each time
+#: (docs/decisions/nvidia-step.md).
 ROOM = {"metal": 1.1, "cuda": 1.3}
 
 

@@ -14,6 +14,7 @@ from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.peekable_order import PeekableOrder
 from ..errors import UserError
 from ..machine import backend
+from ..machine.awake import awake
 from ..models.vocabulary import check_examples
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
@@ -141,6 +142,7 @@ class Trainer:
         parts, config, model = self.parts, self.parts.config, self.parts.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
+            stack.enter_context(awake())
             chosen = stack.enter_context(kept_choices.keeping(config))
             kept_choices.agree(chosen, parts.world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None

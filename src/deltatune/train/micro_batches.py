@@ -6,7 +6,8 @@ for nothing but the first one's update, and changes neither parameters nor optim
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
 From the second iteration of such a row on, a thread of its own launches what the main thread builds (launcher.py).
 
-Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. While a rank waits
+Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass (where the losses
+of routers train, their sums do, and nothing is started early). While a rank waits
 for the others, its update can be undone: if one of them has died, the state before the update is saved. An update that
 cannot be undone begins when nothing is left to wait for.
 """
@@ -74,8 +75,7 @@ class MicroBatches:
         beside = self._can_start_early and launcher.supported()
         self._launcher = launcher.Launcher() if beside else None
         step.separate = beside
-        # Experts that are updated in place cannot be put back.
-        by_ranks = world.size > 1 and config.expert_updates != "active" and trained <= MOST_TRAINED
+        by_ranks = world.size > 1 and trained <= MOST_TRAINED
         self._can_undo = by_ranks or self._launcher is not None
         # Whether a step was compiled since the last launch. What it reads for the first time may have been made on
         # another stream, so that only this thread can evaluate it.
@@ -257,11 +257,12 @@ def _tokens(batch: Batch) -> int:
 
 
 def may_start_early(world: World, config: TrainConfig) -> bool:
-    """Whether iterations may be started early: on NVIDIA GPUs, if no update waits for which experts had tokens.
+    """Whether iterations may be started early: on NVIDIA GPUs.
 
     A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
     for which a message waits until all that was started has been computed.
     """
     connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None
-    return backend.device() == "cuda" and connected and config.expert_updates != "active" and not by_layers
+    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
+    return backend.device() == "cuda" and connected and not by_layers and not routers_wait

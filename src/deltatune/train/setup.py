@@ -262,10 +262,8 @@ def build_step(
         optimizer,
         loss,
         world,
-        update=UpdateOptions(
-            config.grad_accumulation_steps, config.grad_clip, config.expert_updates, _rates(model, config)
-        ),
-        routers=router_losses(model, config),
+        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, _rates(model, config)),
+        routers=router_losses(model, config, world),
     )
 
 

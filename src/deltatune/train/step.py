@@ -21,11 +21,10 @@ from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import compiled
 from .distributed import World
-from .tree import leaves, number, places
+from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
-from .updates.expert_updates import ActiveExperts, ExpertGradients
-from .updates.routers import FIGURES, RouterLosses, real_lengths
+from .updates.routers import FIGURES, RouterLosses, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
@@ -61,8 +60,7 @@ class Step:
 
     micro_batch() accumulates gradients, sum_over_ranks() adds them up over the ranks, and update() uses them.
     micro_batch() is compiled once for each batch shape, update() once. The results are lazy: evaluate them together
-    with the model and the optimizer's state. Only with `expert_updates` "active", update() evaluates everything but the
-    experts, whose rows it then selects (expert_updates.py).
+    with the model and the optimizer's state.
 
     Args:
         model: The model, made trainable.
@@ -99,15 +97,11 @@ class Step:
         self._clip, self.routers = update.clip, routers
         self._weighted = update.accumulate > 1 or world.size > 1
         self._accumulates = update.accumulate > 1
-        rates = update.rates
-        self._active = ActiveExperts(model, optimizer, rates) if update.expert_updates == "active" else None
         parameters = model.trainable_parameters()
-        separate = self._active.paths if self._active else ()
-        self.bundles = Bundles(parameters, optimizer, separate, factor_dtypes(model), rates)
+        self.bundles = Bundles(parameters, optimizer, factor_dtypes(model), update.rates)
         # Where the model holds each trainable parameter: walking through all modules at each step takes milliseconds.
         self._places = places(model, [path for path, _ in leaves(parameters)])
-        # The current bundles, and the model's parameters that are parts of them, by path. It holds no other parameters,
-        # because a reference to them would keep MLX from updating experts in place.
+        # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self.parameters())
         self.tower, self.random = frozen_tower(model), [mx.random.key(0)]
@@ -173,7 +167,11 @@ class Step:
 
         If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
         """
-        return Sums(*self._world.sum_tree(tuple(sums)))
+        sums_here: Any = tuple(sums)
+        if self.routers is not None and self.routers.wait_for_ranks:
+            # All ranks must send in the same order, and the routers' sums travel in the forward pass.
+            sums_here = tree_map(lambda leaf: mx.depends(leaf, self.figures), sums_here)
+        return Sums(*self._world.sum_tree(sums_here))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
@@ -186,25 +184,9 @@ class Step:
         Returns:
             The Euclidean norm of gradients / weight before clipping.
         """
-        norm, experts = self.begin_update(gradients, loss, weight)
-        del gradients
-        if experts is not None:
-            mx.eval(self.parameters(), self.optimizer.state, norm, experts)
-            if number(experts.healthy):
-                self.finish_update(experts)
+        parameters, parts, norm = self._update(self.parameters(), gradients, loss, weight)
+        self._replace(parameters, parts)
         return norm
-
-    def begin_update(self, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[mx.array, ExpertGradients | None]:
-        """Update all parameters but active experts; return the norm, and what finish_update() needs or None."""
-        parameters = self.parameters()
-        if self._active is None:
-            parameters, parts, norm = self._update(parameters, gradients, loss, weight)
-            self._replace(parameters, parts)
-            return norm, None
-        others, _ = self._active.split(parameters)
-        others, parts, norm, experts = self._update(others, gradients, loss, weight)
-        self._replace(others, parts)
-        return norm, ExpertGradients(*experts)
 
     def before_update(self) -> BeforeUpdate:
         """Return what the next update replaces, so that undo() can put it back."""
@@ -219,11 +201,6 @@ class Step:
             self._places[path].array = array
         self._joined = before.joined
         updates.restore(self.optimizer, before.optimizer)
-
-    def finish_update(self, experts: ExpertGradients) -> None:
-        """Update the experts that had tokens."""
-        assert self._active is not None
-        self._active.update(experts)
 
     def _replace(self, parameters: Any, parts: dict[str, mx.array]) -> None:
         """Set the model's parameters to `parts`, by path, and remember the bundles that they are parts of.
@@ -251,37 +228,21 @@ class Step:
         """Return `accumulated` plus the gradients of the sum of losses, joined as `parameters` are."""
         gradients = self.bundles.join_gradients(gradients, parameters)
         if self._weighted:
-            gradients = tree_map(lambda g: g.astype(mx.float32) * weight, gradients)
+            gradients = tree_map(lambda g: g.astype(mx.float32) * weight_or_one(weight), gradients)
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
         return tree_map(mx.contiguous, gradients) if self.separate or backend.device() == "cuda" else gradients
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
-        """Return the new parameters in joined form, the same in the model's form by path, and the norm.
-
-        With active experts, the fields of ExpertGradients come fourth.
-        """
+        """Return the new parameters in joined form, the same in the model's form by path, and the norm."""
         optimizer, rates = self.optimizer, self.bundles.rate
-        divisor = mx.where(weight > 0, weight, 1.0) if self._weighted else mx.array(1.0)
-        experts: dict[str, mx.array] = {}
-        if self._active is not None:
-            gradients, experts = self._active.split(gradients)
         if self._weighted:
+            divisor = weight_or_one(weight)
             gradients = tree_map(lambda g: g / divisor, gradients)
-        if self._active is None:
-            healthy = mx.isfinite(loss)
-            parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates=rates)
-            if self.separate:
-                parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
-                updates.restore(optimizer, state)
-            return parameters, dict(leaves(self.bundles.part(parameters))), norm
-        norm = updates.global_norm(experts).square() / divisor.square()
-        if leaves(gradients):
-            norm = norm + updates.global_norm(gradients).square()
-        norm = mx.sqrt(norm)
-        healthy = mx.logical_and(mx.isfinite(loss), mx.isfinite(norm))
-        parameters, _ = updates.apply(optimizer, parameters, gradients, healthy, self._clip, norm, rates)
-        factor = (1.0 if self._clip is None else updates.clip_scale(norm, self._clip)) / divisor
-        touched = self._active.touched(experts)
-        return parameters, dict(leaves(self.bundles.part(parameters))), norm, (experts, touched, factor, healthy)
+        healthy = mx.isfinite(loss)
+        parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates)
+        if self.separate:
+            parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
+            updates.restore(optimizer, state)
+        return parameters, dict(leaves(self.bundles.part(parameters))), norm

@@ -231,13 +231,13 @@ def test_options_that_need_the_whole_data(options, message):
 def test_data_that_cannot_be_streamed(order, folder, what):
     file = folder / "train.jsonl"
     if what == "a row with an image":
-        file.write_text('{"messages": [], "images": ["x.png"]}\n')
+        file.write_text('{"prompt": "a", "completion": "b", "images": ["x.png"]}\n')
     elif what == "no training data":
         file.unlink()
     else:
         file.write_text("\n" if what == "no row" else '{"text": "a dog"}\n' * 12 + "{\n")
     message = {
-        "a row with an image": r"train.jsonl:1: images and videos cannot be streamed",
+        "a row with an image": r"train.jsonl:1: .*; images and videos cannot be streamed",
         "no row": r"train.jsonl: no row in it",
         "a bad line later": r"train.jsonl:13: not JSON",
         "no training data": r"train.jsonl: no such data; it is needed to train",

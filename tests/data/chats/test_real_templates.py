@@ -1,6 +1,7 @@
-"""A chat data set with thinking, calls of tools and several turns, on the templates of six families.
+"""A chat data set with thinking, calls of tools and several turns, on the templates of seven families.
 
-The templates are in templates/, written anew after the rules of the models' own. The counted tokens are those that each
+The templates are in templates/, written anew after the rules of the models' own, but for Qwen3.8's, which is the
+model's own (Apache 2.0). The counted tokens are those that each
 answer is generated as: everything after the prompt that the template writes for it.
 """
 
@@ -41,6 +42,7 @@ ROW = {"messages": CHAT, "tools": json.dumps([TOOL])}
 SPECIAL = {
     "qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
     "qwen3_5": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
+    "qwen3_8": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
     "kimi_k2_thinking": [
         "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<think>", "</think>",
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
@@ -95,6 +97,15 @@ COUNTED = {
         ["Two days were asked.\n</think>\n\nThe same.<|im_end|>\n"],
         ["Gladly.<|im_end|>\n"],
     ],
+    # Qwen3.8 asks for reasoning in the system message, so an answer without it has a row that does not.
+    "qwen3_8": [
+        [
+            f"I look it up.\n</think>\n\n{QWEN_3_5_CALL}<|im_end|>\n",
+            "The tool says so.\n</think>\n\nSun.<|im_end|>\n",
+            "Two days were asked.\n</think>\n\nThe same.<|im_end|>\n",
+        ],
+        ["Gladly.<|im_end|>\n"],
+    ],
     # Kimi K2 Thinking's writes the reasoning of a call until an answer follows, and that of an answer never.
     "kimi_k2_thinking": [
         [f"<think>I look it up.</think>{KIMI_CALL}<|im_end|>", "<think></think>Sun.<|im_end|>"],
@@ -128,7 +139,15 @@ COUNTED = {
         ["\n<think></think>\nGladly.<|user|>"],
     ],
 }
-UNWRITTEN = {"qwen3": 0, "qwen3_5": 0, "kimi_k2_thinking": 2, "olmo3": 3, "deepseek_v3_1": 3, "glm_4_5": 0}
+UNWRITTEN = {
+    "qwen3": 0,
+    "qwen3_8": 0,
+    "qwen3_5": 0,
+    "kimi_k2_thinking": 2,
+    "olmo3": 3,
+    "deepseek_v3_1": 3,
+    "glm_4_5": 0,
+}
 
 
 @pytest.fixture
@@ -186,12 +205,18 @@ def test_the_last_turn_alone(tokenizer, folder, name):
     (text,) = shown([example], tokenizer)
     assert re.findall(r"⟦(.*?)⟧", text, re.S) == COUNTED[name][-1][-1:]
     end = tokenizer.convert_tokens_to_ids(["<|user|>"] if name == "glm_4_5" else [])
-    assert example.tokens.tolist() == tokenizer.apply_chat_template(meant(name), tools=[TOOL]) + end
+    whole = tokenizer.apply_chat_template(meant(name), tools=[TOOL], enable_thinking=name != "qwen3_8")
+    assert example.tokens.tolist() == whole + end
 
 
-@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+@pytest.mark.parametrize(
+    ("tokenizer", "name"), [(name, name) for name in COUNTED if name != "qwen3_8"], indirect=["tokenizer"]
+)
 def test_rows_have_the_tokens_of_mlx_lm_lora(tokenizer, name):
-    """All but the end that GLM-4.5's leaves to the next turn, and arguments that mlx_lm.lora writes as text in text."""
+    """All but the end that GLM-4.5's leaves to the next turn, and arguments that mlx_lm.lora writes as text in text.
+
+    mlx_lm.lora asks for reasoning also where there is none, which Qwen3.8's writes into the system message.
+    """
     encode, compared = TextEncoder(tokenizer, Features(), None), 0
     for arguments in ({"city": "Rome"}, '{"city": "Rome"}', '{"city":"Rome"}'):
         function = {"name": "weather", "arguments": arguments}

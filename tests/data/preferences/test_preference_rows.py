@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from added_ends import with_first_token
 from deltatune.data import BatchOrder
 from deltatune.data.batches.packing import row_capacity
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
+from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 
 QUESTION, YES, NO = (
@@ -41,6 +43,17 @@ def test_texts_have_their_prompt_and_the_end_token(read, tokenizer):
     (one,), _ = read([{"prompt": "the dog", "chosen": " jumps", "rejected": " sleeps"}])
     assert answers(tokenizer, one) == [("the dog", " jumps<|im_end|>"), ("the dog", " sleeps<|im_end|>")]
     assert one.source.endswith("train.jsonl:1")
+
+
+def test_a_tokenizer_that_adds_an_end_gives_the_same_pairs(folder, tiny_checkpoint, tmp_path):
+    rows = [{"prompt": "the dog", "chosen": " jumps", "rejected": " sleeps"}, {"chosen": "a b", "rejected": "a c"}]
+    pairs = []
+    for behind in (False, True):
+        target = with_first_token(tiny_checkpoint("qwen3_5"), tmp_path / str(behind), before=True, behind=behind)
+        loaded = load(target).tokenizer
+        train = load_datasets(folder(train=rows, loss="dpo"), loaded).train
+        pairs.append([[one.tokens.tolist() for one in pair.documents] for pair in train])
+    assert pairs[0] == pairs[1]
 
 
 def test_the_prompt_of_texts_is_their_longest_common_beginning_in_tokens(read, tokenizer):
@@ -120,6 +133,14 @@ REFUSED = {
     "no prompt": ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
     "nothing shared": ({"chosen": "a b", "rejected": "c d"}, "begin differently and there is no prompt"),
     "no prefix": ({"prompt": "the do", "chosen": "g jumps", "rejected": "t"}, "no prefix .* merges with what follows"),
+    "repeated in what is rejected": (
+        {"prompt": [QUESTION], "chosen": [YES], "rejected": [QUESTION | {"name": None}, NO]},
+        "rejected repeats the prompt",
+    ),
+    "an answer that says nothing": (
+        {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO | {"content": " "}]},
+        "message 2: empty answer",
+    ),
     "repeated": ({"prompt": [QUESTION], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "repeats the prompt"),
     "other prompt": ({"prompt": "x", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "do not begin with it"),
     "two kinds": ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen a text, rejected messages"),
@@ -139,6 +160,10 @@ def test_bad_pairs_are_named_by_file_and_line(name, read):
 
 
 LABELS = {
+    "a repeated prompt": (
+        {"prompt": [QUESTION], "completion": [QUESTION, YES], "label": True},
+        "2: .*repeats the prompt",
+    ),
     "a label of another kind": ({"prompt": "a", "completion": " b", "label": "good"}, "2: 'label': expected true or"),
     "no answer": ({"prompt": "a", "completion": None, "label": True}, "2: a prompt or a completion is missing"),
 }
@@ -150,6 +175,23 @@ def test_bad_labels_are_named_by_file_and_line(name, read):
     row, message = LABELS[name]
     with pytest.raises(UserError, match=rf"train.jsonl:{message}"):
         read([{"prompt": "a", "completion": " b", "label": True}, row], loss="kto")
+
+
+def test_empty_fields_of_a_pair_are_absent(read, tokenizer):
+    pair = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
+    empty = {"tool_calls": [], "name": None, "reasoning_content": ""}
+    dumped = {name: [message | empty for message in messages] for name, messages in pair.items()}
+    (one, other, third, fourth), _ = read(
+        [
+            pair,
+            dumped | {"tools": [], "completion": None, "label": None},
+            {"prompt": "", "chosen": [QUESTION | empty, YES], "rejected": [QUESTION, NO]},
+            {"prompt": [], "chosen": [QUESTION | empty, YES], "rejected": [QUESTION, NO]},
+        ]
+    )
+    assert (
+        answers(tokenizer, one) == answers(tokenizer, other) == answers(tokenizer, third) == answers(tokenizer, fourth)
+    )
 
 
 @pytest.mark.bad_input("a single answer for KTO")

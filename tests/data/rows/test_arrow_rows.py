@@ -108,7 +108,7 @@ def test_what_is_a_null_of_arrow():
         "count": None,
     }
     written = {
-        "messages": [{"role": "assistant", "content": None}, {}],
+        "messages": [{"role": "assistant"}, {}],
         "parts": [{"type": "text", "text": "a"}, None],
         "enum": ["a", None],
         "count": None,

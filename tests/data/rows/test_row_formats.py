@@ -108,12 +108,12 @@ MISTAKES = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         "message 1: tool call 1: 'arguments': expected an object, or a string that holds one, got list",
     ),
-    "an empty output": ({"instruction": "a", "output": " "}, "empty 'output'"),
+    "an empty output": ({"instruction": "a", "output": " "}, "message 2: empty answer"),
     "an instruction that is a number": ({"instruction": 1, "output": "b"}, "'instruction': expected a string, got int"),
     "an empty conversation": ({"conversations": []}, "empty conversation"),
     "an image": (
         {"messages": said(("user", [{"type": "image", "image": "a.png"}]))},
-        "message 1: expected parts",
+        "this row has images, and the model was loaded without its vision tower",
     ),
     "tools with a number of too many digits": (
         {"prompt": "a", "completion": "b", "tools": f"[{'1' * 5000}]"}, "'tools': expected JSON, got str '[111",

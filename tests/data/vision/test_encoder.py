@@ -139,7 +139,7 @@ BAD = {
     "shape": (narrow, "the model's image processor refuses it"),
     "url": (chat("https://example.com/a.png"), "expected a path; download it"),
     "number": (chat(7), "expected the path of an image, got int"),
-    "more placeholders": (chat("0.png", user="<image><image>"), "as many images as places in the text, got 1 and 2"),
+    "more places": (chat("0.png", user=[{"type": "image"}] * 2), "as many images as places in the text, got 1 and 2"),
     "fewer placeholders": (chat("0.png", "1.png", user="<image>"), "as many images as places in the text, got 2 and 1"),
     "in two places": (chat("0.png", user=parts("1.png")), "give all of them in one place"),
     "two columns": (chat("0.png", image="1.png"), "both 'image' and 'images'"),

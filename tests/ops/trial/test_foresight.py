@@ -17,7 +17,7 @@ from deltatune.ops.kernels import cubin, nvrtc
 from deltatune.ops.pointwise import silu, squares
 from deltatune.ops.trial import candidates, first_use, verdicts
 from deltatune.ops.trial.candidates import Candidate
-from deltatune.ops.trial.foresight import compile_with_mlx, foreseen
+from deltatune.ops.trial.foresight import foreseen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 gpu = load(Path(__file__).parents[1] / "kernels" / "pretended_gpu.py").gpu
@@ -146,41 +146,3 @@ def test_of_implementations_the_one_that_may_serve_is_foreseen(cuda, monkeypatch
     assert called == [("native", True)]
     assert verdicts.remembered("attention-native", call.shape_class("native")) is None
     assert not candidates._announced
-
-
-class Process:
-    """Stands for a process that has MLX compile kernels."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def finish(self) -> None:
-        self.done.append("finished")
-
-    def stop(self) -> None:
-        self.done.append("stopped")
-
-
-def test_processes_have_mlx_compile_kernels_for_what_is_computed(cuda):
-    process = Process()
-
-    def calls() -> None:
-        for _ in range(2):
-            compile_with_mlx("routing", lambda: [process])
-
-    with foreseen(calls):
-        calls()
-        assert not process.done
-    assert process.done == ["finished", "stopped"]
-
-
-def test_processes_end_with_an_error(cuda):
-    process = Process()
-    with pytest.raises(ValueError, match="two rows"), foreseen(lambda: compile_with_mlx(1, lambda: [process])):
-        raise ValueError("two rows")
-    assert process.done == ["stopped"]
-
-
-def test_no_process_is_started_for_what_nobody_computes(cuda):
-    with foreseen(lambda: compile_with_mlx(1, lambda: pytest.fail("it was started")), computed=False):
-        pass

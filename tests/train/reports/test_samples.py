@@ -144,7 +144,7 @@ def test_prompts_that_cannot_be_asked(samples, tmp_path, monkeypatch, what):
 @pytest.mark.bad_input("`sample_prompts`: a chat for a tokenizer without a chat template")
 def test_chats_need_a_template(samples, loaded, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "x"}))
-    bare = SimpleNamespace(has_chat_template=False, encode=loaded.tokenizer.encode)
+    bare = SimpleNamespace(has_chat_template=False, bos_token=None, encode=loaded.tokenizer.encode)
     with pytest.raises(UserError, match=r"chat.jsonl:1: the model's tokenizer has no chat template"):
         samples(tmp_path / "chat.jsonl", tokenizer=bare)
     (prompt,) = samples("why", tokenizer=bare).prompts

@@ -19,7 +19,7 @@ from killed_runs import KILLED_AT_A_POINT, result
 KINDS = {
     "adapters": {},
     "full": {"fine_tune_type": "full"},
-    "experts": {"expert_updates": "active"},
+    "experts": {},
     "packed": {
         "pack": True,
         "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.1, "rank_pattern": {"mlp.*": 2, "o_proj": 1}},

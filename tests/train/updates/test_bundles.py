@@ -52,7 +52,6 @@ def test_what_does_not_go_together(tree):
     halves = {"a": mx.zeros(2), "b": mx.zeros(2, mx.bfloat16), "c": mx.zeros(2, mx.bfloat16)}
     adam = mlx.optimizers.Adam(1e-3)
     assert paths(Bundles(halves, adam)) == [["b", "c"]]
-    assert paths(Bundles(halves, adam, separate={"b"})) == []
     assert paths(Bundles(halves, adam, used_as={"b": mx.float16})) == [["b"]]
     assert paths(Bundles(tree, mlx.optimizers.Adafactor())) == paths(Bundles(tree, mlx.optimizers.Muon(1e-3))) == []
     whole = Bundles(tree, mlx.optimizers.Muon(1e-3))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...models.vision.inputs import VisionBatch
+from ...models.vision.inputs import VisionBatch, VisionSpec
 from ..example import Example
 from ..preferences.preference import PreferenceBatch
 from ..vision.media import collate_pictures
@@ -67,7 +67,7 @@ def bucket_widths(max_seq_length: int) -> list[int]:
     return sorted(set(fine) | {width for width in rounded if width < max_seq_length} | {max_seq_length})
 
 
-def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> Batch:
+def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool, vision: VisionSpec | None = None) -> Batch:
     """Build a batch from rows of documents.
 
     Each document is shifted by one on its own, so no target crosses from one document into the next.
@@ -76,6 +76,7 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> B
         rows: for each row, its documents in order; an empty row becomes a blank row of weight 0.
         width: the number of positions T of every row.
         packed: whether a row may hold several documents, which are then told apart by `segments`.
+        vision: the numbers of the model's vision tower; None for a model without one.
 
     Raises:
         ValueError: a row needs more than `width` positions, or holds several documents and `packed` is False.
@@ -84,6 +85,9 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> B
     inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     weights = np.zeros(shape, np.float32)
     segments = np.zeros(shape, np.int32) if packed else None
+    images = None
+    if vision is not None and not packed:
+        images = collate_pictures([row[0] if row else None for row in rows], width, vision)
     for index, row in enumerate(rows):
         if len(row) > 1 and not packed:
             raise ValueError(
@@ -109,5 +113,5 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool) -> B
         segments,
         sources=tuple(tuple(example.source for example in row) for row in rows),
         positions=tuple(tuple(example.positions for example in row) for row in rows),
-        images=None if packed else collate_pictures([row[0] if row else None for row in rows], width),
+        images=images,
     )

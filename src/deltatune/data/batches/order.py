@@ -68,6 +68,9 @@ class BatchOrder:
         self._batch_size, self._seed, self._packed = batch_size, seed, packed
         self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
         self._preferences = [example for example in examples if isinstance(example, Preference)]
+        documents = (document for example in examples for document in example.documents)
+        # A rank whose share of a batch is blank needs the numbers too.
+        self._vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
         needed_by = sum if packed else max
         positions = [needed_by(document.positions for document in example.documents) for example in examples]
         self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
@@ -181,6 +184,9 @@ class BatchOrder:
         share = filled[self._rank :: self._world]
         if not self._preferences:
             rows_of_one = [[self._examples[number] for number in row] for row in share]
-            return collate(rows_of_one, width, packed=self._packed)  # type: ignore[arg-type]
+            return self._collated(rows_of_one, width)  # type: ignore[arg-type]
         documents, preferences = lay_out(share, self._preferences, self._slots, width, packed=self._packed)
-        return replace(collate(documents, width, packed=self._packed), preferences=preferences)
+        return replace(self._collated(documents, width), preferences=preferences)
+
+    def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
+        return collate(rows, width, packed=self._packed, vision=self._vision)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .turn_ends import TurnEnds
@@ -72,7 +73,9 @@ def chat_rows(
         RefusalError: an answer does not begin with its prompt.
     """
     count = len(messages)
-    text, generated = render(count)
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    written = _row_render((answers if turns is None else turns)[-1:], render, marks)
+    text, generated = written(count)
     if not text:
         return [(text, [], count, [])]
     if turns is None:
@@ -91,31 +94,53 @@ def chat_rows(
             text = ends.closed(text, messages[turns[-1]])
             if not _starts(text, turns[-1], render, marks)[0]:
                 text = _behind_its_prompt(text, turns[-1], render, marks)
-        span_of = {turn: _span(text, (count, others), turn, render, marks, ends) for turn in turns}
+        span_of = {turn: _span(text, (count, others), turn, (render, written), marks, ends) for turn in turns}
         counted = [(turn, span) for turn, span in span_of.items() if span is not None]
         if counted or not turns:
             rows.append((text, [span for _, span in counted], count, others))
         turns = [turn for turn in turns if span_of[turn] is None]
         if turns:
             count = turns[-1] + 1
-            text = render(count)[0]
+            written = _row_render(turns[-1:], render, marks)
+            text = written(count)[0]
     return rows[::-1]
 
 
+def _row_render(last: list[int], render: Render, marks: Marks) -> Render:
+    """Return what renders a row whose last turn this is, with the value of enable_thinking whose prompt begins it.
+
+    Most templates write the same row with both values. Qwen3.8's writes another system message with each, so its prompt
+    without thinking begins no row with thinking.
+    """
+    other = not marks.thinking
+    for turn in filter(None, last):
+        text, prompt = render(turn + 1)[0], render(turn, prompt=True)[0]
+        begins = text.startswith(prompt)
+        if begins and (prompt.endswith(tuple(marks.added)) or not _may_merge(text, len(prompt), marks)):
+            break
+        otherwise, other_prompt = render(turn + 1, thinking=other)[0], render(turn, prompt=True, thinking=other)[0]
+        # An answer is longer behind its prompt where the template opens reasoning that is not there.
+        shorter = len(otherwise) - len(other_prompt) < len(text) - len(prompt)
+        if otherwise != text and otherwise.startswith(other_prompt) and (shorter or not begins):
+            return partial(render, thinking=other)
+    return render
+
+
 def _span(
-    text: str, row: tuple[int, list[int]], turn: int, render: Render, marks: Marks, ends: TurnEnds
+    text: str, row: tuple[int, list[int]], turn: int, renders: tuple[Render, Render], marks: Marks, ends: TurnEnds
 ) -> tuple[list[int], int] | None:
     """Return where a turn starts and ends in a row, of so many messages; None if it is written otherwise there.
 
-    The start behind a prompt with the other value of enable_thinking goes to the list in `row`, too.
+    The two functions render with the default value of enable_thinking, and with the row's. The start behind a prompt
+    with the other value goes to the list in `row`, too.
     """
-    count, others = row
+    (count, others), (render, written) = row, renders
     starts, other = _starts(text, turn, render, marks)
     if not starts:
         return None
     end = len(text)
     if count > turn + 1:
-        behind = _end(text, render(turn + 1)[0], marks)
+        behind = _end(text, written(turn + 1)[0], marks)
         if behind is None or behind <= starts[0]:
             return None
         end = ends.within(text, behind)

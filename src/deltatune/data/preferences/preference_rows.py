@@ -11,8 +11,8 @@ import numpy as np
 
 from ...errors import UserError
 from ..example import Example
-from ..rows.row_formats import ASSISTANT, messages_in_text
-from ..rows.turn_marks import unmarked
+from ..prompts import text_tokens
+from ..rows.row_formats import behind_prompt, messages_in_text, present_fields
 from ..text import TextEncoder
 from ..vision.encoder import VisionEncoder
 from .preference import Preference
@@ -70,13 +70,13 @@ class PreferenceEncoder:
         """Return the answers of a row."""
         if not isinstance(row, Mapping):
             raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
-        row = _with_messages(row)
-        if LABEL in row and COMPLETION in row:
+        row = {name: value for name, value in _with_messages(row).items() if value not in (None, [])}
+        if LABEL in row and not {CHOSEN, REJECTED} & row.keys():
             return self._labelled(row, source)
-        missing = [side for side in (CHOSEN, REJECTED) if row.get(side) is None]
+        missing = [side for side in (CHOSEN, REJECTED) if side not in row]
         if missing:
             raise UserError(self._incomplete(row, missing, source))
-        kind = _same_kind(row, [name for name in (PROMPT, CHOSEN, REJECTED) if row.get(name) is not None], source)
+        kind = _same_kind(row, [name for name in (PROMPT, CHOSEN, REJECTED) if name in row], source)
         self.kinds[CHOSEN] += 1
         return _Read(self._texts(row, source) if kind is str else self._messages(row, source), source)
 
@@ -103,7 +103,7 @@ class PreferenceEncoder:
             label = _LABELS.get(label.strip().lower(), label)
         if not isinstance(label, bool) and label not in (0, 1):
             raise UserError(f"{source}: {LABEL!r}: expected true or false, got {label!r}.")
-        if row.get(PROMPT) is None or row[COMPLETION] is None:
+        if PROMPT not in row or COMPLETION not in row:
             raise UserError(f"{source}: a prompt or a completion is missing; expected {_LABELLED}.")
         if _same_kind(row, [PROMPT, COMPLETION], source) is str:
             answer: _Answer = self._text(row[PROMPT], row[COMPLETION], COMPLETION, source)
@@ -117,7 +117,7 @@ class PreferenceEncoder:
         for name in _BESIDE:
             if row.get(name):
                 raise UserError(f"{source}: {name!r} belongs to messages; this row holds plain text.")
-        if row.get(PROMPT) is not None:
+        if PROMPT in row:
             return [self._text(row[PROMPT], row[side], side, source) for side in (CHOSEN, REJECTED)]
         tokens = [self._with_end(row[side], side, source) for side in (CHOSEN, REJECTED)]
         shared = _common(*tokens)
@@ -127,7 +127,7 @@ class PreferenceEncoder:
 
     def _text(self, prompt: str, answer: str, side: str, source: str) -> Example:
         """Return the document of a prompt and its answer, both plain text."""
-        before = self._tokenizer.encode(prompt) if prompt else []
+        before = text_tokens(self._tokenizer, prompt) if prompt else []
         if not before:
             raise UserError(f"{source}: the prompt is empty; an answer is judged behind its prompt.")
         tokens = self._with_end(prompt + answer, side, source, answer)
@@ -144,7 +144,7 @@ class PreferenceEncoder:
         """Return the tokens of a text with the end token, once."""
         if not (text if answer is None else answer).strip():
             raise UserError(f"{source}: {side!r} is empty; remove this row.")
-        tokens, end = self._tokenizer.encode(text), self._tokenizer.eos_token_id
+        tokens, end = text_tokens(self._tokenizer, text), self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _messages(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
@@ -152,7 +152,7 @@ class PreferenceEncoder:
         chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
-            if prompt is not None and prompt not in [_text_of(message) for message in chosen[:shared]]:
+            if prompt and prompt not in [_text_of(message) for message in chosen[:shared]]:
                 raise UserError(
                     f"{source}: the prompt is a text and chosen a list of messages that do not begin with it; give the "
                     "prompt as messages, or leave it out."
@@ -161,8 +161,6 @@ class PreferenceEncoder:
                 what = "are equal" if chosen == rejected else "begin with different messages and there is no prompt"
                 raise UserError(f"{source}: chosen and rejected {what}; remove this row or correct it.")
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        elif prompt and chosen[: len(prompt)] == prompt:
-            raise UserError(f"{source}: chosen repeats the prompt; give what follows it, or leave the prompt out.")
         sides = {CHOSEN: chosen, REJECTED: rejected}
         return [_conversation(row, prompt, answer, side, source) for side, answer in sides.items()]
 
@@ -176,8 +174,14 @@ def messages_of(row: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with messages in the place of texts that hold them as JSON."""
-    return {name: messages_in_text(value) if name in _TEXTS else value for name, value in row.items()}
+    """Return a row with messages in the place of texts that hold them as JSON, and without their empty fields."""
+    row = {name: messages_in_text(value) if name in _TEXTS else value for name, value in row.items()}
+    lists = {name: row[name] for name in _TEXTS if isinstance(row.get(name), list)}
+    return row | {name: [_without_empty(message) for message in messages] for name, messages in lists.items()}
+
+
+def _without_empty(message: Any) -> Any:
+    return present_fields(message) if isinstance(message, Mapping) else message
 
 
 # An answer that is tokenised already, or the row of a conversation.
@@ -197,11 +201,8 @@ def _conversation(
     row: Mapping[str, Any], prompt: list[Any], answer: list[Any], side: str, source: str
 ) -> dict[str, Any]:
     """Return the row of a conversation, of which the assistant's messages behind the prompt count."""
-    if not answer:
-        raise UserError(f"{source}: {side!r} has no message of its own; remove this row.")
-    silent = [unmarked(one) if _role(one) == ASSISTANT else one for one in prompt]
     beside = {name: row[name] for name in _BESIDE if name in row}
-    return {"messages": [*silent, *answer], **beside}
+    return {"messages": behind_prompt(prompt, answer, side, source), **beside}
 
 
 def _only(examples: list[Example], source: str) -> Example:
@@ -242,10 +243,6 @@ def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Return the length of the longest common beginning."""
     length = min(len(left), len(right))
     return next((index for index in range(length) if left[index] != right[index]), length)
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _text_of(message: Any) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+_KINDS = ("image", "video")
+_COLUMNS = ("image", "images", "video", "videos")
+
 
 def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     """Return a row without the nulls in its nested objects.
 
-    A null that somebody wrote looks the same as one that Arrow added, and goes too, with two exceptions. The "content"
-    of a message stays null, as OpenAI writes it beside calls of tools. Members of a list stay, since Arrow adds none.
-    Values that are stored as JSON hold what was written.
+    A null that somebody wrote looks the same as one that Arrow added, and goes too. Members of a list stay, since Arrow
+    adds none. Values that are stored as JSON hold what was written.
 
     Args:
         row: a row as the datasets library gives it.
@@ -32,7 +34,7 @@ def _value(value: Any, feature: Any) -> Any:
         return {
             key: _value(part, _ANY if feature is _ANY else feature.get(key))
             for key, part in value.items()
-            if part is not None or (key == "content" and value.get("role") is not None)
+            if part is not None
         }
     if isinstance(value, list):
         member = feature if feature is _ANY else _member(feature)
@@ -45,3 +47,50 @@ def _member(feature: Any) -> Any:
     # The datasets library describes a list by a class of its own or, in older versions, by a list of one member.
     member = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return member if isinstance(member, dict | list) or hasattr(member, "feature") else None
+
+
+def may_hold_media(table: Any) -> bool:
+    """Return whether a row of a pyarrow table may hold an image or a video, in a column of its own or in a message."""
+    return any(
+        _any_value(column) if name in _COLUMNS else _any_part(column.combine_chunks())
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    )
+
+
+def _any_value(column: Any) -> bool:
+    """Return whether a column holds something other than nulls and empty lists."""
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    if _is_list(column.type):
+        return bool(compute.any(compute.greater(compute.list_value_length(column), 0)).as_py())
+    return not types.is_null(column.type) and column.null_count < len(column)
+
+
+def _any_part(array: Any) -> bool:
+    """Return whether a text within an array is the type of a part with an image or video, or JSON that may hold one."""
+    import pyarrow
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    if isinstance(array.type, pyarrow.BaseExtensionType):
+        return _any_part(array.storage)
+    if types.is_dictionary(array.type):
+        return _any_part(array.dictionary)
+    if types.is_struct(array.type):
+        return any(_any_part(field) for field in array.flatten())
+    if _is_list(array.type):
+        return _any_part(array.flatten())
+    if not (types.is_string(array.type) or types.is_large_string(array.type)):
+        return False
+    return any(
+        compute.any(matches).as_py()
+        for kind in _KINDS
+        for matches in (compute.starts_with(array, kind), compute.match_substring(array, f'"{kind}'))
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)

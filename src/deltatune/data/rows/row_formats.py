@@ -12,8 +12,9 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
-from .turn_marks import MARKS, WEIGHT
-from .unread_columns import TOOLS, refuse_judged, unread
+from .message_parts import TEXT_KEYS, refuse_unknown_keys
+from .turn_marks import WEIGHT, unmarked
+from .unread_columns import TOOLS, refuse_judged, refuse_unread_marks, unread
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 ASSISTANT, TOOL = "assistant", "tool"
@@ -92,7 +93,14 @@ class RowFormats:
             messages = None
         elif kind == COMPLETION:
             names = self.features
-            messages = [_message("user", row, names.prompt, source), _answer(row, names.completion, source)]
+            prompt, answer = (messages_in_text(row[name]) for name in (names.prompt, names.completion))
+            if isinstance(prompt, list) and isinstance(answer, list):
+                messages = _all_checked(behind_prompt(prompt, answer, names.completion, source), source)
+            else:
+                messages = [
+                    _message("user", row, names.prompt, source),
+                    _message(ASSISTANT, row, names.completion, source),
+                ]
         elif kind == ALPACA:
             messages = _alpaca(row, source)
         else:
@@ -106,13 +114,14 @@ class RowFormats:
                     entries.insert(0, _message(SYSTEM, row, SYSTEM, source))
             elif kind == SHAREGPT:
                 kind = CHAT
-            messages = [_checked(entry, number, source) for number, entry in enumerate(entries, 1)]
+            messages = _all_checked(entries, source)
             if not any(message.get("content") or message.get(TOOL_CALLS) for message in messages):
                 raise UserError(f"{source}: empty conversation: no message has content; remove this row.")
         # Beside plain text, which has no answer, other columns are of no concern.
         if kind != TEXT:
             read = {*vars(self.features).values(), *([SYSTEM] if kind in (SHAREGPT, ALPACA) else [])}
             refuse_judged(row, read, source)
+            refuse_unread_marks(row, messages or [], source)
             self.unread.update(unread(row, read))
         self.kinds[kind] += 1
         return messages
@@ -144,9 +153,11 @@ class RowFormats:
         """Return the format of a row: the first whose keys it all has."""
         formats = self._formats
         present = {key for key, value in row.items() if value is not None}
-        for kind, keys in formats.items():
-            if present.issuperset(keys):
-                return kind
+        # A column that is empty says nothing of the format, unless the row fits no other.
+        for filled in (present_fields(row).keys(), present):
+            for kind, keys in formats.items():
+                if filled >= set(keys):
+                    return kind
         known = [key for keys in formats.values() for key in keys]
         null = [key for key in known if key in row and key not in present]
         if null:
@@ -163,9 +174,9 @@ def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
 
     OpenAI's older form has them as "functions", without what a tool has around its function.
     """
-    name = TOOLS if row.get(TOOLS) is not None else FUNCTIONS
+    name = TOOLS if row.get(TOOLS) else FUNCTIONS
     value = json_text(row.get(name), f"{source}: {name!r}")
-    if value is None:
+    if _is_empty(value):
         return None
     tools = typed({name: value}, name, list, source)
     return tools if name == TOOLS else [{"type": "function", "function": function} for function in tools]
@@ -175,9 +186,48 @@ def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the variables of the chat template that a row sets, which may be JSON in a string."""
     value = row.get(TEMPLATE_OPTIONS)
     where = f"{source}: {TEMPLATE_OPTIONS!r}"
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         value = _json(value, where)
-    return {} if value is None else checked_options(value, where)
+    return {} if _is_empty(value) else checked_options(value, where)
+
+
+def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that say something: null, "", [] and {} are what programs write where a field is absent."""
+    return {name: value for name, value in fields.items() if not _is_empty(value)}
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
+    """Return the messages of a prompt and of what follows it, of whose assistant turns those behind it alone count.
+
+    Args:
+        prompt: the messages of the prompt.
+        answer: the messages behind it.
+        name: the column of the answer.
+        source: what messages to the user call the row.
+
+    Raises:
+        UserError: the answer is empty, or says the prompt again.
+    """
+    if not answer:
+        raise UserError(f"{source}: {name!r} has no message of its own; remove this row.")
+    if prompt and [*map(_comparable, answer[: len(prompt)])] == [*map(_comparable, prompt)]:
+        raise UserError(f"{source}: {name} repeats the prompt, so it would be read twice; give what follows it alone.")
+    silent = [unmarked(one) if isinstance(one, Mapping) and one.get("role") == ASSISTANT else one for one in prompt]
+    return [*silent, *answer]
+
+
+def _comparable(message: Any) -> Any:
+    """Return a message in the form that all ways to write the same message share."""
+    if not isinstance(message, Mapping):
+        return message
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    return present_fields({**message, "content": content})
 
 
 def json_text(value: Any, where: str) -> Any:
@@ -209,6 +259,7 @@ def join_text_parts(messages: Messages, source: str) -> Messages:
                         f'{source}: message {number}: expected parts {{"type": "text", "text": ...}} for this model, '
                         f"got {short(part)}."
                     )
+                refuse_unknown_keys(part, TEXT_KEYS, f"{source}: message {number}: a part with text")
             message = {**message, "content": "".join(part["text"] for part in content)}
         joined.append(message)
     return joined
@@ -221,7 +272,7 @@ def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
     if row.get(context):
         prompt["content"] += "\n\n" + typed(row, context, str, source)
     system = [_message(SYSTEM, row, SYSTEM, source)] if row.get(SYSTEM) else []
-    return [*system, *_history(row, source), prompt, _answer(row, output, source)]
+    return [*system, *_history(row, source), prompt, _message(ASSISTANT, row, output, source)]
 
 
 def _history(row: Mapping[str, Any], source: str) -> Messages:
@@ -238,14 +289,6 @@ def _message(role: str, row: Mapping[str, Any], key: str, source: str) -> dict[s
     return {"role": role, "content": typed(row, key, str, source)}
 
 
-def _answer(row: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
-    """Return the answer of a row; UserError if it is empty."""
-    message = _message(ASSISTANT, row, key, source)
-    if not message["content"].strip():
-        raise UserError(f"{source}: empty {key!r}: there is nothing to learn from; remove this row.")
-    return message
-
-
 def _spoken(entries: list[Any], source: str) -> Messages:
     """Return the entries of a ShareGPT conversation, {"from": ..., "value": ...}, as messages."""
     messages = []
@@ -258,12 +301,16 @@ def _spoken(entries: list[Any], source: str) -> Messages:
         if speaker == "function_call":
             calls = _json(value, where) if isinstance(value, str) else value
             message = {"role": ASSISTANT, "content": "", TOOL_CALLS: calls if isinstance(calls, list) else [calls]}
-        messages.append(message | {name: entry[name] for name in MARKS if name in entry})
+        messages.append({name: entry[name] for name in entry if name not in ("from", "value")} | message)
     return messages
 
 
+def _all_checked(messages: list[Any], source: str) -> Messages:
+    return [_checked(message, number, source) for number, message in enumerate(messages, 1)]
+
+
 def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
-    """Return a message after checking its role, its content and its calls of tools."""
+    """Return a message without empty fields after checking its role, its content and its calls of tools."""
     where = f"{source}: message {number}"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f'{where}: expected {{"role": ..., "content": ...}}, got {short(message)}.')
@@ -271,11 +318,12 @@ def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
     if content is not None and not isinstance(content, str | list):
         raise UserError(f'{where}: expected a string as "content", got {short(content)}.')
     # OpenAI's older form has one call in place of a list, and the role "function" for its result.
-    if message["role"] == "function":
-        message = {**message, "role": TOOL}
-    if message.get("function_call") is not None and not message.get(TOOL_CALLS):
-        message = {**message, TOOL_CALLS: [message["function_call"]]}
-    if not message.get(TOOL_CALLS):
+    role = TOOL if message["role"] == "function" else message["role"]
+    # Many templates refuse a message without content, or write "None".
+    message = {**present_fields(message), "role": role, "content": content or ""}
+    if "function_call" in message and TOOL_CALLS not in message:
+        message[TOOL_CALLS] = [message["function_call"]]
+    if TOOL_CALLS not in message:
         return message
     calls = typed(message, TOOL_CALLS, list, where)
     return {**message, TOOL_CALLS: [_call(call, f"{where}: tool call {index}") for index, call in enumerate(calls, 1)]}
@@ -283,8 +331,9 @@ def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     """Return a call of a tool in OpenAI's form. Its arguments stay as the row has them, once they are checked."""
+    call = present_fields(call) if isinstance(call, Mapping) else call
     function = call.get("function", call) if isinstance(call, Mapping) else call
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UserError(f'{where}: expected {{"function": {{"name": ..., "arguments": ...}}}}, got {short(call)}.')
     written = arguments = function.get("arguments")
     if isinstance(written, str):
@@ -293,7 +342,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise UserError(
             f"{where}: 'arguments': expected an object, or a string that holds one, got {short(arguments)}."
         )
-    function = {**function, "arguments": written if arguments else {}}
+    function = {**present_fields(function), "arguments": written if arguments else {}}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
 

@@ -8,21 +8,21 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
-from .arrow_rows import as_written
+from .arrow_rows import as_written, may_hold_media
 from .csv_cells import cell_options
 from .json_text import parsed
 
 Rows = Iterator[tuple[str, Any]]
 
-# How many rows of a Hugging Face data set are searched for images.
-_TRIED_ROWS = 100
-_DIGEST_ROWS = 10_000
+# How many rows of a Hugging Face data set are read as one table of Arrow.
+_TABLE_ROWS = 10_000
+# A line of JSON with an image or video has one of these: the key or type as it is, or with an escaped letter.
+_MEDIA_MARKS = (b'"image', b'"video', b"\\u006", b"\\u007")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def jsonl(path: Path) -> DataTable:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
     return DataTable(
-        str(path), count, lambda: _lines(path), lambda: _lines(path, (b'"image', b'"video')), lambda: file_digest(path)
+        str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: file_digest(path)
     )
 
 
@@ -210,18 +210,29 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
 def _table(name: str, dataset: Any) -> DataTable:
     """Return the rows of a loaded data set as a table."""
 
-    def rows() -> Rows:
-        read = -1
+    def rows_of(part: Any, first: int = 0) -> Rows:
+        read = first - 1
         try:
-            for read, row in enumerate(dataset):
+            for read, row in enumerate(part, first):
                 yield f"{name} row {read}", as_written(row, dataset.features)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{name} row {read + 1}: cannot be read: {first_line(error)}; the data are damaged or incomplete."
             ) from error
 
-    # Every row has the same columns, so the first rows show whether there are images, unless all of them are empty.
-    return DataTable(name, len(dataset), rows, lambda: islice(rows(), _TRIED_ROWS), lambda: _arrow_digest(dataset))
+    def candidates() -> Rows:
+        first = 0
+        for table in _arrow_tables(dataset):
+            if may_hold_media(table):
+                yield from rows_of(dataset.select(range(first, first + len(table))), first)
+            first += len(table)
+
+    return DataTable(name, len(dataset), lambda: rows_of(dataset), candidates, lambda: _arrow_digest(dataset))
+
+
+def _arrow_tables(dataset: Any) -> Iterator[Any]:
+    """Yield the rows of a data set as pyarrow tables, in order."""
+    return dataset.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
 class _DigestFile(io.RawIOBase):
@@ -243,7 +254,7 @@ def _arrow_digest(dataset: Any) -> bytes:
     import pyarrow
 
     file = _DigestFile()
-    for table in dataset.with_format("arrow").iter(batch_size=_DIGEST_ROWS):
+    for table in _arrow_tables(dataset):
         with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
             stream.write_table(table)
     return file.digest.digest()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...errors import UserError
+from .message_parts import is_absent
 
 # Whether an answer is a good one: the column of TRL, and that of LLaMA-Factory.
 _JUDGED = ("label", "kto_tag")
@@ -13,20 +14,30 @@ _ALIKE = "good and bad answers are imitated alike; remove the bad ones"
 _PAIRS = "only the answer beside them is imitated; --loss dpo learns from pairs of prompt, chosen and rejected"
 _JUDGEMENT = "if it tells good answers from bad ones, --loss kto learns from it, and without it both are imitated"
 _SOUND = "sound is not read"
+_VARIABLE = "it is read within chat_template_kwargs alone"
+_PART_OPTION = "it is read in the part of an image alone"
+_AUDIO, _OBJECTS = ("audio", "audios"), "objects"
 _COLUMNS = {
     **dict.fromkeys(_JUDGED, _JUDGEMENT),
     **dict.fromkeys(("score", "reward", "rating"), _ALIKE),
-    **dict.fromkeys(("chosen", "rejected"), _PAIRS),
-    **dict.fromkeys(("audio", "audios"), _SOUND),
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages"), _PAIRS),
+    **dict.fromkeys(_AUDIO, _SOUND),
+    **dict.fromkeys(("documents", "enable_thinking", "reasoning_effort"), _VARIABLE),
+    **dict.fromkeys(("min_pixels", "max_pixels", "resized_height", "resized_width"), _PART_OPTION),
+    _OBJECTS: "boxes are learnt only where they stand in the text",
     "weight": "every row counts alike",
     "system": "it is read beside conversations and instruction alone; make it the first message",
 }
-TOOLS, MARKED_TURNS = "tools", "marked turns"
+TOOLS, MARKED_TURNS, MARKS_IN_TEXT = "tools", "marked turns", "marks in text"
 # What notes say that rows have, by what RowFormats.unread calls it.
 MEANINGS = {name: f"{name!r}: {meaning}" for name, meaning in _COLUMNS.items()} | {
     TOOLS: f"{TOOLS!r}, which the model's chat template leaves out, so they are not learnt",
     MARKED_TURNS: "turns that are marked not to count, which --no-mask-prompt counts all the same",
+    MARKS_IN_TEXT: "<image> or <video> in a text, and no image or video left for it, so it is learnt as text",
 }
+# What ms-swift writes in a text in place of the next box or name of "objects", and of the next sound.
+_MARKS = {_OBJECTS: ("<bbox>", "<ref-object>"), **dict.fromkeys(_AUDIO, ("<audio>",))}
+MEDIA = ("image", "images", "video", "videos", *_AUDIO)
 
 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
@@ -51,9 +62,48 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
             )
 
 
+def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
+    """Refuse a row whose texts hold marks for the values of a column that is not read: they would be learnt as text.
+
+    Args:
+        row: the row.
+        messages: its messages.
+        source: what messages to the user call the row.
+
+    Raises:
+        UserError: there is such a mark, or a message holds media of its own.
+    """
+    for number, message in enumerate(messages, 1):
+        for name, marks in _MARKS.items():
+            mark = next((mark for mark in marks if mark in _text(message.get("content"))), None)
+            if mark and not _is_empty(row.get(name)):
+                raise UserError(
+                    f"{source}: message {number}: {mark} stands for a value of {name!r}, which is not read, so the "
+                    "mark would be learnt as text; write the value into the text, or leave the column out."
+                )
+        for name in MEDIA:
+            if not _is_empty(message.get(name)):
+                raise UserError(
+                    f"{source}: message {number}: {name!r} is not read in a message; give it beside the messages, or "
+                    "as a part of the message's content."
+                )
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message, also where it is a list of parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is absent, or an object of nothing but absent ones, as Arrow fills in for rows without it."""
+    return is_absent(value) or (isinstance(value, Mapping) and all(_is_empty(part) for part in value.values()))
+
+
 def unread(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Return the columns of a row that have a meaning and are not read, beside those in `read`."""
-    present = [name for name in _COLUMNS if name in row and name not in read and row[name] not in (None, "", [])]
+    present = [name for name in _COLUMNS if name in row and name not in read and not _is_empty(row[name])]
     return [name for name in present if not (name in _JUDGED and _is_true(row[name]))]
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from ...errors import UserError
 from ...models.vision.inputs import VisionSpec, single_frames, token_positions
 from ..example import Example
+from ..rows.unread_columns import MARKS_IN_TEXT
 from ..text import TextEncoder
 from .media import MediaReader, MediaSize, Pictures
-from .messages import IMAGE, VIDEO, media_columns, place_media, write_videos
+from .messages import IMAGE, VIDEO, has_mark_in_text, media_columns, place_media, write_videos
 from .placeholders import token_counts
 from .videos import video_text
 
@@ -24,7 +25,7 @@ from .videos import video_text
 class VisionEncoder:
     """Turns rows of text, images and videos into examples. TextEncoder decides which text counts in the loss.
 
-    The content of a message is a string with the placeholders "<image>" and "<video>", or a list of parts such as
+    The content of a message is a string with the marks "<image>" and "<video>", or a list of parts such as
     {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}. The files come from the parts themselves
     ("image": PATH), or in order from the row's "images" (or "image") and "videos" (or "video").
 
@@ -54,6 +55,7 @@ class VisionEncoder:
                 raise UserError(f"{source}: a text line has no place for {what}; use messages or prompt/completion.")
             return [self._with_pictures(self._text.encode_text(formats.text(row, source)), [], [])]
         messages, values = place_media(chat, columns, source)
+        formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages)
         sizes = [self._reader.read(value, source)[1] for value in values]
         written = write_videos(messages, [video_text(size.seconds, self._names) for size in sizes if size.seconds])
         counts = np.cumsum([_media(message["content"]) for message in messages])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
+import re
 import struct
 import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
+from ..rows.message_parts import refuse_unknown_keys
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -24,6 +28,11 @@ _DAMAGED = (
 )  # fmt: skip
 # Linux takes no longer paths, and macOS none of a quarter of this.
 _LONGEST_PATH = 4096
+_LONGEST_SHOWN = 300
+_FILE_URL = "file://"
+# The keys of an object that describes an image: those of the datasets library, and OpenAI's.
+_IMAGE_KEYS = ("bytes", "path", "url")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{40,}={0,2}\s*")
 # TIFF's types of whole numbers, as the struct module writes them.
 _INTEGERS = {1: "B", 3: "H", 4: "I"}
 # EXIF's tag of the orientation, and the name of Pillow's operation that undoes each of its values.
@@ -40,16 +49,50 @@ _UPRIGHT = {
 
 
 def image_file(value: Any, folder: Path, source: str) -> Any:
-    """Return the path, the bytes or the PIL image that a row gives; UserError, naming `source`, for anything else."""
+    """Return the path, the bytes or the PIL image that a row gives; UserError, naming `source`, for anything else.
+
+    Bytes may be written as base64: behind "data:image/png;base64,", or alone.
+    """
     if isinstance(value, Mapping):
-        if value.get("bytes") is not None:
-            return value["bytes"]
-        value = value.get("path")
+        refuse_unknown_keys(value, _IMAGE_KEYS, f"{source}: an image")
+        content = value.get("bytes")
+        if content is not None:
+            return _decoded(content, source) if isinstance(content, str) else bytes(content)
+        value = value.get("path") or value.get("url")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
     if isinstance(value, str):
-        return media_path("image", value, folder, source)
+        return _image_in_text(value, folder, source)
     if hasattr(value, "tobytes") and hasattr(value, "mode"):
         return value
     raise UserError(f"{source}: expected the path of an image, got {type(value).__name__} {str(value)[:60]!r}.")
+
+
+def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
+    """Return the file that a text names, or the bytes that it holds."""
+    if value.startswith("data:"):
+        header, _, body = value.partition(",")
+        return _decoded(body, source) if header.endswith(";base64") else unquote_to_bytes(body)
+    if _BASE64.fullmatch(value) and not _is_file(folder, value):
+        from PIL import Image
+
+        # A path may be made of the same letters, so what they stand for decides.
+        with contextlib.suppress(UserError, *_DAMAGED):
+            content = _decoded(value, source)
+            Image.open(io.BytesIO(content)).close()
+            return content
+    return media_path("image", value, folder, source)
+
+
+def _decoded(text: str, source: str) -> bytes:
+    """Return the bytes that a text holds in base64."""
+    digits = "".join(text.split()).rstrip("=")
+    try:
+        return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)
+    except ValueError as error:
+        raise UserError(
+            f"{source}: image {shown(text)}: expected bytes in base64 ({first_line(error)}); write them anew."
+        ) from error
 
 
 def media_path(kind: str, value: str, folder: Path, source: str) -> Path:
@@ -61,11 +104,31 @@ def media_path(kind: str, value: str, folder: Path, source: str) -> Path:
             f"{source}: {kind} {value[:60]}: expected a path, got a text of {len(value):,} characters; write what it "
             "holds into a file, and give its path."
         )
-    path = folder / expanded(value)
+    name = _local(value)
+    if not _is_file(folder, name):
+        where = f" ({folder / expanded(name)})" if shown(value) == value else ""
+        raise UserError(f"{source}: {kind} {shown(value)}: no such file{where}; paths begin at the data's folder.")
+    return folder / expanded(name)
+
+
+def _local(value: str) -> str:
+    """Return the path in a URL of a file, whose letters may be written as %20, or a path as it is."""
+    if not value.startswith(_FILE_URL):
+        return value
+    path = re.sub("^localhost/", "/", value.removeprefix(_FILE_URL))
+    return path if os.path.isfile(path) else unquote(path)
+
+
+def _is_file(folder: Path, name: str) -> bool:
     # Path.is_file raises for a name that the file system finds too long.
-    if not os.path.isfile(path):
-        raise UserError(f"{source}: {kind} {value}: no such file ({path}); paths begin at the data's folder.")
-    return path
+    return len(name) <= _LONGEST_PATH and os.path.isfile(folder / expanded(name))
+
+
+def shown(value: str) -> str:
+    """Return a path as messages show it; of a text that may be base64, or is longer than a path, the beginning."""
+    if len(value) <= _LONGEST_SHOWN and not value.startswith("data:") and not _BASE64.fullmatch(value):
+        return value
+    return f"{value[:60]}..."
 
 
 def file_content(file: Any) -> bytes:
@@ -77,8 +140,8 @@ def file_content(file: Any) -> bytes:
 def name_of(value: Any) -> str:
     """Return what messages call an image."""
     if isinstance(value, Mapping):
-        value = value.get("path") or "in the data set"
-    return f"image {value}" if isinstance(value, str) else "image in the data set"
+        value = value.get("path") or value.get("url")
+    return f"image {shown(value)}" if isinstance(value, str) else "image in the data set"
 
 
 def open_image(file: Any, source: str) -> Any:

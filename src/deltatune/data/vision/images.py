@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ...errors import UserError, reason
 from ...models.vision.inputs import Grid, Picture
 from ...models.vision.load import needs_torch
 from .image_files import file_content, image_file, name_of, open_image
+from .image_sizes import SizedImage, resized
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,20 +32,30 @@ class ImageReader:
     folder: Path
     limits: Mapping[str, int]
 
-    @functools.cached_property
-    def _limited(self) -> Any:
-        """The processor with the limits set on it, since mlx-vlm before 0.6 ignores the limits of a call."""
+    def _processed(self, image: Any, limits: Mapping[str, int]) -> Any:
+        """Return what the processor makes of an image within limits of its own, or else within the processor's."""
+        # The limits are also set on a copy of the processor, since mlx-vlm before 0.6 ignores the limits of a call.
         limited = copy.copy(self.processor)
-        for name, value in self.limits.items():
+        for name, value in limits.items():
             if hasattr(limited, name):
                 setattr(limited, name, value)
-        return limited
+        return limited([image], **limits)
+
+    def _scaled(self, image: Any, options: Mapping[str, int]) -> tuple[Any, dict[str, int]]:
+        """Return an image in the size that its row asks for, and limits that leave it so."""
+        unit = self.processor.patch_size * self.processor.merge_size
+        height, width = resized(image.height, image.width, {**self.limits, **options}, unit)
+        return image.resize((width, height)), {"min_pixels": height * width, "max_pixels": height * width}
 
     def picture(self, value: Any, source: str) -> Picture:
         """Return the patches of an image; UserError, naming `source`, if it is missing, damaged or of an unfit kind."""
+        value, options = (value.value, value.options) if isinstance(value, SizedImage) else (value, {})
         image = open_image(image_file(value, self.folder, source), source)
+        limits = self.limits
         try:
-            processed = self._limited([image], **self.limits)
+            if options:
+                image, limits = self._scaled(image, options)
+            processed = self._processed(image, limits)
         except ImportError as error:
             raise UserError(f"{source}: the model's image processor: {needs_torch(error) or reason(error)}") from error
         except (ValueError, TypeError) as error:
@@ -56,4 +66,5 @@ class ImageReader:
 
     def digest(self, value: Any, source: str) -> bytes:
         """Return a digest of the image, by which a resumed run recognises its data."""
+        value = value.value if isinstance(value, SizedImage) else value
         return hashlib.blake2b(file_content(image_file(value, self.folder, source)), digest_size=16).digest()

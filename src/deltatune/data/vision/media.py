@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...errors import UserError
 from ...models.vision.inputs import (
     Grid,
     ImageShapes,
@@ -18,8 +19,11 @@ from ...models.vision.inputs import (
     padded_patches,
     vision_batch,
 )
+from .image_files import name_of
+from .image_sizes import SizedImage
 from .images import ImageReader
 from .videos import Video, VideoReader
+from .videos import name_of as name_of_video
 
 
 class MediaSize(NamedTuple):
@@ -49,6 +53,12 @@ class MediaReader:
         picture = self.images.picture(value, source)
         return picture, MediaSize(picture.grid)
 
+    def name(self, value: Any) -> str:
+        """Return what messages call an image or video."""
+        if isinstance(value, Video):
+            return name_of_video(value)
+        return name_of(value.value if isinstance(value, SizedImage) else value)
+
     def digest(self, value: Any, source: str) -> bytes:
         """Return a digest of an image or video, by which a resumed run recognises its data."""
         return self.videos.digest(value, source) if isinstance(value, Video) else self.images.digest(value, source)
@@ -73,6 +83,20 @@ class Pictures:
     positions: np.ndarray
     spec: VisionSpec
     reader: MediaReader
+
+    def read(self, source: str) -> list[Picture]:
+        """Return the patches of each, read anew; UserError, naming `source`, if a file is gone or has another size."""
+        pictures = []
+        for value, grid in zip(self.values, self.grids, strict=True):
+            picture, _ = self.reader.read(value, source)
+            if picture.grid != grid:
+                before, now = (" x ".join(map(str, sizes)) for sizes in (grid, picture.grid))
+                raise UserError(
+                    f"{source}: {self.reader.name(value)}: its size has changed since the run began: {now} patches "
+                    f"(frames x rows x columns), and {before} then; put the old file back, or begin the run anew."
+                )
+            pictures.append(picture)
+        return pictures
 
     def kind_cut(self, tokens: np.ndarray, limit: int) -> str | None:
         """Return "image" or "video" if a cut of the tokens at `limit` goes through one or leaves it last, else None."""
@@ -117,17 +141,12 @@ def largest_batch(examples: Sequence[Any], rows: int) -> ImageShapes | None:
     return ImageShapes(padded_frames(count), padded_patches(patches, media[0].spec) if count else 0, fewest)
 
 
-def collate_pictures(rows: Sequence[Any], width: int) -> VisionBatch | None:
-    """Return the vision inputs of rows (None is a blank row), or None for a model without a vision tower."""
-    first = next((row.pictures for row in rows if row is not None and row.pictures is not None), None)
-    if first is None:
-        return None
+def collate_pictures(rows: Sequence[Any], width: int, spec: VisionSpec) -> VisionBatch:
+    """Return the vision inputs of rows; None is a blank row, and a batch may be all blank."""
     inputs: list[Any] = []
     for row in rows:
         if row is None:
             inputs.append((np.zeros(0, np.int32), np.zeros((3, 0), np.int32), []))
             continue
-        media = row.pictures
-        pictures = [media.reader.read(value, row.source)[0] for value in media.values]
-        inputs.append((row.tokens[:-1], media.positions[:, :-1], pictures))
-    return vision_batch(inputs, width, first.spec)
+        inputs.append((row.tokens[:-1], row.pictures.positions[:, :-1], row.pictures.read(row.source)))
+    return vision_batch(inputs, width, spec)

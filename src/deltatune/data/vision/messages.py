@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import UserError
+from ..rows.message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
+from ..rows.row_formats import json_text
+from .image_sizes import SIZE_OPTIONS, SizedImage, size_options
 from .videos import Video
 
 IMAGE, VIDEO = "image", "video"
 _KINDS = {IMAGE: IMAGE, "image_url": IMAGE, VIDEO: VIDEO, "video_url": VIDEO}
-_FPS = "fps"
+_FPS, _BASE64 = "fps", "base64"
+# The keys under which a part holds its image or video: those of Qwen, OpenAI and transformers.
+_HOLDERS = {
+    IMAGE: (IMAGE, "image_url", "url", "path", _BASE64),
+    VIDEO: (VIDEO, "video_url", "url", "path"),
+}
+_MARKS = re.compile("(<image>|<video>)")
 
 Messages = list[dict[str, Any]]
 
@@ -38,9 +49,9 @@ def media_columns(row: Mapping[str, Any], source: str) -> dict[str, list[Any]]:
 def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) -> tuple[Messages, list[Any]]:
     """Give each image and video of a row its place in the messages.
 
-    A place is a part, or "<image>" or "<video>" in a text. Its value comes from the part itself ({"type": "image",
-    "image": PATH}), or in order from the row's columns. Without places, the images and then the videos go to the start
-    of the first user message.
+    A place is a part, or a mark, "<image>" or "<video>", in the text of a user. Its value comes from the part itself
+    ({"type": "image", "image": PATH}), or in order from the row's columns. Without places, the images and then the
+    videos go to the start of the first user message. A mark for which no image or video is left is text.
 
     Args:
         messages: the row's messages.
@@ -59,6 +70,11 @@ def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) 
         content, named = _parts(message.get("content"), f"{source}: message {number}")
         with_parts.append({**message, "content": content})
         places += named
+    unplaced = Counter({kind: len(columns[kind]) for kind in columns}) - Counter(kind for kind, _ in places)
+    for message in with_parts:
+        if message["role"] == "user" and isinstance(message["content"], str):
+            message["content"], marked = _split_at_marks(message["content"], unplaced)
+            places += [(kind, None) for kind in marked]
     # Each kind goes to the start of the message, so the images, handled second, come first in it.
     for kind in (VIDEO, IMAGE):
         if columns[kind] and kind not in [other for other, _ in places]:
@@ -103,9 +119,13 @@ def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
     several = f"{kind}s"
     if row.get(several) is not None and row.get(kind) is not None:
         raise UserError(f"{source}: both {kind!r} and {several!r}; give one of them.")
-    values = row.get(several)
+    # A cell of a CSV file holds a list as JSON.
+    values = json_text(row.get(several), f"{source}: {several!r}")
     if values is None:
-        values = [] if row.get(kind) is None else [row[kind]]
+        value = row.get(kind)
+        # A list is several images, or the frames of one video, or several such videos.
+        are_several = isinstance(value, list) and (kind == IMAGE or all(isinstance(frames, list) for frames in value))
+        values = value if are_several else [] if value is None else [value]
     if not isinstance(values, list | tuple):
         raise UserError(f"{source}: {several!r}: expected a list of paths, got {type(values).__name__}.")
     if kind == IMAGE:
@@ -114,24 +134,20 @@ def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
 
 
 def _parts(content: Any, where: str) -> tuple[Any, list[tuple[str, Any]]]:
-    """Return the content as a template takes it, and the kind and value of each place (None if a column holds it)."""
-    if isinstance(content, str):
-        parts = _split_at_placeholders(content)
-        named: list[tuple[str, Any]] = [(part["type"], None) for part in parts if part["type"] != "text"]
-        return (parts, named) if named else (content, [])
+    """Return the content as a template takes it, and the kind and value of each part that is no text.
+
+    The value of a part is None if a column holds it.
+    """
     if not isinstance(content, list):
         return content, []
     parts, named = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
+            refuse_unknown_keys(part, TEXT_KEYS, f"{where}: a part with text")
             parts.append({"type": "text", "text": part["text"]})
         elif kind in _KINDS:
-            value = part.get(kind) if part.get(kind) is not None else part.get("path")
-            value = value.get("url") if kind.endswith("_url") and isinstance(value, Mapping) else value
-            if _KINDS[kind] == VIDEO and value is not None:
-                value = Video(value, _fps(part, where))
-            named.append((_KINDS[kind], value))
+            named.append((_KINDS[kind], _value(part, _KINDS[kind], f"{where}: a part with {_KINDS[kind]}")))
             parts.append({"type": _KINDS[kind]})
         else:
             raise UserError(
@@ -142,18 +158,62 @@ def _parts(content: Any, where: str) -> tuple[Any, list[tuple[str, Any]]]:
     return parts, named
 
 
-def _split_at_placeholders(text: str) -> list[dict[str, Any]]:
-    """Split a text into parts at "<image>" and "<video>"."""
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
-    for kind in (IMAGE, VIDEO):
-        split: list[dict[str, Any]] = []
-        for part in parts:
-            for index, piece in enumerate(part["text"].split(f"<{kind}>") if part["type"] == "text" else []):
-                split += [{"type": kind}] if index else []
-                split += [{"type": "text", "text": piece}] if piece else []
-            split += [part] if part["type"] != "text" else []
-        parts = split
-    return parts
+def _value(part: Mapping[str, Any], kind: str, where: str) -> Any:
+    """Return the image or video that a part names; None if a column holds it."""
+    options = SIZE_OPTIONS if kind == IMAGE else (_FPS,)
+    refuse_unknown_keys(part, ("type", *_HOLDERS[kind], *options), where)
+    names = [name for name in _HOLDERS[kind] if not is_absent(part.get(name))]
+    if len(names) > 1:
+        raise UserError(f"{where}: both {names[0]!r} and {names[1]!r}; give one of them.")
+    sizes = size_options(part, where) if kind == IMAGE else {}
+    if not names:
+        if sizes:
+            raise UserError(f"{where}: {next(iter(sizes))!r} belongs to a part that names its image; name it there.")
+        return None
+    value = part[names[0]]
+    if isinstance(value, Mapping) and names[0].endswith("_url"):
+        # OpenAI's programs write the detail that they choose by default.
+        read = {key: value[key] for key in value if (key, value[key]) != ("detail", "auto")}
+        refuse_unknown_keys(read, ("url",), f"{where}: {names[0]!r}")
+        value = value.get("url")
+    if names[0] == _BASE64 and isinstance(value, str) and not value.startswith("data:"):
+        value = f"data:;base64,{value}"
+    if kind == VIDEO:
+        return Video(value, _fps(part, where))
+    return SizedImage(value, sizes) if sizes else value
+
+
+def _split_at_marks(text: str, unplaced: Counter[str]) -> tuple[Any, list[str]]:
+    """Split a text into parts at the marks for which an image or video is left, and take these from `unplaced`.
+
+    Returns:
+        The parts, or the text itself where it has no such mark; and the kinds of the places, in order.
+    """
+    parts: list[dict[str, Any]] = []
+    marked: list[str] = []
+    written = ""
+    for piece in _MARKS.split(text):
+        kind = piece[1:-1] if _MARKS.fullmatch(piece) else None
+        if kind is None or unplaced[kind] < 1:
+            written += piece
+            continue
+        unplaced[kind] -= 1
+        parts += [{"type": "text", "text": written}] * bool(written) + [{"type": kind}]
+        marked.append(kind)
+        written = ""
+    parts += [{"type": "text", "text": written}] * bool(written)
+    return (parts if marked else text), marked
+
+
+def has_mark_in_text(messages: Messages) -> bool:
+    """Whether a user's text still holds a mark, of the messages that place_media returns."""
+    contents = [message["content"] for message in messages if message["role"] == "user"]
+    texts = [
+        text
+        for content in contents
+        for text in ([content] if isinstance(content, str) else [part.get("text") for part in content or []])
+    ]
+    return any(_MARKS.search(text) for text in texts if text)
 
 
 def _fps(holder: Mapping[str, Any], where: str) -> float | None:

@@ -1,11 +1,10 @@
-"""Opens the videos of a data set: files, from which frames are sampled as mlx-vlm does, or lists of frames."""
+"""Opens the videos of a data set: files, of which frames are taken evenly, or lists of frames."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,11 @@ import numpy as np
 
 from ...errors import UserError
 from ...models.vision.inputs import Grid, Picture, VisionSpec
-from .image_files import file_content, image_file, media_path, open_image
+from .image_files import file_content, image_file, media_path, open_image, shown
+from .video_files import Frames, read_frames
 
 # The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
 _SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
-# Some files only estimate their number of frames, and may count up to this many that do not exist.
-_MISCOUNTED = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +34,6 @@ class Clip(NamedTuple):
 
     picture: Picture
     seconds: list[float]
-
-
-class _Frames(NamedTuple):
-    """Frames uint8 [N, H, W, 3], their numbers in the source, and the source's frames per second."""
-
-    pixels: np.ndarray
-    numbers: list[int]
-    rate: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +73,19 @@ class VideoReader:
                 f"{source}: {name_of(video)}: {len(frames.pixels)} frame{'s' * (len(frames.pixels) != 1)}; a video "
                 "needs 2 or more. Give a single picture as an image."
             )
+        sizes = sorted({f"{frame.shape[1]}x{frame.shape[0]}" for frame in frames.pixels})
+        if len(sizes) > 1:
+            raise UserError(
+                f"{source}: {name_of(video)}: frames of {' and '.join(sizes[:3])} pixels; expected one size."
+            )
         try:
-            processed = self._limited(len(frames.pixels))(videos=[frames.pixels], do_sample_frames=False)
+            processed = self._limited(len(frames.pixels))(videos=[np.stack(frames.pixels)], do_sample_frames=False)
         except (ValueError, TypeError) as error:
             raise UserError(f"{source}: {name_of(video)}: the model's video processor refuses it: {error}.") from error
         rows = np.asarray(processed["video_grid_thw"]).reshape(-1, 3)
         grid: Grid = (int(rows[0, 0]), int(rows[0, 1]), int(rows[0, 2]))
         picture = Picture(np.asarray(processed["pixel_values_videos"], np.float32), grid)
-        return Clip(picture, _seconds(frames, grid[0]))
+        return Clip(picture, _seconds(frames.times, grid[0]))
 
     def digest(self, video: Video, source: str) -> bytes:
         """Return a digest of the video, by which a resumed run recognises its data."""
@@ -102,62 +97,26 @@ class VideoReader:
             total.update(file_content(image_file(frame, self.folder, source)))
         return total.digest()
 
-    def _frames(self, video: Video, source: str) -> _Frames:
+    def _frames(self, video: Video, source: str) -> Frames:
         """Return the sampled frames of a file or a list."""
         content = self._source(video, source)
+        limit = int(self._sampling("max_frames", self.max_frames))
+        rate = self._sampling("fps", video.fps or self.fps)
         if isinstance(content, Path):
-            return self._decoded(content, video, f"{source}: {name_of(video)}")
+            least = int(self._sampling("min_frames", None))
+            return read_frames(
+                content,
+                f"{source}: {name_of(video)}",
+                lambda total, recorded: frame_count(total, recorded, rate, least, limit),
+            )
         numbers = list(range(len(content)))
-        limit = self._sampling("max_frames", self.max_frames)
         if len(content) > limit:
-            numbers = np.linspace(0, len(content) - 1, int(limit)).round().astype(int).tolist()
+            numbers = np.linspace(0, len(content) - 1, limit).round().astype(int).tolist()
         opened = []
         for number in numbers:
             where = f"{source}: frame {number + 1} of a video"
             opened.append(np.asarray(open_image(image_file(content[number], self.folder, where), where)))
-        sizes = sorted({f"{frame.shape[1]}x{frame.shape[0]}" for frame in opened})
-        if len(sizes) > 1:
-            raise UserError(
-                f"{source}: {name_of(video)}: frames of {' and '.join(sizes[:3])} pixels; expected one size."
-            )
-        pixels = np.stack(opened) if opened else np.zeros((0, 1, 1, 3), np.uint8)
-        return _Frames(pixels, numbers, self._sampling("fps", video.fps or self.fps))
-
-    def _decoded(self, path: Path, video: Video, named: str) -> _Frames:
-        """Return the sampled frames of a file."""
-        # This keeps FFmpeg from writing to standard error; the messages below say what is wrong.
-        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
-        try:
-            import cv2
-        except ImportError as error:
-            raise UserError(
-                f"{named}: reading video files needs OpenCV: pip install opencv-python; or give a list of frames."
-            ) from error
-        capture = cv2.VideoCapture(str(path))
-        try:
-            total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if capture.isOpened() else 0
-            if total < 1:
-                raise UserError(
-                    f"{named}: no video, truncated, or of a format that OpenCV does not read; give another file."
-                )
-            rate = capture.get(cv2.CAP_PROP_FPS) or 1.0
-            numbers = sampled_frames(
-                total,
-                rate,
-                self._sampling("fps", video.fps or self.fps),
-                int(self._sampling("min_frames", None)),
-                int(self._sampling("max_frames", self.max_frames)),
-            )
-            pixels = []
-            for index, number in enumerate(numbers):
-                earliest = max(number - _MISCOUNTED, numbers[index - 1] + 1 if index else 0)
-                frame, numbers[index] = _read(cv2, capture, number, earliest if number == total - 1 else number)
-                if frame is None:
-                    raise UserError(f"{named}: truncated or damaged: frame {number + 1} of {total} cannot be read.")
-                pixels.append(frame)
-        finally:
-            capture.release()
-        return _Frames(np.stack(pixels) if pixels else np.zeros((0, 1, 1, 3), np.uint8), numbers, rate)
+        return Frames(opened, [number / rate for number in numbers])
 
     def _source(self, video: Video, source: str) -> Path | Sequence[Any]:
         """Return the file of a video, or its list of frames."""
@@ -189,8 +148,8 @@ class VideoReader:
         return limited
 
 
-def sampled_frames(total: int, rate: float, fps: float, least: int, most: int) -> list[int]:
-    """Choose evenly spaced frames of a file, an even number of them if it has two or more.
+def frame_count(total: int, rate: float, fps: float, least: int, most: int) -> int:
+    """Return how many frames to take of a file: an even number of them if it has two or more.
 
     Args:
         total: the number of frames in the file.
@@ -198,15 +157,12 @@ def sampled_frames(total: int, rate: float, fps: float, least: int, most: int) -
         fps: the frames per second to take.
         least, most: the smallest and the largest number of frames to take.
 
-    Returns:
-        The numbers of the frames, from 0.
-
     Source:
-        mlx_vlm.utils.load_video.
+        smart_nframes of qwen_vl_utils, and mlx_vlm.utils.load_video.
     """
     highest = min(most, total) // 2 * 2
     count = min(max(total / rate * fps, math.ceil(least / 2) * 2), highest, total)
-    return np.linspace(0, total - 1, max(int(count) // 2 * 2, min(total, 1))).round().astype(int).tolist()
+    return max(int(count) // 2 * 2, min(total, 1))
 
 
 def video_names(tokenizer: Any, spec: VisionSpec) -> tuple[str, str, str]:
@@ -232,22 +188,15 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
 def name_of(video: Video) -> str:
     """Return what messages call a video."""
     value = video.value.get("path") if isinstance(video.value, Mapping) else video.value
-    return f"video {value}" if isinstance(value, str) else "video from frames"
+    return f"video {shown(value)}" if isinstance(value, str) else "video from frames"
 
 
-def _read(cv2: Any, capture: Any, number: int, earliest: int) -> tuple[np.ndarray | None, int]:
-    """Return frame `number`, or the nearest readable one before it, down to `earliest` (else None), and its number."""
-    for at in range(number, earliest - 1, -1):
-        capture.set(cv2.CAP_PROP_POS_FRAMES, at)
-        success, frame = capture.read()
-        if success:
-            return cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), at
-    return None, number
+def _seconds(times: Sequence[float], count: int) -> list[float]:
+    """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame.
 
-
-def _seconds(frames: _Frames, count: int) -> list[float]:
-    """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame."""
-    numbers = np.array(frames.numbers, float)
-    size = -(-len(numbers) // count)
-    numbers = np.pad(numbers, (0, size * count - len(numbers)), mode="edge").reshape(count, size)
-    return ((numbers[:, 0] + numbers[:, -1]) / 2 / frames.rate).tolist()
+    Source:
+        Qwen3VLProcessor._calculate_timestamps of transformers, whose order of operations decides the last digit.
+    """
+    size = -(-len(times) // count)
+    padded = [*times, *[times[-1]] * (size * count - len(times))]
+    return [(padded[first] + padded[first + size - 1]) / 2 for first in range(0, len(padded), size)]

@@ -14,6 +14,8 @@ import mlx.nn as nn
 
 from ...errors import UserError, reason
 from ...json_files import read_json
+from ..checkpoint_files import only_chosen
+from ..transformers_configs import completed
 from ..transformers_layouts import with_joined_experts
 
 # What mlx-vlm raises when it cannot build a model from a config.
@@ -77,15 +79,27 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
 
     module = architecture(config)
     original = module.Model
+    options = module.ModelConfig
+
+    class Options(options):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_dict(cls, params: dict[str, Any]) -> Any:
+            # mlx-vlm reads the text part from the same dictionary afterwards.
+            params.update(completed(params))
+            return options.from_dict(params)
+
     module.Model = checked(original)
+    module.ModelConfig = Options
     try:
-        model = load_model(path, lazy=lazy)
+        with only_chosen(path) as folder:
+            model = load_model(folder, lazy=lazy)
     except UserError:
         raise
     except _BUILD_ERRORS as error:
         raise UserError(f"model {path}: mlx-vlm cannot build a model from its config.json: {reason(error)}") from error
     finally:
         module.Model = original
+        module.ModelConfig = options
     model.__class__ = original
     return model
 
@@ -107,7 +121,7 @@ def build(module: Any, config: dict[str, Any]) -> nn.Module:
     """Build the model of one of mlx-vlm's modules. In some versions the caller has to make the nested configs."""
     from mlx_vlm.utils import update_module_configs
 
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(completed(config))
     return module.Model(update_module_configs(module.ModelConfig.from_dict(config), module, config, ["text", "vision"]))
 
 
@@ -192,12 +206,3 @@ def needs_torch(error: BaseException) -> str | None:
         f"it needs PyTorch ({first}). Either pip install torch torchvision, or install a version of mlx-vlm that has a "
         "processor of its own for this model (0.7 has one for Qwen3-VL and Qwen3.5)."
     )
-
-
-def chat_template(path: Path) -> str | None:
-    """The chat template from chat_template.json, where older processors keep it, or None."""
-    file = path / "chat_template.json"
-    if not file.is_file():
-        return None
-    template = read_json(file).get("chat_template")
-    return template if isinstance(template, str) else None

@@ -20,8 +20,8 @@ from .naive import attention_naive
 from .native import attention_native, is_linear
 from .trial_case import Implementation, KernelShape
 
-# Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/log.md), and its matrix of scores
-# takes no more memory than a block of `blocked` with all its intermediate results.
+# Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/decisions/attention.md),
+# and its matrix of scores takes no more memory than a block of `blocked` with all its intermediate results.
 FEW_SCORES = 1 << 21
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -22,8 +22,6 @@ from ...machine import backend
 from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
 from ..pointwise import exponentials, scored_swiglu, silu
 from ..tracing import trace
-from ..trial import foresight
-from . import routing_kernels
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
 from .readers import InnerRows, Readers
@@ -92,9 +90,6 @@ def expert_block(
     flat = flat * in_range
     projections = [up, down] if gate is None else [up, down, gate]
     layout = _layout(projections, *flat.shape)
-    if backend.device() == "cuda" and scores is not None:
-        start = partial(routing_kernels.builds, scores.dtype, indices.dtype)
-        foresight.compile_with_mlx(("routing", scores.dtype, indices.dtype), start)
     block = _Block(projections, activation, layout, scores is not None)
     weights = mx.ones(flat.size, x.dtype) if scores is None else scores.reshape(-1)
     # A slice, because mlx 0.32.0 writes a constant of one element into compiled kernels as text, and "nan" is none.

@@ -38,7 +38,7 @@ class Chunking(NamedTuple):
 
 
 def choose_chunking(length: int, heads: int, key_size: int) -> Chunking:
-    """Choose chunk and group sizes for T = `length` and `heads` = B x Hv (measured on a CPU, docs/log.md)."""
+    """Choose chunk and group sizes for T = `length` and `heads` = B x Hv (docs/decisions/gated-delta.md)."""
     size = 64 if key_size > 64 else 32
     while size > 16 and size // 2 >= length:
         size //= 2

@@ -31,7 +31,7 @@ from .tiling import Shape, Tiling, choose_tiling
 # The positions of a chunk; the bytes of its Z or P, and where there are zeros in between; what aligns a block's memory.
 _CHUNK, _TRIANGLE, _WITH_ZEROS, _ALIGNMENT = 64, 8 * 9 * 128, 8 * 12 * 128, 1024
 # The rows of a state that a block of a scan computes: few for few heads, for then more multiprocessors have a block.
-# What a chunk takes a block, in some unit: with half of the rows less, but not half (docs/log.md).
+# Relative time per chunk: a block of 32 rows takes 5/8 of the time of one of 64 (docs/decisions/gated-delta-hopper.md).
 _NARROW, _WIDE = 32, 64
 _NARROW_TIME, _WIDE_TIME = 5, 8
 # The sizes of heads that the kernels support.

@@ -259,7 +259,7 @@ def _scan_slice(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> 
     """Return `slice`, `split` and `loaders` of a scan on CUDA, for `heads` = B x Hv."""
     rows = padded(value_size)
     if dtype == mx.bfloat16:
-        # Measured on an H200 (docs/log.md): small slices are faster where all blocks run at once.
+        # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
             if size <= max(32, rows) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...machine.mlx_builds import MlxBuild
 from .known import Known
 
 
@@ -52,19 +51,6 @@ class NotedCall:
     operator: str
     callers: list[int]
     implementation: str
-
-
-@dataclass(frozen=True)
-class Foreseen:
-    """What is begun for calls that are foreseen (ops/trial/foresight.py).
-
-    Attributes:
-        begun: What has been begun: the trials whose kernels are being built, and what processes compute.
-        processes: Processes that have MLX compile kernels of its own; None where nothing of the calls is computed.
-    """
-
-    begun: set[Hashable] = field(default_factory=set)
-    processes: list[MlxBuild] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,8 @@ class Trace:
         rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
-        foreseen: What is begun for calls that are only foreseen; None where calls are made.
+        foreseen: The trials whose kernels are being built for calls that are only foreseen (ops/trial/foresight.py);
+            None where calls are made.
         known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.
     """
 
@@ -123,7 +110,7 @@ class Trace:
     trials: bool = True
     rankings: object | None = None
     builders: Executor | None = None
-    foreseen: Foreseen | None = None
+    foreseen: set[Hashable] | None = None
     known: Known = field(default_factory=Known)
 
 

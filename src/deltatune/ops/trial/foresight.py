@@ -7,53 +7,41 @@ to trace a step traces it once with nothing launched and nothing tried: each imp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from ...machine import backend, environment
 from ...machine.compiling import not_compiled
-from ...machine.mlx_builds import MlxBuild
 from ..kernels.cubin import built_side_by_side
 from ..tracing import trace
-from ..tracing.trace import Foreseen
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def foreseen(trace_calls: Callable[[], Any], *, computed: bool = True) -> Iterator[None]:
+def foreseen(trace_calls: Callable[[], Any]) -> Iterator[None]:
     """Let threads build the kernels of what `trace_calls` calls, on an NVIDIA GPU, while the context goes on.
 
     Within the context the same calls wait for the kernels that are not ready. Its end drops what no thread has begun.
-
-    Args:
-        trace_calls: Makes the calls.
-        computed: Whether what the calls return will be computed. Then processes have MLX compile kernels of its own,
-            for which the end of the context waits.
     """
     if backend.device() != "cuda" or looks_ahead():
         yield
         return
-    processes: list[MlxBuild] = []
     builders = ThreadPoolExecutor(environment.cores(), thread_name_prefix="deltatune-builder")
     try:
-        look_ahead(trace_calls, builders, Foreseen(processes=processes if computed else None))
+        look_ahead(trace_calls, builders)
         yield
-        for process in processes:
-            process.finish()
     finally:
-        for process in processes:
-            process.stop()
         builders.shutdown(wait=False, cancel_futures=True)
 
 
-def look_ahead(trace_calls: Callable[[], Any], builders: ThreadPoolExecutor, begun: Foreseen) -> None:
+def look_ahead(trace_calls: Callable[[], Any], builders: ThreadPoolExecutor) -> None:
     """Trace calls of which nothing is launched and nothing tried; `builders` build their kernels."""
     try:
         # A function that mx.compile traced now would return the zeros of kernels that are only built for ever after.
-        with not_compiled(), built_side_by_side(builders), trace.having(foreseen=begun):
+        with not_compiled(), built_side_by_side(builders), trace.having(foreseen=set()):
             trace_calls()
     except Exception as error:  # noqa: BLE001  (the calls themselves raise it, where somebody can tell what it means)
         logger.info("kernels are built when they are needed: %s: %s", type(error).__name__, error)
@@ -66,15 +54,7 @@ def looks_ahead() -> bool:
 
 def build(trial: Hashable, call: Callable[[], Any]) -> None:
     """Build the kernels that `call`, the call of a trial, launches, unless this trial is foreseen already."""
-    told = trace.current().foreseen
-    if told is not None and trial not in told.begun:
-        told.begun.add(trial)
+    begun = trace.current().foreseen
+    if begun is not None and trial not in begun:
+        begun.add(trial)
         call()
-
-
-def compile_with_mlx(name: Hashable, start: Callable[[], Iterable[MlxBuild]]) -> None:
-    """Start processes that have MLX compile kernels for calls that are foreseen, unless it is done under this name."""
-    told = trace.current().foreseen
-    if told is not None and told.processes is not None and name not in told.begun:
-        told.begun.add(name)
-        told.processes.extend(start())

@@ -19,7 +19,7 @@ from ...ops.random_state import drawing_with
 from ..batch_loss import Arrays, LossFunction
 from ..compiled import compiled
 from ..tree import Place
-from ..updates.routers import RouterLosses
+from ..updates.routers import RouterLosses, weight_or_one
 from .layer_calls import Recorder
 
 
@@ -197,7 +197,7 @@ class AroundLayers:
         def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:
             with self._passes.outer.holding(inputs["outer"]):
                 total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
-            quotient = total / mx.where(weight > 0, weight, 1.0)
+            quotient = total / weight_or_one(weight)
             if self._routers is not None:
                 added, reported = self._routers.of(inputs["sides"], weight)
                 quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ...errors import UserError, first_line
 from ...machine import backend, host_memory
 from ...machine.page_cache import PageCache
-from ...models.checkpoint_files import WEIGHTS
+from ...models.checkpoint_files import weight_files
 from ...models.load import load_model, load_vision_tower
 from ...models.stored_names import stored_parameters
 from ...models.vision.split import has_vision
@@ -34,7 +34,7 @@ class UnreadableWeightsError(UserError):
 def cached(path: Path) -> bool:
     """Whether what is read of a checkpoint stays in the system's page cache: its files take half of what is free."""
     free = host_memory.free()
-    return free is not None and sum(file.stat().st_size for file in path.glob(WEIGHTS)) <= free // 2
+    return free is not None and sum(file.stat().st_size for file in weight_files(path)) <= free // 2
 
 
 class StoredWeights:
@@ -56,7 +56,7 @@ class StoredWeights:
         self._read_from = {id(array): (name, array) for name, array in leaves(model.parameters())}
         self._model, self._kinds = model, {name: _kind(array) for name, array in self._read_from.values()}
         self.names: dict[str, str] = {}
-        self._files = sorted(path.glob(WEIGHTS))
+        self._files = weight_files(path)
         self._versions = list(map(_version, self._files))
         self._cache, self._cached = PageCache(self._files), cached(path)
         self._held: dict[str, mx.array] = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import UserError, reason
+from ...machine import atomic_files
 from ...options.config import nearest
 from ..saved.state import refusal
 
@@ -271,7 +272,7 @@ class Metrics:
     def sync(self) -> None:
         """Flush the file to the disk."""
         try:
-            os.fsync(self._file.fileno())
+            atomic_files.flush(self._file.fileno())
         except OSError as error:
             raise UserError(refusal(self._path, error)) from error
 

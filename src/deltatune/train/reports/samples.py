@@ -16,7 +16,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ...data.chats.answer_ends import ending_answers
-from ...data.prompts import Question, conversation_tokens, prompt_tokens
+from ...data.prompts import Question, conversation_tokens, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
     ASSISTANT,
     Features,
@@ -32,8 +32,7 @@ from ...data.vision.preparation import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...machine.environment import expanded
-from ...models.answer import answer_one
-from ...models.generate import Sampling
+from ...models.generate import Sampling, stream
 from ...models.load import Loaded
 from ...models.vision.generate import stream_with_pictures
 from ...models.vision.split import has_vision
@@ -134,9 +133,10 @@ class Samples:
         """Return the answer to a prompt, by the way that `deltatune generate` goes; None if `ended` ended it."""
         loaded, most = self._loaded, self._config.sample_max_tokens
         if loaded.processor is None:
-            return answer_one(loaded.model, loaded.tokenizer, prompt.tokens, max_tokens=most, ended=ended)
-        images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
-        pieces = stream_with_pictures(loaded, prompt.tokens, images, videos, most, Sampling())
+            pieces = stream(loaded, prompt.tokens, most, Sampling())
+        else:
+            images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
+            pieces = stream_with_pictures(loaded, prompt.tokens, images, videos, most, Sampling())
         parts = []
         with contextlib.closing(pieces):
             for piece in pieces:
@@ -169,7 +169,7 @@ class Samples:
                 raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
             return rows
         if self._plain:
-            return [Prompt(entry, self._tokenizer.encode(entry))]
+            return [Prompt(entry, text_tokens(self._tokenizer, entry))]
         options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
         tokens = prompt_tokens(self._tokenizer, Question(entry), template_options=options, refused=refused)
         return [Prompt(entry, tokens)]
@@ -186,7 +186,7 @@ class Samples:
             messages = formats.messages(row, source)
         if messages is None:
             text = RowFormats(features).text(row, source).text
-            return Prompt(text, self._tokenizer.encode(text))
+            return Prompt(text, text_tokens(self._tokenizer, text))
         while messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}

@@ -1,1 +1,1 @@
-"""How gradients become new parameters: optimizers and schedules, bundles of small parameters, active experts."""
+"""How gradients become new parameters: optimizers and schedules, bundles of small parameters."""

@@ -8,7 +8,7 @@ gives the same bits. The model uses parts of the bundle. train/step.py joins and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -79,7 +79,6 @@ class Bundles:
     Args:
         parameters: The tree of trainable parameters.
         optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE, or stores moments in 8 bits.
-        separate: Paths of parameters that stay separate.
         used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
         rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
 
@@ -92,7 +91,6 @@ class Bundles:
         self,
         parameters: Any,
         optimizer: mlx.optimizers.Optimizer,
-        separate: Collection[str] = (),
         used_as: Mapping[str, mx.Dtype] | None = None,
         rates: Mapping[str, float] | None = None,
     ):
@@ -103,7 +101,7 @@ class Bundles:
         members = joining.MOST if device == "cuda" else math.inf
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None, float], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters):
-            if path in separate or leaf.size > most or not _joins(leaf, optimizer):
+            if leaf.size > most or not _joins(leaf, optimizer):
                 continue
             kind = leaf.dtype, (used_as or {}).get(path), self._rates.get(path, 1.0)
             bundle, room = kinds.get(kind, (None, 0))

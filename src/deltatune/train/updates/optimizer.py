@@ -33,13 +33,11 @@ class UpdateOptions:
     Attributes:
         accumulate: The number of micro-batches in an update.
         clip: The largest gradient norm that is not scaled down; None for no clipping.
-        expert_updates: `dense` or `active`.
         rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
     """
 
     accumulate: int = 1
     clip: float | None = None
-    expert_updates: str = "dense"
     rates: Mapping[str, float] | None = None
 
 
@@ -188,7 +186,6 @@ def apply(
     gradients: Any,
     healthy: mx.array,
     clip: float | None,
-    norm: mx.array | None = None,
     rates: Callable[[str], float] = lambda path: 1.0,
 ) -> tuple[Any, mx.array]:
     """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
@@ -201,13 +198,12 @@ def apply(
         gradients: Their gradients, in the same structure.
         healthy: A boolean scalar, such as whether the loss is finite.
         clip: The largest norm that is not scaled down; None for no clipping.
-        norm: The norm of all gradients, if `gradients` are only a part of them.
         rates: The factor of a parameter's learning rate, by its path in the tree.
 
     Returns:
         The new parameters, and the gradients' norm before clipping.
     """
-    norm = global_norm(gradients) if norm is None else norm
+    norm = global_norm(gradients)
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
     scale = None if clip is None else clip_scale(norm, clip)
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}

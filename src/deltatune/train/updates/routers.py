@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,33 +14,59 @@ from ...errors import UserError
 from ...ops.experts import routing
 from ...options.config import TrainConfig
 from ...patches.tables.experts import has_routers
+from ..distributed import World
 
 #: What a step reports of a mixture's routers, under the names that transformers has for them.
 FIGURES = ("aux_loss", "z_loss")
 
 
 class RouterLosses(NamedTuple):
-    """The weights of the load-balancing loss and of the z-loss; with both 0, they are only reported."""
+    """The weights of the load-balancing loss and of the z-loss; with both 0, they are only reported.
+
+    `over_ranks` sums an array over the ranks of a run, lazily; None where there is one rank. Both losses are those of
+    the tokens of all ranks, because the mean of a product is not the product of the means. Where they are only
+    reported, each rank reports its own, and nothing travels between ranks before the gradients.
+    """
 
     aux: float
     z: float
+    over_ranks: Callable[[mx.array], mx.array] | None = None
 
     @property
     def trained(self) -> bool:
         """Whether the gradient has a part from these losses."""
         return bool(self.aux or self.z)
 
+    @property
+    def wait_for_ranks(self) -> bool:
+        """Whether a forward pass waits for the other ranks."""
+        return self.trained and self.over_ranks is not None
+
     def of(self, sums: list[mx.array], weight: mx.array) -> tuple[mx.array, mx.array]:
         """Return what is added to the mean loss of a micro-batch, and [2, 2]: what is reported, and its weights.
 
+        The first is multiplied by `weight_or_one` of the rank's weight and summed over the ranks, and so has the weight
+        of the micro-batch's targets on all ranks. Without any target, nothing is trained.
+
         Args:
             sums: What the routers collected.
-            weight: The sum of the weights of the micro-batch's targets. Without targets, nothing is trained.
+            weight: The sum of the weights of the micro-batch's targets on this rank.
         """
-        losses = mx.stack(list(routing.losses(sums)))
+        total, weight_of_all = sum(sums[1:], start=sums[0]), weight
+        if self.wait_for_ranks:
+            assert self.over_ranks is not None
+            *_, weight_of_all = summed = self.over_ranks(mx.stop_gradient(mx.concatenate([total, weight[None]])))
+            # The value is that of all ranks, and the gradient goes to this rank's part of it.
+            total = total + mx.stop_gradient(summed[:-1] - total)
+        losses = mx.stack(list(routing.losses([total])))
         added = self.aux * losses[0] + self.z * losses[1] if self.trained else mx.array(0.0)
         reported = mx.stack([losses * weight, mx.broadcast_to(weight, (2,))])
-        return mx.where(weight > 0, added, 0.0), mx.stop_gradient(reported)
+        return added * (weight_of_all / weight_or_one(weight)), mx.stop_gradient(reported)
+
+
+def weight_or_one(weight: mx.array) -> mx.array:
+    """Return the weight of a micro-batch's targets on one rank, by which its mean loss is divided; 1 without any."""
+    return mx.where(weight > 0, weight, 1.0)
 
 
 def router_figures(model: nn.Module) -> tuple[str, ...]:
@@ -47,13 +74,14 @@ def router_figures(model: nn.Module) -> tuple[str, ...]:
     return FIGURES if has_routers(model) else ()
 
 
-def router_losses(model: nn.Module, config: TrainConfig) -> RouterLosses | None:
-    """Return the weights of the routers' losses for a patched model; None for a model without a router.
+def router_losses(model: nn.Module, config: TrainConfig, world: World) -> RouterLosses | None:
+    """Return the losses of the routers of a patched model; None for a model without a router.
 
     Raises:
         UserError: If a weight is set and the model has no router.
     """
-    losses = RouterLosses(config.router_aux_loss_coef, config.router_z_loss_coef)
+    over_ranks = world.sum if world.size > 1 else None
+    losses = RouterLosses(config.router_aux_loss_coef, config.router_z_loss_coef, over_ranks)
     if has_routers(model):
         return losses
     if losses.trained:

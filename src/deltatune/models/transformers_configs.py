@@ -1,0 +1,279 @@
+"""Completes a config.json as transformers 5 saves it by the keys that mlx-lm and mlx-vlm read.
+
+Transformers 5 keeps the options of rotary positions in `rope_parameters`, for each kind of layer its own where they
+differ. It lists the kind of every layer in place of an interval, and gives a language model that was saved without its
+vision tower a model_type of its own (`qwen3_5_text`). Its class for the model_type knows the default of every key that
+the file leaves out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import mlx_lm.utils
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .. import upstream
+from ..errors import UserError
+
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+# The options of mlx-lm for which transformers has none, because every model of the family has the same.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": True, "qk_norm": True},
+    # Released models have no rotary positions, and no shared expert.
+    "kimi_linear": {"rope_theta": 10000.0, "mla_use_nope": True},
+    "minimax": {"shared_intermediate_size": 0},
+    "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
+# The layers with a state have one name in transformers 5, and another in mlx-lm's models of these families.
+_KINDS = {
+    "granitemoehybrid": {"linear_attention": "mamba", _FULL: "attention"},
+    "jamba": {"linear_attention": "mamba", _FULL: "attention"},
+}
+# What a class of transformers raises for a config that it was not made for.
+_REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
+
+Config = Mapping[str, Any]
+
+
+def with_known_type(config: Config) -> dict[str, Any]:
+    """Return a config with the model_type that mlx-lm knows, where transformers adds `_text` to that.
+
+    Args:
+        config: The content of config.json, with a model_type that is the name of a module.
+    """
+    name: str = config["model_type"]
+    known = name in mlx_lm.utils.MODEL_REMAPPING or importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
+    if _is_bailing(config):
+        return {**config, "architectures": ["BailingMoeV3ForCausalLM"]}
+    return dict(config) if known else {**config, "model_type": name.removesuffix("_text")}
+
+
+def completed(config: Config) -> dict[str, Any]:
+    """Return a config in which the options that mlx-lm and mlx-vlm read stand beside those of transformers 5.
+
+    Args:
+        config: The content of config.json. What it says already stays, but for the names of kinds of layers, for the
+            model_type of a vision tower, and for bailing_hybrid's `head_dim`.
+
+    Raises:
+        UserError: Layers with a sliding window scale their positions, and mlx-lm's model cannot.
+    """
+    by_transformers = _saved_by_transformers_5(config)
+    native = _native(config)
+    fields = _fields(config)
+    text = config.get("text_config")
+    # A class with a text part takes a config without one as that part, whose fields it does not show.
+    complete = _part(config, native, None if "text_config" in fields and text is None else fields, by_transformers)
+    if isinstance(text, dict):
+        native_text = getattr(native, "text_config", None)
+        # What stands beside the text part holds for the text too: its class does not know that.
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        complete["text_config"] = _part(text, native_text, None, by_transformers, outer)
+        if "model_type" in text:
+            _check_sliding_positions(text, _fields(text))
+        for name in fields:
+            if name not in config and name in text:
+                complete[name] = text[name]
+    else:
+        _check_sliding_positions(config, fields)
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and vision.get("model_type") == f"{config['model_type']}_vision":
+        complete["vision_config"] = {**vision, "model_type": config["model_type"]}
+    return complete
+
+
+def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
+    """UserError where rope_parameters ask for what no option of mlx-lm's model says."""
+    rope = part.get("rope_parameters")
+    local = rope.get(_SLIDING) if isinstance(rope, dict) else None
+    if not isinstance(local, dict) or not fields or "rope_parameters" in fields:
+        return
+    kind = local.get("rope_type", local.get("type", "default"))
+    full = rope.get(_FULL)  # type: ignore[union-attr]
+    theta = full.get("rope_theta") if isinstance(full, dict) else None
+    own_theta = "rope_local_base_freq" in fields or local.get("rope_theta", theta) == theta
+    if kind != "default" or not own_theta:
+        raise UserError(
+            f"config.json: rope_parameters gives {_SLIDING} rope_type {kind!r} and rope_theta "
+            f"{local.get('rope_theta')}, and mlx-lm's {part['model_type']} has no option for these; expected rope_type "
+            "'default'" + (f" and the rope_theta of {_FULL}" if "rope_local_base_freq" not in fields else "") + "."
+        )
+
+
+def as_written(loaded: Config, config: Config) -> dict[str, Any]:
+    """Return the config `loaded` after loading without what `completed` added to `config`.
+
+    A run is thereby continued whichever version of deltatune began it.
+    """
+    complete = completed(config)
+    added = complete.keys() - config.keys()
+    changed = [key for key in config if complete[key] != config[key]]
+    without_added = {key: value for key, value in loaded.items() if key not in added}
+    return without_added | {key: config[key] for key in changed}
+
+
+def _is_bailing(config: Config) -> bool:
+    """Whether transformers itself wrote a config of bailing_hybrid, in which `head_dim` is that of rotary positions."""
+    return config.get("model_type") == "bailing_hybrid" and "linear_head_dim" in config
+
+
+def _saved_by_transformers_5(config: Config) -> bool:
+    """Whether a key that the file leaves out has the default of transformers' class."""
+    version = re.match(r"\d+", str(config.get("transformers_version")))
+    return version is not None and int(version[0]) >= 5
+
+
+def _native(config: Config) -> Any:
+    """Transformers' own config object, or None where its class does not know the model or refuses the keys."""
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config)))
+    except _REFUSALS:
+        # mlx-lm names the keys that it misses.
+        return None
+
+
+def _fields(config: Config) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of mlx-lm's class of arguments, or none where mlx-lm does not know the model."""
+    try:
+        arguments = upstream.model_classes(with_known_type(config))[1]
+    except (ValueError, AttributeError):
+        return {}
+    if not dataclasses.is_dataclass(arguments):
+        return {}
+    return {field.name: field for field in dataclasses.fields(arguments)}
+
+
+def _part(
+    part: Config,
+    native: Any,
+    fields: dict[str, dataclasses.Field[Any]] | None,
+    by_transformers: bool,
+    outer: Config | None = None,
+) -> dict[str, Any]:
+    """Complete a config, or its text part, of which no fields are known."""
+    renamed = _in_old_names(part, native, fields or {})
+    values = {**_values(native), **renamed, **(outer or {})}
+    complete = dict(part)
+    for name in values if fields is None else {**fields, **renamed}:
+        if name in part:
+            continue
+        required = fields is not None and name in fields and _is_required(fields[name])
+        if name in values and (by_transformers or name in renamed):
+            complete[name] = copy.deepcopy(values[name])
+        elif by_transformers and required and "Optional" in str(fields[name].type):  # type: ignore[index]
+            complete[name] = None
+    if complete.get("position_embedding_type", "") is None:
+        # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.
+        complete["position_embedding_type"] = "nope"
+    names = _KINDS.get(part.get("model_type", ""), {})
+    for key in ("layer_types", "layers_block_type"):
+        if isinstance(complete.get(key), list):
+            complete[key] = [names.get(kind, kind) for kind in complete[key]]
+    if isinstance(part.get("sliding_window_pattern"), int) and isinstance(renamed.get("sliding_window_pattern"), str):
+        complete["sliding_window_pattern"] = renamed["sliding_window_pattern"]
+    if _is_bailing(part):
+        complete["head_dim"] = part["linear_head_dim"]
+        # mlx-lm's own default is a rank, and transformers before 5.24 has none.
+        complete["q_lora_rank"] = part.get("q_lora_rank")
+    return complete
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _values(native: Any) -> dict[str, Any]:
+    """The values of transformers' object by its own names, and by those that it takes for the same."""
+    if native is None:
+        return {}
+    values = native.to_dict()
+    values |= {other: values[name] for other, name in native.attribute_map.items() if name in values}
+    return {name: value for name, value in values.items() if name not in ("model_type", "transformers_version")}
+
+
+def _in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that mlx-lm reads under names that transformers 5 does not write."""
+    values = dict(_OF_FAMILY.get(part.get("model_type", ""), {}))
+    rope = part.get("rope_parameters") or getattr(native, "rope_parameters", None)
+    if isinstance(rope, dict):
+        values |= _rope_in_old_names(rope, part)
+    values |= _kinds_in_old_names(part, native, fields)
+    others = {
+        "n_ctx": "n_positions",
+        "block_dim": "hidden_size",
+        "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+    }
+    for old, new in others.items():
+        if (value := part.get(new)) is not None:
+            values[old] = value
+    heads, width = part.get("num_attention_heads"), part.get("hidden_size")
+    if native is not None and "head_dim" not in native.to_dict() and isinstance(heads, int) and isinstance(width, int):
+        values["head_dim"] = width // heads
+    if "expand" in part and isinstance(width, int):
+        values["intermediate_size"] = int(part["expand"] * width)
+    return values
+
+
+def _rope_in_old_names(rope: dict[str, Any], part: Config) -> dict[str, Any]:
+    """The options of rotary positions as mlx-lm reads them beside `rope_parameters`."""
+    options = rope.get(_FULL, rope)
+    if not isinstance(options, dict):
+        return {}
+    values = {key: options[key] for key in ("rope_theta", "partial_rotary_factor") if options.get(key) is not None}
+    is_plain = options.get("rope_type", options.get("type", "default")) == "default"
+    values["rope_scaling"] = (
+        None if is_plain and "mrope_section" not in options else {"type": options.get("rope_type"), **options}
+    )
+    if "rope_theta" in values:
+        values["rotary_emb_base"] = values["rope_theta"]
+    if isinstance(local := rope.get(_SLIDING), dict) and "rope_theta" in local:
+        values["rope_local_base_freq"] = local["rope_theta"]
+    if (share := values.get("partial_rotary_factor")) is not None:
+        values["rotary_pct"] = share
+    width = part.get("head_dim")
+    if width is None and "num_attention_heads" in part and "hidden_size" in part:
+        width = part["hidden_size"] // part["num_attention_heads"]
+    if width is not None:
+        values["rotary_dim"] = int(width * (1.0 if share is None else share))
+    return values
+
+
+def _kinds_in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The intervals and lists that mlx-lm reads in place of the kind of every layer."""
+    values: dict[str, Any] = {}
+    kinds = part.get("layer_types")
+    if isinstance(kinds, list) and _FULL in kinds:
+        interval = kinds.index(_FULL) + 1
+        other = {kind for kind in kinds if kind != _FULL}
+        regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
+        if regular and other <= {"linear_attention"}:
+            values["full_attention_interval"] = interval
+    if isinstance(kinds, list) and set(kinds) <= {_FULL, _SLIDING}:
+        values |= _window_pattern(kinds, fields)
+    mixers = part.get("mlp_layer_types") or getattr(native, "mlp_layer_types", None)
+    if isinstance(mixers, list):
+        values["first_k_dense_replace"] = mixers.count("dense")
+        values["is_moe_layer"] = [mixer == "sparse" for mixer in mixers]
+    return values
+
+
+def _window_pattern(kinds: list[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`sliding_window_pattern` for a list of kinds: a word of L and G for each layer, or after how many one is full."""
+    field = fields.get("sliding_window_pattern")
+    if field is not None and "str" in str(field.type):
+        return {"sliding_window_pattern": "".join("L" if kind == _SLIDING else "G" for kind in kinds)}
+    interval = kinds.index(_FULL) + 1 if _FULL in kinds else len(kinds) + 1
+    regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
+    return {"sliding_window_pattern": interval} if regular else {}

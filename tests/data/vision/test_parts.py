@@ -1,0 +1,222 @@
+"""Parts of messages and columns with images: every common way to write one, and keys that are not read."""
+
+import base64
+import csv
+import io
+import json
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from console import deltatune
+from deltatune.data import BatchOrder
+from deltatune.data.datasets import load_datasets
+from deltatune.data.rows.row_formats import join_text_parts
+from deltatune.data.vision.image_files import image_file
+from deltatune.data.vision.image_sizes import resized
+from deltatune.data.vision.preparation import VisionProcessors
+from deltatune.errors import UserError
+from deltatune.models.vision.split import vision_spec
+from deltatune.options.config import TrainConfig
+
+pytest.importorskip("mlx_vlm")
+
+IMAGE = 5
+ANSWER = {"role": "assistant", "content": "an answer"}
+
+
+@pytest.fixture(scope="module")
+def processors(loaded):
+    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
+
+
+def encoded(seed):
+    pixels = np.random.default_rng(seed).integers(0, 255, (40, 56, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
+
+
+CONTENT = encoded(0)
+TEXT = base64.b64encode(CONTENT).decode()
+URL = f"data:image/png;base64,{TEXT}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "the data"
+    place.mkdir()
+    (place / "a.png").write_bytes(CONTENT)
+    (place / "b.png").write_bytes(encoded(1))
+    return place
+
+
+def chat(content, **more):
+    return {"messages": [{"role": "user", "content": content}, ANSWER], **more}
+
+
+def parts(**keys):
+    return chat([{"type": "image", **keys}, {"type": "text", "text": "what?"}])
+
+
+# Each stands for a.png before "what?". FOLDER is the data's folder, and QUOTED the same as in a URL.
+WAYS = {
+    "a file's URL": parts(image="file://FOLDER/a.png"),
+    "a file's URL with %20": parts(image="file://QUOTED/a.png"),
+    "a file's URL of this host": parts(url="file://localhostQUOTED/a.png"),
+    "base64 behind data:": parts(image=URL),
+    "Qwen's base64": parts(image=f"data:image;base64,{TEXT}"),
+    "a part's url": parts(url="a.png"),
+    "a part's path": parts(path="a.png", url=None),
+    "a part's base64": parts(base64=TEXT),
+    "bare base64": parts(image=TEXT),
+    "OpenAI's": chat(
+        [{"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}, {"type": "text", "text": "what?"}]
+    ),
+    "empty keys": parts(image="a.png", text="", min_pixels=None, detail=[]),
+    "a column of base64": chat("what?", images=[URL]),
+    "a column of objects": chat("what?", images=[{"bytes": TEXT, "path": None}]),
+    "a column of URLs": chat("what?", image={"url": "file://FOLDER/a.png"}),
+    "a list in the singular": chat("what?", image=["a.png"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_image_is_read_however_it_is_written(way, write, read, folder):
+    write(parts(image="a.png"))
+    (expected,) = read().train
+    path = str(folder)
+    row = json.dumps(WAYS[way]).replace("FOLDER", path).replace("QUOTED", path.replace(" ", "%20"))
+    write(json.loads(row))
+    (example,) = read().train
+    assert example.tokens.tolist() == expected.tokens.tolist()
+    assert example.pictures.digests == expected.pictures.digests
+
+
+def test_several_images_in_the_singular_are_several(write, read):
+    write(chat("<image>and<image>", images=["a.png", "b.png"]), chat("<image>and<image>", image=["a.png", "b.png"]))
+    first, second = read().train
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first.pictures.digests == second.pictures.digests
+    assert len(first.pictures.values) == 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_binary_columns_are_read(several, tmp_path, loaded, processors):
+    value = [CONTENT, CONTENT] if several else CONTENT
+    rows = {"prompt": ["a"], "completion": ["b"], "images" if several else "image": [value]}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "train.parquet"))
+    (example,) = load_datasets(TrainConfig(data=str(tmp_path), batch_size=1), loaded.tokenizer, processors).train
+    assert len(example.pictures.values) == 1 + several
+
+
+def test_a_list_in_a_cell_of_csv_is_read(tmp_path, folder, loaded, processors):
+    with (folder / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "completion", "images"], ["a", "b", '["a.png", "b.png"]']])
+    (example,) = load_datasets(TrainConfig(data=str(folder), batch_size=1), loaded.tokenizer, processors).train
+    assert len(example.pictures.values) == 2
+
+
+NOT_READ = {
+    "a key of a part": (parts(image="a.png", scale=2), "message 1: a part with image: unknown key 'scale': it is not"),
+    "a mistyped key": (parts(image="a.png", max_pixel=9), "'max_pixel' (did you mean 'max_pixels'?)"),
+    "a video's key in an image": (parts(image="a.png", fps=2), "unknown key 'fps'"),
+    "a key of a text": (chat([{"type": "text", "text": "a", "weight": 0}]), "a part with text: unknown key 'weight'"),
+    "a key of a video": (chat([{"type": "video", "video": "a.mp4", "nframes": 4}]), "unknown key 'nframes'"),
+    "a beginning": (chat([{"type": "video", "video": "a.mp4", "video_start": 1.5}]), "unknown key 'video_start'"),
+    "OpenAI's detail": (
+        chat([{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]), "unknown key 'detail'",
+    ),
+    "Anthropic's source": (parts(source={"type": "base64", "data": TEXT}), "unknown key 'source'"),
+    "a key of a column's object": (chat("a", images=[{"path": "a.png", "max_pixels": 9}]), "unknown key 'max_pixels'"),
+    "two files": (parts(image="a.png", path="b.png"), "both 'image' and 'path'; give one of them"),
+    "one side": (parts(image="a.png", resized_height=32), "'resized_height' alone; give resized_height and resized_w"),
+    "no number": (parts(image="a.png", max_pixels="many"), "'max_pixels': expected a whole number of pixels above 0"),
+    "limits that cross": (parts(image="a.png", max_pixels=2048, min_pixels=4096), "min_pixels 4,096 is larger"),
+    "an option without a file": (chat([{"type": "image", "max_pixels": 2048}], images=["a.png"]), "names its image"),
+    "an image of a message": (
+        {"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, ANSWER]}, "'images' is not read in a mess",
+    ),
+    "an image of a ShareGPT message": (
+        {"conversations": [{"from": "human", "value": "a", "image": "a.png"}, {"from": "gpt", "value": "b"}]},
+        "message 1: 'image' is not read in a message",
+    ),
+    "damaged base64": (parts(base64=TEXT[:60] + "!" + TEXT[61:]), "expected bytes in base64"),
+    "base64 of no image": (parts(image=base64.b64encode(b"no image " * 9).decode()), "no such file"),
+    "a video in base64": (chat([{"type": "video", "video": f"data:video/mp4;base64,{TEXT}"}]), "reads no videos"),
+}  # fmt: skip
+
+
+@pytest.mark.bad_input("a part or column with an image: {case}")
+@pytest.mark.parametrize("case", NOT_READ)
+def test_what_is_not_read_is_refused_by_name(case, refusal):
+    row, message = NOT_READ[case]
+    text = refusal(parts(image="a.png"), row)
+    assert message in text
+    assert TEXT[:80] not in text
+    assert len(text) < 600
+
+
+@pytest.mark.bad_input("an unknown key in a part with text, for a model of text")
+def test_an_unknown_key_is_refused_without_a_vision_tower_too():
+    content = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    with pytest.raises(UserError, match="x:1: message 1: a part with text: unknown key 'cache_control'"):
+        join_text_parts([{"role": "user", "content": content}], "x:1")
+
+
+def test_no_message_prints_what_may_be_base64(tmp_path):
+    for value in (TEXT[:-9] + "." * 9, "/" + TEXT * 20, TEXT[:300].replace("+", "-")):
+        with pytest.raises(UserError) as caught:
+            image_file(value, tmp_path, "x:1")
+        assert len(str(caught.value)) < 400
+
+
+# height, width, options, and the rows and columns of tokens, worked out by hand from the rule in qwen_vl_utils' source.
+SIZES = [
+    (40, 56, {"max_pixels": 1024}, (1, 2)),
+    (128, 128, {"max_pixels": 1024}, (2, 2)),
+    (40, 56, {"min_pixels": 6000}, (5, 6)),
+    (40, 56, {"resized_height": 96, "resized_width": 33}, (6, 2)),
+    (40, 56, {"resized_height": 8, "resized_width": 8, "max_pixels": 4096, "min_pixels": 4096}, (2, 2)),
+    (40, 56, {"max_pixels": 9_999_999}, (2, 4)),
+    (10, 10, {"max_pixels": 4096}, (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("height", "width", "options", "tokens"), SIZES)
+def test_sizes_follow_the_rule_of_qwens_own_library(height, width, options, tokens):
+    assert resized(height, width, options, 16) == tuple(16 * side for side in tokens)
+
+
+def test_an_image_has_the_size_that_its_row_asks_for(write, read, folder):
+    Image.open(io.BytesIO(CONTENT)).resize((32, 96)).save(folder / "c.png")
+    write(parts(image="c.png"), parts(image="a.png", resized_height=96, resized_width=33), parts(image="a.png"))
+    by_hand, asked, plain = read(min_pixels=256, max_pixels=9000).train
+    assert asked.pictures.grids == by_hand.pictures.grids != plain.pictures.grids
+    assert asked.tokens.tolist() == by_hand.tokens.tolist()
+    batches = [next(BatchOrder([example], 1, 2048)).images.patches for example in (by_hand, asked)]
+    np.testing.assert_array_equal(*batches)
+
+
+def test_the_case_of_a_limit_in_a_part(folder, write, tiny_vision_checkpoint):
+    Image.new("RGB", (240, 240)).save(folder / "a.png")
+    write(parts(image="a.png", max_pixels=1024))
+    model = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--batch-size", 1]
+    done = deltatune("train", "--show-batch", *model, "--data", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("<|image_pad|>") == 4
+
+
+@pytest.mark.bad_input("a picture that gets another size while the run goes on")
+@pytest.mark.parametrize("kind", ["image", "images"])
+def test_a_picture_that_changes_its_size_is_named(kind, folder, write, read):
+    write(chat("what?", **{kind: ["a.png"]}))
+    examples = read().train
+    Image.new("RGB", (96, 96)).save(folder / "a.png")
+    with pytest.raises(UserError, match=r"^.*train.jsonl:1: image a.png: its size has changed since the run began: "):
+        next(BatchOrder(examples, 1, 2048))
+    (folder / "a.png").unlink()
+    with pytest.raises(UserError, match=r"^.*train.jsonl:1: image a.png: no such file"):
+        next(BatchOrder(examples, 1, 2048))

@@ -1,0 +1,58 @@
+"""Keys that transformers 5 writes in a form of its own, or leaves out, reach the models of mlx-lm and mlx-vlm."""
+
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.models.load import new_model
+from deltatune.models.transformers_configs import as_written, completed
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "transformers_version": "5.23.0",
+}
+KINDS = ["sliding_attention"] * 3 + ["full_attention"]
+SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
+FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+
+
+def windowed(kind, sliding=SLIDING, full=FULL):
+    rope = {"sliding_attention": dict(sliding), "full_attention": dict(full)}
+    own = {"head_dim": 16, "layer_types": KINDS, "sliding_window": 16, "rope_parameters": rope}
+    return {"model_type": kind, **SIZES, **own}
+
+
+def test_gemma_3_scales_the_positions_of_full_layers_alone():
+    layers = new_model(windowed("gemma3_text")).layers
+    assert [layer.self_attn.rope.scale for layer in layers] == [1, 1, 1, 1 / 8]
+    assert [layer.self_attn.rope.base for layer in layers] == [10000, 10000, 10000, 1000000]
+
+
+def test_gemma_3_with_a_tower_takes_the_sizes_of_its_text_part():
+    model = new_model(
+        {"model_type": "gemma3", "text_config": windowed("gemma3_text"), "transformers_version": "5.23.0"}
+    )
+    assert model.language_model.model.embed_tokens.weight.shape == (320, 64)
+    assert model.layers[3].self_attn.rope.scale == 1 / 8
+
+
+@pytest.mark.bad_input("scaled positions in layers with a sliding window, which mlx-lm's model cannot scale")
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3"])
+def test_scaled_sliding_layers_are_refused(kind):
+    with pytest.raises(UserError, match=r"sliding_attention rope_type 'linear'"):
+        new_model(windowed(kind, sliding=FULL))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "exaone4", "falcon_h1"])
+def test_keys_that_transformers_leaves_out_are_its_own_defaults(family):
+    config = {"model_type": family, **SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    complete = completed(config)
+    assert complete["rope_theta"] == 5000.0
+    assert complete["head_dim"] in (16, 128)
+    assert as_written(complete, config) == config

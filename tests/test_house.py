@@ -1,0 +1,38 @@
+"""Every room of the source has a budget of lines, and the counts of style find what they look for."""
+
+import ast
+
+import house
+
+
+def test_every_room_is_within_its_budget():
+    assert house.over_budget(house.lines_of_rooms()) == []
+
+
+def test_a_room_above_its_budget_and_one_without_are_named():
+    counts = {"lora": house.BUDGETS["lora"].lines + 1, "kitchen": 3}
+    budget = house.BUDGETS["lora"].lines
+    assert house.over_budget(counts) == [
+        "kitchen has no budget in scripts/house.py",
+        f"lora has {budget + 1:,} lines, and its budget is {budget:,}: let something go",
+    ]
+
+
+def test_what_is_harder_to_read_is_counted():
+    planted = ast.parse(
+        '"""What a module says."""\n'
+        "a, b = 1, 2\n"
+        "a, b = pair\n"
+        "c = 1 if a else 2 if b else 3\n"
+        "other.after = lambda: None\n"
+        "self.after = lambda: None\n"
+        "backend.device()\n"
+    )
+    assert house.style([planted]) == {
+        "parallel assignments": 1,
+        "nested conditional expressions": 1,
+        "functions assigned to attributes": 1,
+        "questions for the device": 1,
+        "words of docstrings": 4,
+        "of which `what`": 1,
+    }
