@@ -37,7 +37,7 @@ BUDGETS = {
     "plan": Budget(3_900, 3_300),
     "train": Budget(9_600, 8_000),
     "data": Budget(6_400, 5_300),
-    "models": Budget(4_400, 3_600),
+    "models": Budget(4_450, 3_600),
     "patches": Budget(4_800, 3_400),
     "lora": Budget(2_700, 2_300),
     "ops": Budget(14_800, 12_000),

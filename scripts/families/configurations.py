@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from sizes import LAYERS, fields_of
+from tiny_sizes import LAYERS, fields_of
 
 _GRANITE = {
     "logits_scaling": 4.0,

@@ -10,8 +10,7 @@ from typing import Any
 
 import mlx_vlm.models
 from configurations import OWN
-
-from sizes import HIDDEN, fields_of
+from tiny_sizes import HIDDEN, fields_of
 
 PREFIX = "mlx_vlm."
 # A tower of two layers, by the names that towers give their sizes.

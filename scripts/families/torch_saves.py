@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tiny_sizes import SIZES
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
-
-from sizes import SIZES
 
 
 def model_class(kind: str) -> type | None:

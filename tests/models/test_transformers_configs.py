@@ -56,3 +56,11 @@ def test_keys_that_transformers_leaves_out_are_its_own_defaults(family):
     assert complete["rope_theta"] == 5000.0
     assert complete["head_dim"] in (16, 128)
     assert as_written(complete, config) == config
+
+
+def test_a_config_that_is_all_text_part_keeps_its_sizes_under_the_type_of_a_model_with_a_tower():
+    """mlx-lm writes Qwen3.5's text models so; transformers' class of that type would fill in a text part of its own."""
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    complete = completed({"model_type": "qwen3_5", **SIZES, "num_hidden_layers": 3, "layer_types": kinds})
+    assert "text_config" not in complete
+    assert complete["full_attention_interval"] == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 
 from deltatune.models.load import load_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "families"))
 
 pytestmark = [
     pytest.mark.oracle,
@@ -43,6 +40,12 @@ FAMILIES = [
 ]
 # Differences of 1e-7 a sum, of logits up to 6, over four layers of sums of up to 96 products.
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def saves(monkeypatch):
+    """The script's folder is on the path for a test alone: other folders have modules of the same names."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "families")
 
 
 def equal(folder: Path, model) -> None:

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .page_cache import PageCache
+from . import page_cache
 
 # MLX reads a file by four threads, in pieces of about this size.
 _THREADS, _PIECE = 4, 16 * 2**20
@@ -24,17 +24,15 @@ def measured(file: Path, seconds: float = 1.0) -> float:
         seconds: For how long, unless all of the file has been read several times before.
     """
     size = file.stat().st_size
-    cache, draw = PageCache([file]), random.Random(0)
-    try:
-        with open(file, "rb", buffering=0) as source:
-            started, read = time.monotonic(), 0
-            pieces = [bytearray(min(_PIECE, size)) for _ in range(_THREADS)]
-            with ThreadPoolExecutor(_THREADS) as pool:
-                while not read or ((passed := time.monotonic() - started) < seconds and read < _TIMES * size):
-                    cache.drop()
-                    places = [draw.randint(0, size - len(piece)) for piece in pieces]
-                    read += sum(pool.map(lambda piece, at: os.preadv(source.fileno(), [piece], at), pieces, places))
-                    passed = time.monotonic() - started
-    finally:
-        cache.close()
+    draw = random.Random(0)
+    with open(file, "rb", buffering=0) as source:
+        page_cache.read_uncached(source.fileno())
+        started, read = time.monotonic(), 0
+        pieces = [bytearray(min(_PIECE, size)) for _ in range(_THREADS)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while not read or ((passed := time.monotonic() - started) < seconds and read < _TIMES * size):
+                page_cache.drop(source.fileno())
+                places = [draw.randint(0, size - len(piece)) for piece in pieces]
+                read += sum(pool.map(lambda piece, at: os.preadv(source.fileno(), [piece], at), pieces, places))
+                passed = time.monotonic() - started
     return read / passed

@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .. import upstream
 from ..errors import UserError
 
+_TEXT = "text_config"
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 # The options of mlx-lm for which transformers has none, because every model of the family has the same.
@@ -137,8 +138,12 @@ def _native(config: Config) -> Any:
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         return None
+    native = CONFIG_MAPPING[kind]
+    if _TEXT in native.sub_configs and _TEXT not in config:
+        # All of such a config is the text part, of which the class would take its own defaults.
+        native = native.sub_configs[_TEXT]
     try:
-        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config)))
+        return native.from_dict(copy.deepcopy(dict(config)))
     except _REFUSALS:
         # mlx-lm names the keys that it misses.
         return None

@@ -6,10 +6,10 @@ for nothing but the first one's update, and changes neither parameters nor optim
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
 From the second iteration of such a row on, a thread of its own launches what the main thread builds (launcher.py).
 
-Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass (where the losses
-of routers train, their sums do, and nothing is started early). While a rank waits
-for the others, its update can be undone: if one of them has died, the state before the update is saved. An update that
-cannot be undone begins when nothing is left to wait for.
+Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. Where the losses
+of routers train, their sums travel there, and several ranks start nothing early. While a rank waits for the others,
+its update can be undone: if one of them has died, the state before the update is saved. An update that cannot be
+undone begins when nothing is left to wait for.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ def may_start_early(world: World, config: TrainConfig) -> bool:
     """Whether iterations may be started early: on NVIDIA GPUs.
 
     A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
-    for which a message waits until all that was started has been computed.
+    for which a message waits until all that was started has been computed. Several ranks whose routers' losses train
+    wait for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None

@@ -255,7 +255,7 @@ def test_the_frames_of_a_video_lie_on_white(tmp_path):
     for name in ("a.png", "b.png"):
         frame.save(tmp_path / name)
     reader = VideoReader(None, tmp_path, {})
-    pixels = reader._frames(Video(["a.png", "b.png"]), "x").pixels
+    pixels = np.stack(reader._frames(Video(["a.png", "b.png"]), "x").pixels)
     assert (pixels[:, ALPHA == 0] == 255).all()
 
 

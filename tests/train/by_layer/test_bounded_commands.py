@@ -58,7 +58,7 @@ def commands(trained):
                      "--verbose", "false"],
         "chat": ["chat", "--model", model, "--adapter-path", adapter, "-m", "3"],
         "tasks": ["eval", "--model", model, "--adapter-path", adapter, "--tasks", "dogs", "--batch-size", "2",
-                  "--max-seq-length", "32"],
+                  "--max-seq-length", "36"],
         "comparing chat": ["chat", "--model", model, "--adapter-path", adapter, "-m", "3", "--compare"],
     }  # fmt: skip
 

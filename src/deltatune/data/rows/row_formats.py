@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
-from .message_parts import TEXT_KEYS, refuse_unknown_keys
+from .message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
 from .turn_marks import WEIGHT, unmarked
 from .unread_columns import TOOLS, refuse_judged, refuse_unread_marks, unread
 
@@ -176,7 +176,7 @@ def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
     """
     name = TOOLS if row.get(TOOLS) else FUNCTIONS
     value = json_text(row.get(name), f"{source}: {name!r}")
-    if _is_empty(value):
+    if is_absent(value):
         return None
     tools = typed({name: value}, name, list, source)
     return tools if name == TOOLS else [{"type": "function", "function": function} for function in tools]
@@ -188,16 +188,12 @@ def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     where = f"{source}: {TEMPLATE_OPTIONS!r}"
     if isinstance(value, str) and value:
         value = _json(value, where)
-    return {} if _is_empty(value) else checked_options(value, where)
+    return {} if is_absent(value) else checked_options(value, where)
 
 
 def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that say something: null, "", [] and {} are what programs write where a field is absent."""
-    return {name: value for name, value in fields.items() if not _is_empty(value)}
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
+    return {name: value for name, value in fields.items() if not is_absent(value)}
 
 
 def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
