@@ -15,7 +15,6 @@ from typing import Any
 from deltatune.cli import parser
 from deltatune.commands.flags import flag_name, option_fields
 from deltatune.options.config import LoraConfig
-from deltatune.recipes.dictionary import page_table
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
 _CODE = re.compile(r"<code>[^<]*</code>")
@@ -49,7 +48,7 @@ def flags() -> str:
     return "\n\n".join(parts)
 
 
-PARTS: dict[str, Callable[[], str]] = {"options": options, "flags": flags, "translation": page_table}
+PARTS: dict[str, Callable[[], str]] = {"options": options, "flags": flags}
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

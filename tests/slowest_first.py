@@ -93,7 +93,6 @@ SLOWEST = (
     "doctor/test_custom_kernels.py",
     "test_upstream.py",
     "fuzz/test_fuzz.py",
-    "train/reports/test_live.py",
 )
 
 

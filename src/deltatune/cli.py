@@ -25,7 +25,6 @@ from .commands import (
     run,
     selftest,
     train,
-    watch,
 )
 from .commands.flags import Parser
 from .errors import UserError, reason
@@ -33,7 +32,7 @@ from .machine import ranks, startup
 from .options.values import short
 from .wrapping import for_stream
 
-COMMANDS = (train, plan, recipes, watch, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
+COMMANDS = (train, plan, recipes, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:

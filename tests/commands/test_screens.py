@@ -91,12 +91,3 @@ def test_a_refusal_is_broken_between_words_on_a_terminal_alone(options):
     assert len(seen.lines) > 2
     assert done.stderr.count("\n") == 1
     assert seen.words == " ".join(done.stderr.split())
-
-
-def test_what_a_command_says_is_broken_between_words(tmp_path):
-    (tmp_path / "unsaid.yaml").write_text("model_name_or_path: m\ntemplate: a template of another name\n")
-    seen = on_terminal("recipes", "from", "unsaid.yaml", columns=50, cwd=tmp_path)
-    said = [line for line in seen.lines if line.startswith("deltatune: not translated")]
-    assert len(said) > 1
-    assert max(map(len, said)) <= 50
-    assert "the template in the tokenizer's files serves" in seen.words

@@ -79,7 +79,6 @@ def test_without_mlx_every_command_names_the_extras(without_mlx, command):
         "import": ["--model", "x", "--peft", "y", "--save-path", "z"],
         "merge": ["--model", "x"],
         "run": ["--", "x"],
-        "watch": ["x"],
     }
     done = python("-m", "deltatune", command, *needed.get(command, []), PYTHONPATH=without_mlx)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -141,7 +141,6 @@ def test_a_recipe_is_copied(tmp_path):
         ),
         (["copy", "qwen3.5-9b", "here.yaml"], "recipes: here.yaml exists; give another path, or remove it."),
         (["copy", "qwen3.5-9b", "folder"], "recipes: folder/qwen3.5-9b.yaml exists; give another path"),
-        (["from", "none.yaml"], "config none.yaml: cannot be read (No such file or directory)"),
     ],
 )
 def test_what_cannot_be_copied_is_said(words, message, tmp_path):

@@ -11,7 +11,7 @@ from ..options.config import TrainConfig
 from .flags import add_options, config_from, require
 
 if TYPE_CHECKING:
-    from ..train import Result, Trainer
+    from ..train import Result
     from ..train.reports.screen import Screen
     from ..train.saved.outputs import Outputs
 
@@ -31,7 +31,6 @@ def add(commands: Any) -> None:
         help="print the first batch, with the tokens that count in the loss marked, and stop",
     )
     parser.add_argument("--verbose", action="store_true", help="name every patch that is applied")
-    parser.add_argument("--serve", action="store_true", help="show the run in a browser, on this machine alone")
     add_options(parser)
     parser.set_defaults(call=run, parser=parser)
 
@@ -42,18 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
     require(config, "train", "model", "data")
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    train(config, show=arguments.show_batch, verbose=arguments.verbose, serve=arguments.serve)
+    train(config, show=arguments.show_batch, verbose=arguments.verbose)
     return 0
 
 
-def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, serve: bool = False) -> Result | None:
+def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> Result | None:
     """Carry out a whole run: load the model, add adapters, train, save, and test where `config.test` asks for it.
 
     Args:
         config: The options of the run.
         show: Whether to print the first batch and stop, instead of training.
         verbose: Whether to name every patch that is applied.
-        serve: Whether to show the run in a browser while it lasts.
 
     Returns:
         How the run ended, or None where `show` stopped it.
@@ -96,8 +94,6 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
         checked = check(run, force=config.force) if placed is None else placed.checked()
         for fact in checked.said:
             screen.say(fact)
-        if serve and world.main:
-            _serve(stack, trainer, screen)
         result = trainer.run(checkpoints=checked.checkpoints, memory_limit=checked.memory_limit)
         if weights is not None:
             screen.say(weights.disk.said(result.seconds))
@@ -105,14 +101,6 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False, ser
             say_loss("Test", run, run.splits.test, screen, weights)
         _say_saved(screen, config, result, trainer.outputs)
         return result
-
-
-def _serve(stack: contextlib.ExitStack, trainer: Trainer, screen: Screen) -> None:
-    """Show the run in a browser until `stack` ends."""
-    from ..train.reports.live import LivePage
-
-    page = stack.enter_context(LivePage(trainer.outputs.directory, lambda: True))
-    screen.say(f"Live: {page.address}")
 
 
 def _say_saved(screen: Screen, config: TrainConfig, result: Result, outputs: Outputs) -> None:

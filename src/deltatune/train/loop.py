@@ -163,7 +163,7 @@ class Trainer:
                 parts.weights.between = ending.between_layers
             iterations = Iterations(parts, step, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
-            stack.callback(parts.reporting.close)
+            stack.callback(lambda: parts.reporting.close(parts.progress))
             stack.enter_context(ending)
             stack.enter_context(freed_memory)
             self._open(saving)
@@ -172,8 +172,8 @@ class Trainer:
             parts.screen.start(parts.progress.iteration, config.iters)
             with ending.rescue():
                 iterations.run()
-        result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
-        parts.reporting.write(parts.progress, "ended", result)
+            result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
+            parts.reporting.write(parts.progress, "ended", running=False, result=result)
         return result
 
     @property
@@ -249,7 +249,7 @@ class Trainer:
         """Write the report after a save; the progress may be that of the last update."""
         progress = self.parts.progress
         if not progress.finished:
-            self.parts.reporting.write(progress, "stopped" if stopping else "still training")
+            self.parts.reporting.write(progress, "stopped" if stopping else "still training", running=not stopping)
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

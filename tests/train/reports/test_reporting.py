@@ -5,7 +5,7 @@ from deltatune.train.reports.screen import Screen
 
 
 def test_what_is_shown_is_already_in_the_files(make_trainer, tmp_path, monkeypatch):
-    """Whoever reads a line on the screen may open metrics.jsonl at once, as a live page does."""
+    """Whoever reads a line on the screen may open metrics.jsonl at once, and the report has its figures."""
     shown = []
     for name in ("training", "validation", "samples"):
 

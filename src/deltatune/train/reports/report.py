@@ -1,15 +1,18 @@
-"""Writes a run's report as one HTML page, which loads nothing from elsewhere and in which all text is escaped."""
+"""Writes a run's report as one HTML page, which loads nothing from elsewhere and in which all text is escaped.
+
+While the run goes on, the page reloads itself. Its curves are drawn in the browser (report.js) from points that stand
+in the page (curves.py).
+"""
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import datetime
+import hashlib
 import html
 import json
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +28,9 @@ from .log import SAMPLES
 Row = Sequence[Any]
 # No figure of a run is larger; sums of larger ones could overflow in a plot.
 _LARGEST = 1e100
+_STYLE = Path(__file__).with_name("report.css")
+_SCRIPT = Path(__file__).with_name("report.js")
+_RELOADED_EVERY_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class RunReport:
         notes: Sentences below the headline, about what the report lacks.
         metrics: The records of metrics.jsonl, which are drawn as curves.
         tables: The tables in order; folded ones come below the curves, the others above.
-        run: What the run is, by name, and its `iterations`, for the live page (described() reads them).
+        part_done: The part of the iterations that is done, while the run goes on; the page then reloads itself.
+        written: When the report was written.
     """
 
     title: str
@@ -81,19 +88,8 @@ class RunReport:
     notes: Sequence[str] = ()
     metrics: Sequence[dict[str, Any]] = ()
     tables: Sequence[ReportTable] = ()
-    run: dict[str, Any] = field(default_factory=dict)
-
-
-_RUN = re.compile(r"<meta name=run content=\"([^\"]*)\">")
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Return what the report in `path` says of its run: its fields by name, and `iterations`; {} if it says nothing."""
-    # It stands in the first lines, before anything that a run wrote.
-    with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
-        described_run = _RUN.search(file.read(1 << 16))
-        return {} if described_run is None else dict(json.loads(html.unescape(described_run[1])))
-    return {}
+    part_done: float | None = None
+    written: str = ""
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -153,6 +149,7 @@ class RunDescription:
         headline: Figures to show before those of the result.
         title: What was trained; the name of the model by default.
         state: How the run stands, in words.
+        running: Whether the run goes on, so that the page is to reload itself.
     """
 
     about: dict[str, str]
@@ -160,6 +157,7 @@ class RunDescription:
     headline: Mapping[str, str] = field(default_factory=dict)
     title: str | None = None
     state: str = "ended"
+    running: bool = False
 
 
 def write_report(
@@ -204,7 +202,8 @@ def write_report(
             *description.tables,
             *_facts(config),
         ],
-        run=description.about | {"iterations": config.iters},
+        part_done=result["iterations"] / max(config.iters, 1) if description.running else None,
+        written=f"{now:%Y-%m-%d %H:%M:%S %Z}",
     )
     text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
@@ -281,29 +280,53 @@ def _minutes(seconds: float) -> str:
 
 def render(report: RunReport) -> str:
     """Return the HTML page."""
-    cards = "".join(
-        f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
-        for name, value in report.headline.items()
-    )
-    figures = "".join(
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{''.join(drawings)}</figure>"
-        for title, drawings in curves.draw(report.metrics)
-    )
-    notes = "".join(f"<p class=note>{html.escape(note[0].upper() + note[1:])}</p>" for note in report.notes)
-    rows = -(-len(report.headline) // 6) or 1
-    across = -(-len(report.headline) // rows)
+    style, script = _STYLE.read_text(encoding="utf-8"), _SCRIPT.read_text(encoding="utf-8")
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
-        f'<meta name=run content="{html.escape(json.dumps(report.run))}">'
-        f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head><body><main>"
-        f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p></header>"
-        f"<section class=cards style=--across:{across}>{cards}</section>{notes}"
+        f'<meta http-equiv=Content-Security-Policy content="{_policy(script)}">'
+        + (f"<meta http-equiv=refresh content={_RELOADED_EVERY_SECONDS}>" if report.part_done is not None else "")
+        + f"<title>{html.escape(report.title)}</title><style>{style}</style></head><body><main>"
+        f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p>"
+        + (f"<progress value={report.part_done:.4f}></progress>" if report.part_done is not None else "")
+        + f"</header>{_cards(report.headline)}"
+        + "".join(f"<p class=note>{html.escape(note[0].upper() + note[1:])}</p>" for note in report.notes)
         + "".join(_table(table) for table in report.tables if not table.folded)
-        + f"<section class=figures>{figures}</section>"
+        + _figures(report)
         + "".join(_folded(table) for table in report.tables if table.folded)
-        + "<footer>deltatune</footer></main></body></html>\n"
+        + f"<footer>{html.escape(', '.join(filter(None, ('deltatune', report.written))))}</footer></main>"
+        f"<script>{script}</script></body></html>\n"
     )
+
+
+def _policy(script: str) -> str:
+    """Return a content security policy under which the page runs `script` and no other, and loads nothing."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def _cards(headline: Mapping[str, str]) -> str:
+    cards = "".join(
+        f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in headline.items()
+    )
+    rows = -(-len(headline) // 6) or 1
+    across = -(-len(headline) // rows)
+    return f"<section class=cards style=--across:{across}>{cards}</section>"
+
+
+def _figures(report: RunReport) -> str:
+    """Return the place of the curves, which report.js fills, and their points."""
+    plots = curves.plots(report.metrics)
+    # Inside a script element, "</script" ends the text wherever it stands.
+    points = json.dumps(plots).replace("<", "\\u003c")
+    data = f"<script type=application/json id=curves>{points}</script>"
+    if plots:
+        scriptless = "<noscript><p class=note>The curves are drawn by a script, and scripts are off.</p></noscript>"
+        return f"<section class=figures id=figures></section>{scriptless}{data}"
+    begins = "The curves begin with the first report of the training loss."
+    empty = f"<p class=empty>{begins}</p>" if report.part_done is not None else ""
+    return f"<section id=figures>{empty}</section>{data}"
 
 
 def _table(table: ReportTable) -> str:
@@ -333,40 +356,3 @@ def _cell(value: Any) -> str:
         content = base64.b64encode(value.content).decode("ascii")
         return f"<td><img alt='{html.escape(value.text)}' src='data:image/png;base64,{content}'></td>"
     return f"<td>{html.escape(str(value))}</td>"
-
-
-#: The style sheet of the report and of the live page.
-STYLE = """
-:root{--ground:#fbfbfa;--panel:#fff;--ink:#1d2228;--soft:#68717c;--line:#e3e5e8;--a:#2962b8;--b:#c2571a;color-scheme:light}
-@media(prefers-color-scheme:dark){:root{--ground:#14171b;--panel:#1c2026;--ink:#e6e9ed;--soft:#98a2ad;--line:#2e343c;
---a:#74a8f5;--b:#f0955a;color-scheme:dark}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:1040px;margin:0 auto;padding:36px 20px}
-h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 8px}
-header p,.note{color:var(--soft);margin:4px 0 10px;white-space:pre-wrap;overflow-wrap:anywhere}
-section{margin:26px 0}
-.cards{display:grid;grid-template-columns:repeat(var(--across),minmax(0,1fr));gap:10px}
-.card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px}
-.card b{display:block;font-size:21px;font-variant-numeric:tabular-nums}.card span{color:var(--soft);font-size:13px}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
-figure:first-child{grid-column:1/-1}
-figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px}
-figcaption{font-weight:600;font-size:14px;margin-bottom:4px}
-svg{display:block;width:100%;height:auto}svg.narrow{display:none}
-svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
-svg .grid{stroke:var(--line);stroke-width:1}svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
-svg .a{stroke:var(--a)}svg .b{stroke:var(--b)}svg .dot.a{fill:var(--a)}svg .dot.b{fill:var(--b)}svg .dot{stroke:none}
-.scroll{overflow-x:auto;background:var(--panel);border:1px solid var(--line);border-radius:8px}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{text-align:left;padding:7px 12px;vertical-align:top;border-bottom:1px solid var(--line)}
-tr:last-child td{border-bottom:0}th{color:var(--soft);font-weight:600;white-space:nowrap}
-td{overflow-wrap:anywhere;white-space:pre-wrap}td:first-child{overflow-wrap:break-word;width:22%;min-width:6em}
-td img{display:block;width:96px;border-radius:4px;image-rendering:pixelated}
-.number{font-variant-numeric:tabular-nums}
-details{margin:10px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
-footer{color:var(--soft);font-size:13px;margin-top:30px}
-@media(max-width:720px){main{padding:20px 12px}h1{font-size:21px}.cards{grid-template-columns:repeat(2,minmax(0,1fr))}
-.card{padding:10px 12px}.card b{font-size:18px;overflow-wrap:anywhere}th,td{padding:6px 8px}
-svg.narrow{display:block}svg.broad{display:none}}
-"""

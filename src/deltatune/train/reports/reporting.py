@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ...errors import UserError
 from ...options.config import TrainConfig
 from ..preferences.figures import means
 from ..saved.outputs import Outputs
 from ..saved.state import Progress
 from . import log
+from .columns import duration
 from .report import ReportTable, RunDescription, write_report
 from .result import Result
 from .screen import Screen
 
 # The time that is left is estimated from so many iterations.
 _RECENT = 50
+# The largest part of the run's time that is spent on writing its report, which grows with the run.
+_REPORTS_SHARE = 0.02
 
 
 class Reporting:
@@ -49,6 +54,9 @@ class Reporting:
         self._services: list[log.Service] = []
         self._window: deque[tuple[float, int]] = deque()
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        # Whether the report says that the run goes on, and when it may be written anew.
+        self._running = False
+        self._next_report = 0.0
 
     def open(self, progress: Progress) -> None:
         """Open the metrics, of which `progress` says how much is kept, and the services; write the first report."""
@@ -58,11 +66,16 @@ class Reporting:
         self.metrics = log.Metrics(outputs.metrics, progress.metrics_bytes)
         options = dataclasses.asdict(config)
         self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)
-        self.write(progress, "just begun")
+        self.write(progress, "just begun", running=True)
 
-    def close(self) -> None:
-        """Close what open() has opened, each whether or not another one fails to close, and remove the bar."""
+    def close(self, progress: Progress) -> None:
+        """Close what open() has opened, each whether or not another one fails to close, and remove the bar.
+
+        A report that still says that the run goes on is written once more.
+        """
         with contextlib.ExitStack() as stack:
+            if self._running:
+                stack.callback(self._end, progress)
             for opened in (self.metrics, *self._services):
                 if opened is not None:
                     stack.callback(opened.close)
@@ -116,17 +129,20 @@ class Reporting:
         self._window.clear()
         progress.train_loss = loss
         self._record(progress, record)
+        self._renew(progress)
         self._screen.training(record, self._config.iters, self._left(progress))
 
     def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
         """Report an evaluation, and whether it is the best so far."""
         self._record(progress, record)
+        self._renew(progress)
         self._screen.validation(record, best=best)
 
     def samples(self, progress: Progress, answers: list[dict[str, str]]) -> None:
         """Report answers, each with its prompt; rank 0 has them."""
         record = {"iteration": progress.iteration, log.SAMPLES: answers}
         self._record(progress, record)
+        self._renew(progress)
         self._screen.samples(record)
 
     def _record(self, progress: Progress, record: dict[str, Any]) -> None:
@@ -135,18 +151,38 @@ class Reporting:
             progress.metrics_bytes = self.metrics.write(record)
         log.send(record, self._services)
 
-    def write(self, progress: Progress, state: str, result: Result | None = None) -> None:
+    def write(self, progress: Progress, state: str, *, running: bool, result: Result | None = None) -> None:
         """Write the report on rank 0.
 
         Args:
             progress: The run's progress.
             state: How the run stands, in words.
+            running: Whether the run goes on.
             result: The final figures, where the run has ended.
         """
         if not self._main:
             return
+        self._running = running
+        started = time.perf_counter()
         figures = dataclasses.asdict(result or Result.of(progress, self.peak_memory, stopped_early=False))
         outputs = self._outputs
-        description = RunDescription(self.about, self.tables, state=state)
+        left = {"time left": duration(self._left(progress)) if self._recent else "–"}
+        description = RunDescription(
+            self.about, self.tables, headline=left if running else {}, state=state, running=running
+        )
         for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
             self._screen.say(f"Report: {problem}")
+        ended = time.perf_counter()
+        self._next_report = ended + (ended - started) / _REPORTS_SHARE
+
+    def _renew(self, progress: Progress) -> None:
+        """Write the report of the run that goes on, unless that would take too much of the run's time."""
+        if self._running and time.perf_counter() >= self._next_report:
+            self.write(progress, "still training", running=True)
+
+    def _end(self, progress: Progress) -> None:
+        """Write that the run has stopped; the error that stopped it is more important than one of the report."""
+        try:
+            self.write(progress, "stopped", running=False)
+        except UserError as error:
+            self._screen.say(f"Report: {error}")
