@@ -15,6 +15,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.batch_loss import full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
+from deltatune.train.engines.launcher import Launcher
 from deltatune.train.step import Step
 from deltatune.train.tree import from_host
 from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer, restore
@@ -210,8 +211,7 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
 def test_results_are_computed_by_operations_of_their_own(tmp_path):
     """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
     made = model(dropout=0.5)
-    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World())
-    step.separate = True
+    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World(), launcher=Launcher())
     results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
     results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
     last = []
@@ -222,13 +222,15 @@ def test_results_are_computed_by_operations_of_their_own(tmp_path):
     assert {kind for _, kind in last} == {"Contiguous"}
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(request, separate, optimizer):
+def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(request, launched, optimizer):
     def updated():
         made = model()
-        step = Step(made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World())
-        step.separate = separate
+        launcher = Launcher() if launched else None
+        step = Step(
+            made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World(), launcher=launcher
+        )
         restore(step.optimizer, tree_map(lambda leaf: leaf + 1 if leaf.ndim else leaf, step.optimizer.state))
         loss, weight, gradients = step.micro_batch(batch(0), step.zeros())
         step.update(gradients, loss, weight)
