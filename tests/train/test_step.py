@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
-from deltatune.train.batch_loss import full_loss, mean_loss_and_gradients
+from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
 from deltatune.train.engines.launcher import Launcher
 from deltatune.train.step import Step
@@ -154,7 +154,7 @@ def test_the_model_keeps_its_own_arrays_after_a_gradient():
     made = model()
     held = {name: id(leaf) for name, leaf in tree_flatten(made.parameters())}
     example = batch(0)
-    arrays = (mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights), None, None)
+    arrays = Arrays(mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights))
     mean_loss_and_gradients(made, full_loss(made), arrays)
     assert {name: id(leaf) for name, leaf in tree_flatten(made.parameters())} == held
 
@@ -170,13 +170,12 @@ def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
         size = len(tokens) - 1
         for target, value in zip(rows, (tokens[:-1], tokens[1:], 1), strict=True):
             target[row, :size] = value
-    alone = (*map(mx.array, rows), None, None)
-    packed = (
+    alone = Arrays(*map(mx.array, rows))
+    packed = Arrays(
         mx.array(np.concatenate([first[:-1], second[:-1]])[None]),
         mx.array(np.concatenate([first[1:], second[1:]])[None]),
         mx.ones((1, 21)),
         mx.array([[0] * 8 + [1] * 13], mx.int32),
-        None,
     )
     with patched(made):
         results = [mean_loss_and_gradients(made, full_loss(made), each) for each in (alone, packed)]

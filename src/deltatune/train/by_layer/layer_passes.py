@@ -149,7 +149,7 @@ class LayerPasses:
             recorder.last = y
             return y
 
-        batch: Arrays = blank, blank, mx.ones((1, 8)), blank if packed else None, None, None
+        batch = Arrays(blank, blank, mx.ones((1, 8)), blank if packed else None)
         with undisturbed(self.model), self._telling(batch, None, None, trains=False):
             with self._calls.served_by(serve):
                 forward()
@@ -334,18 +334,17 @@ class LayerPasses:
         self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
     ) -> Iterator[BatchInTrace]:
         """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
-        inputs, packed = batch[0], batch[3]
         with ExitStack() as stack:
-            stack.enter_context(segments(packed))
+            stack.enter_context(segments(batch.segments))
             stack.enter_context(self._calls.served_by(by_itself))
             if trains:
                 stack.enter_context(whole_rows())
                 stack.enter_context(differentiated_once())
                 stack.enter_context(together(self.model))
             if routers is not None and lengths is not None:
-                stack.enter_context(routing.watching(lengths, inputs.shape[1], trained=routers.trained))
+                stack.enter_context(routing.watching(lengths, batch.inputs.shape[1], trained=routers.trained))
             watch = trace.current().routers
-            yield BatchInTrace(packed, None if watch is None else watch.real)
+            yield BatchInTrace(batch.segments, None if watch is None else watch.real)
 
     def _around(self, batch: Arrays, told: BatchInTrace, routers: RouterLosses | None) -> AroundLayers:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
