@@ -160,7 +160,7 @@ def early_starts(traced_ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[in
     plain = early_engine.EarlyEngine._start_next
 
     def start_next(self: Any, after_update: bool) -> None:
-        during.append(self._state.progress.iteration + 1)
+        during.append(self.state.progress.iteration + 1)
         plain(self, after_update)
 
     monkeypatch.setattr(early_engine, "may_start_early", lambda *_: True)

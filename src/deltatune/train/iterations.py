@@ -33,7 +33,6 @@ from .saved import state
 from .saved.outputs import Outputs
 from .saved.saving import Saving
 from .setup import Training
-from .training_state import TrainingState
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
@@ -77,8 +76,7 @@ class Iterations:
 
     Args:
         parts: What the run is made of.
-        state: The training state.
-        engine: Computes micro-batches and updates.
+        engine: Computes micro-batches and updates of the training state.
         saving: Saves the run.
         ending: Ends the run early.
         trained: The loss and the layers of the model as the patches made them (setup.training).
@@ -86,14 +84,14 @@ class Iterations:
         freed_memory: Gives freed memory back between iterations.
 
     Attributes:
-        parts, state: The arguments.
+        parts: The argument.
+        state: The training state.
         progress: The progress of the run.
     """
 
     def __init__(
         self,
         parts: Parts,
-        state: TrainingState,
         engine: Engine,
         saving: Saving,
         ending: Ending,
@@ -102,15 +100,15 @@ class Iterations:
         freed_memory: FreedMemory,
     ):
         self.parts = parts
-        self.progress = state.progress
-        self.state = state
+        self.state = engine.state
+        self.progress = engine.state.progress
         self._engine = engine
         self._saving = saving
         self._ending = ending
         self._freed_memory = freed_memory
         self._loss, self._passes = trained.loss, passes
         self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-        self._figures = trained.figures + state.step.reports
+        self._figures = trained.figures + engine.state.step.reports
         evaluate = None if passes is None else passes.evaluate
         self._evaluation = Evaluation(parts.model, trained.loss, parts.world, trained.figures, evaluate)
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.

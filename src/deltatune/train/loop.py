@@ -166,7 +166,7 @@ class Trainer:
             training_state = TrainingState(step, parts.order, parts.progress, parts.world)
             saving = self._saving(training_state, chosen)
             engine = engine_of(training_state, ending, config, parts.world, launcher)
-            iterations = Iterations(parts, training_state, engine, saving, ending, trained, passes, freed_memory)
+            iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
             stack.callback(lambda: parts.reporting.close(parts.progress))
             stack.enter_context(ending)

@@ -75,10 +75,10 @@ class EarlyEngine(Engine):
         completes = self._completes
         self._launcher.finish()
         if goes_on:
-            mx.async_eval(self._state.sums, numbers)
+            mx.async_eval(self.state.sums, numbers)
         else:
             with self._ending.waiting():
-                mx.eval(self._state.sums, numbers)
+                mx.eval(self.state.sums, numbers)
         norm = self._updated(can_undo=True)
         (mx.async_eval if goes_on else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm)
         if goes_on:
@@ -101,7 +101,7 @@ class EarlyEngine(Engine):
             launch = mx.async_eval
         moments = dict(self._step.optimizer.state)
         # Reports read the learning rate at once.
-        sums = launch(numbers, norm, moments.pop("learning_rate"), self._state.sums)
+        sums = launch(numbers, norm, moments.pop("learning_rate"), self.state.sums)
         self._launch_started(launch, self._step.parameters(), moments)
         if sums is not None:
             sums.result()
@@ -121,14 +121,14 @@ class EarlyEngine(Engine):
 
     def _start_next(self, after_update: bool) -> None:
         """Build the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
-        batch = self._state.order.peek()
+        batch = self.state.order.peek()
         # A vision tower that does not train would be waited for here.
         if batch is None or batch.images is not None:
             return
-        accumulated = self._step.zeros() if after_update else self._state.sums.gradients
+        accumulated = self._step.zeros() if after_update else self.state.sums.gradients
         results, figures, problem = None, [], None
         try:
-            results = self._computed(batch, accumulated, self._state.progress.iteration + 1)
+            results = self._computed(batch, accumulated, self.state.progress.iteration + 1)
             figures = self._step.figures
         except Exception as error:  # noqa: BLE001  (it is raised in _micro_batch)
             problem = error

@@ -25,10 +25,13 @@ class Engine:
         ending: It lets another thread save while this one waits for a batch's gradients.
         config: The options of the run.
         world: The ranks of the run.
+
+    Attributes:
+        state: The argument.
     """
 
     def __init__(self, state: TrainingState, ending: Ending, config: TrainConfig, world: World):
-        self._state = state
+        self.state = state
         self._step = state.step
         self._ending = ending
         self._config = config
@@ -49,13 +52,13 @@ class Engine:
         """
         numbers = self._added(batch, *self._micro_batch(batch))
         with self._ending.waiting():
-            mx.eval(self._state.sums, numbers)
+            mx.eval(self.state.sums, numbers)
         norm = self._updated(can_undo=False)
         mx.eval(self._step.parameters(), self._step.optimizer.state, norm)
         return self._read(numbers, norm)
 
     def _micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
-        return self._computed(batch, self._state.sums.gradients, self._state.progress.iteration)
+        return self._computed(batch, self.state.sums.gradients, self.state.progress.iteration)
 
     def _computed(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
         """Return the loss, the weight, and `accumulated` plus the gradients of a batch, lazily."""
@@ -64,7 +67,7 @@ class Engine:
 
     def _added(self, batch: Batch, loss: mx.array, weight: mx.array, gradients: Any) -> mx.array:
         """Add the results of `batch` to the sums, lazily; return the numbers that the iteration reports."""
-        state = self._state
+        state = self.state
         figures = [sums.reshape(-1) for sums in self._step.figures]
         sums = Sums(gradients, state.sums.loss + loss, state.sums.weight + weight)
         state.sums = self._step.sum_over_ranks(sums) if self._completes else sums
@@ -74,13 +77,13 @@ class Engine:
     @property
     def _completes(self) -> bool:
         """Whether the present micro-batch completes an accumulation, so that an update follows."""
-        return self._state.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
+        return self.state.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
 
     def _updated(self, *, can_undo: bool) -> mx.array | None:
         """Make the update if the present micro-batch completes an accumulation, lazily; return the norm."""
         completes = self._completes
-        self._state.progress.micro_batches += 1
-        return self._state.update(can_undo=can_undo) if completes else None
+        self.state.progress.micro_batches += 1
+        return self.state.update(can_undo=can_undo) if completes else None
 
     def _read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""
