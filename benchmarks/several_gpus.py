@@ -54,12 +54,12 @@ def work(task: dict[str, Any]) -> None:
     import numpy as np
 
     from deltatune.data import Example, Splits
-    from deltatune.train import Trainer, distributed, launcher
+    from deltatune.train import Trainer, distributed
     from deltatune.train.reports.screen import Screen
     from deltatune.train.setup import prepare
 
     if task["way"] == "own stream":
-        own_stream = launcher.new_stream(mx.gpu)
+        own_stream = mx.new_thread_unsafe_stream(mx.gpu)
         distributed.stream_of = lambda backend: own_stream
     world = distributed.World()
     model = mlx_model(shape)

@@ -166,7 +166,7 @@ def _has_whole_groups(_path: str, module: Any) -> bool:
 def deltatune(
     shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, again: int | None = None, **options: str
 ) -> Iterator[Trainer]:
-    """deltatune's training step as train/micro_batches.py makes it, without data, files and screen.
+    """deltatune's training step as train/engines/ make it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
     packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are computed again in
@@ -180,9 +180,9 @@ def deltatune(
     from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
+    from deltatune.train.engines.early_engine import may_start_early
+    from deltatune.train.engines.launcher import Launcher
     from deltatune.train.freed_memory import FreedMemory
-    from deltatune.train.launcher import Launcher
-    from deltatune.train.micro_batches import may_start_early
     from deltatune.train.setup import training
     from deltatune.train.step import Step
     from deltatune.train.updates.optimizer import build_optimizer
@@ -200,10 +200,9 @@ def deltatune(
     ):
         model.train()
         stepped = build_optimizer(config)
-        whole = Step(model, stepped, trained.loss, World())
+        launcher = Launcher() if may_start_early(config, World()) and not waits else None
+        whole = Step(model, stepped, trained.loss, World(), launcher=launcher)
         mx.eval(model.parameters(), stepped.state)
-
-        early = may_start_early(World(), config) and not waits
         peak = mx.reset_peak_memory, lambda: float(mx.get_peak_memory())
 
         def step() -> float:
@@ -215,10 +214,10 @@ def deltatune(
             freed_memory.after_iteration()
             return total.item() / weight.item()
 
-        if not early:
+        if launcher is None:
             yield Trainer(ready, step, *peak)
             return
-        with Launcher() as launcher:
+        with launcher:
             yield Trainer(ready, _early(whole, batch, launcher, freed_memory), *peak, launcher.settle)
 
 
@@ -239,7 +238,6 @@ def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable
     import mlx.core as mx
 
     started: list[Any] = []
-    whole.before_tracing, whole.separate = launcher.settle, True
 
     def step() -> float:
         with mx.stream(launcher.stream):

@@ -63,7 +63,7 @@ SLOWEST = (
     "train/test_videos.py",
     "plan/test_layer_inputs_planned.py",
     "train/saved/test_resume.py",
-    "train/test_micro_batches.py",
+    "train/engines/test_early_engine.py",
     "ops/kernels/test_long_launches.py",
     "doctor/test_doctor.py",
     "train/saved/test_folder.py",

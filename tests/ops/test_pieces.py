@@ -16,7 +16,7 @@ from deltatune.ops.pieces import Carry
 from deltatune.ops.tracing.known_masks import MaskRule, remember
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import whole_rows
-from deltatune.train.batch_loss import mean_loss_and_gradients
+from deltatune.train.batch_loss import Arrays, mean_loss_and_gradients
 from deltatune.train.setup import prepare, training
 from model_gradients import relative_errors, rounding_bound
 
@@ -65,7 +65,7 @@ def batch(packed=False):
         # Documents begin where pieces begin, within pieces, and have one token.
         lengths = ([64, 70, 66], [10, 90, 1, 99])
         owners = mx.array(np.stack([np.repeat(np.arange(len(n)), n) for n in lengths]).astype(np.int32))
-    return rows[:, :-1], rows[:, 1:], mx.ones((B, T)), owners, None
+    return Arrays(rows[:, :-1], rows[:, 1:], mx.ones((B, T)), owners)
 
 
 def found(model, config, arrays, how, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_trainable_layer_can_be_compiled_in_pieces(tiny_model, monkeypatch):
         model.train()
 
         def step(tokens, targets):
-            arrays = (tokens, targets, mx.ones((B, T)), None, None)
+            arrays = Arrays(tokens, targets, mx.ones((B, T)))
             return mean_loss_and_gradients(model, trained.loss, arrays)[2]
 
         arrays = batch()[:2]

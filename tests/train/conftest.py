@@ -22,7 +22,8 @@ from deltatune.data import Batch, Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train import Trainer, compiled, iterations, micro_batches
+from deltatune.train import Trainer, compiled, iterations
+from deltatune.train.engines import early_engine
 from deltatune.train.iterations import Iterations
 from deltatune.train.reports.result import Advance, Result
 from deltatune.train.reports.screen import Screen
@@ -156,15 +157,15 @@ def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_starts(traced_ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
     during: list[int] = []
-    plain = micro_batches.MicroBatches._start_next
+    plain = early_engine.EarlyEngine._start_next
 
     def start_next(self: Any, after_update: bool) -> None:
-        during.append(self._saving.progress.iteration + 1)
+        during.append(self.state.progress.iteration + 1)
         plain(self, after_update)
 
-    monkeypatch.setattr(micro_batches, "may_start_early", lambda *_: True)
+    monkeypatch.setattr(early_engine, "may_start_early", lambda *_: True)
     monkeypatch.setattr(iterations, "LONGEST", 1e9)
-    monkeypatch.setattr(micro_batches.MicroBatches, "_start_next", start_next)
+    monkeypatch.setattr(early_engine.EarlyEngine, "_start_next", start_next)
     return during
 
 

@@ -201,7 +201,7 @@ def test_an_error_of_mlx_saves_what_it_leaves_whole(
 
     def advance(iterations, _):
         if iterations.progress.iteration == 3:
-            monkeypatch.setattr(iterations.step, "micro_batch", out_of_memory)
+            monkeypatch.setattr(iterations.state.step, "micro_batch", out_of_memory)
 
     def out_of_memory(*_):
         raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")

@@ -13,8 +13,9 @@ from mlx.utils import tree_flatten, tree_map
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
-from deltatune.train.batch_loss import full_loss, mean_loss_and_gradients
+from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
+from deltatune.train.engines.launcher import Launcher
 from deltatune.train.step import Step
 from deltatune.train.tree import from_host
 from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer, restore
@@ -153,7 +154,7 @@ def test_the_model_keeps_its_own_arrays_after_a_gradient():
     made = model()
     held = {name: id(leaf) for name, leaf in tree_flatten(made.parameters())}
     example = batch(0)
-    arrays = (mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights), None, None)
+    arrays = Arrays(mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights))
     mean_loss_and_gradients(made, full_loss(made), arrays)
     assert {name: id(leaf) for name, leaf in tree_flatten(made.parameters())} == held
 
@@ -169,13 +170,12 @@ def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
         size = len(tokens) - 1
         for target, value in zip(rows, (tokens[:-1], tokens[1:], 1), strict=True):
             target[row, :size] = value
-    alone = (*map(mx.array, rows), None, None)
-    packed = (
+    alone = Arrays(*map(mx.array, rows))
+    packed = Arrays(
         mx.array(np.concatenate([first[:-1], second[:-1]])[None]),
         mx.array(np.concatenate([first[1:], second[1:]])[None]),
         mx.ones((1, 21)),
         mx.array([[0] * 8 + [1] * 13], mx.int32),
-        None,
     )
     with patched(made):
         results = [mean_loss_and_gradients(made, full_loss(made), each) for each in (alone, packed)]
@@ -210,8 +210,7 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
 def test_results_are_computed_by_operations_of_their_own(tmp_path):
     """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
     made = model(dropout=0.5)
-    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World())
-    step.separate = True
+    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World(), launcher=Launcher())
     results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
     results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
     last = []
@@ -222,13 +221,15 @@ def test_results_are_computed_by_operations_of_their_own(tmp_path):
     assert {kind for _, kind in last} == {"Contiguous"}
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(request, separate, optimizer):
+def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(request, launched, optimizer):
     def updated():
         made = model()
-        step = Step(made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World())
-        step.separate = separate
+        launcher = Launcher() if launched else None
+        step = Step(
+            made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World(), launcher=launcher
+        )
         restore(step.optimizer, tree_map(lambda leaf: leaf + 1 if leaf.ndim else leaf, step.optimizer.state))
         loss, weight, gradients = step.micro_batch(batch(0), step.zeros())
         step.update(gradients, loss, weight)

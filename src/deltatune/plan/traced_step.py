@@ -168,7 +168,7 @@ def _outputs(
     step: Step, model: nn.Module, optimizer: Any, sums: Sums, batch: Any
 ) -> tuple[list[mx.array], list[mx.array], Any]:
     """Trace one iteration; return the outputs of its first evaluation and of its update, and the gradients."""
-    lengths = None if step.routers is None else mx.zeros(len(batch[0]), mx.int32)
+    lengths = None if step.routers is None else mx.zeros(len(batch.inputs), mx.int32)
     loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
     first = [loss, weight, *step.figures, *_leaves(new)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,9 +30,28 @@ _POSITION_COUNTS = 4
 # model's loss takes the images as a fourth argument, VisionArrays. A preference loss takes the preferences as its last
 # argument, counts them in the second sum, and returns a third array, [2, figures] (preferences/loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array | None, VisionArrays | None, dict[str, mx.array] | None]
 # The arrays of a PreferenceBatch that a step reads.
 _PREFERENCE_ARRAYS = ("documents", "present", "desirable", "reference", "tokens", "lengths")
+
+
+class Arrays(NamedTuple):
+    """The arrays of a batch of B rows of T tokens.
+
+    Attributes:
+        inputs: The tokens, [B, T], integers.
+        targets: The tokens that follow, [B, T], integers.
+        weights: The weights of the targets in the loss, [B, T], fp32.
+        segments: The documents of packed rows, [B, T], integers.
+        images: What a vision model is given of the pictures.
+        preferences: What a preference loss reads besides, by name.
+    """
+
+    inputs: mx.array
+    targets: mx.array
+    weights: mx.array
+    segments: mx.array | None = None
+    images: VisionArrays | None = None
+    preferences: dict[str, mx.array] | None = None
 
 
 def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
@@ -66,7 +85,7 @@ def full_loss(model: nn.Module) -> LossFunction:
 
 
 def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
-    """Convert a batch to MLX arrays: inputs, targets, weights, and segments, images and preferences (each or None).
+    """Convert a batch to MLX arrays.
 
     Args:
         batch: The batch.
@@ -82,7 +101,7 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
     if batch.preferences is not None:
         preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
     inputs, targets, weights = from_host(batch.inputs, batch.targets, batch.weights)
-    return inputs, targets, weights, packed, images, preferences
+    return Arrays(inputs, targets, weights, packed, images, preferences)
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
@@ -107,9 +126,9 @@ def counted_positions(weights: np.ndarray) -> np.ndarray | None:
 
 def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, ...]:
     """Compute `loss` on a batch; return the sum of losses, the sum of weights, and a preference loss's figures."""
-    inputs, targets, weights, packed, *more = batch
-    with segments(packed):
-        return loss(inputs, targets, weights, *(array for array in more if array is not None))
+    more = [arrays for arrays in (batch.images, batch.preferences) if arrays is not None]
+    with segments(batch.segments):
+        return loss(batch.inputs, batch.targets, batch.weights, *more)
 
 
 def mean_loss_and_gradients(
@@ -134,7 +153,6 @@ def mean_loss_and_gradients(
         The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are;
         then the figures of a preference loss and of routers, as one array [2, figures].
     """
-    inputs, packed = batch[0], batch[3]
 
     def mean(parameters: Any) -> tuple[mx.array, ...]:
         model.update(parameters)
@@ -149,11 +167,11 @@ def mean_loss_and_gradients(
     trainable = model.trainable_parameters()
     watching: Any = nullcontext()
     if routers is not None and lengths is not None:
-        watching = routing.watching(lengths, inputs.shape[1], trained=routers.trained)
+        watching = routing.watching(lengths, batch.inputs.shape[1], trained=routers.trained)
     # The tracers of the gradient must not stay in the model, from which compiled functions read their inputs: in
     # trainable arrays, and in others that a layer replaces while it runs, as Gemma 3n clips weights.
     try:
-        with undisturbed(model), segments(packed), watching, differentiated_once(), together(model):
+        with undisturbed(model), segments(batch.segments), watching, differentiated_once(), together(model):
             (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(
                 trainable if parameters is None else parameters
             )

@@ -22,7 +22,7 @@ def compiled(
     function: Callable[..., Any],
     inputs: Sequence[Any],
     outputs: Sequence[Any] | None = None,
-    before_tracing: Callable[[], None] = lambda: None,
+    before_tracing: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile `function` once for each set of shapes, as mx.compile does.
 
@@ -46,14 +46,14 @@ def compiled(
 
     def restoring(*arguments: Any) -> Any:
         nonlocal reads
-        if reads:
-            before_tracing()
-            return function(*arguments)
         # Arguments may be None, too.
         kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
-        if kind in known:
+        if kind in known and not reads:
             return call(*arguments)
-        before_tracing()
+        if before_tracing is not None:
+            before_tracing()
+        if reads:
+            return function(*arguments)
         before = [pair for tree in inputs for pair in _contents(tree)]
         try:
             if known:

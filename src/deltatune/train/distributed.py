@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,6 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from ..errors import UserError
-from ..machine import nccl
-from . import launcher
 from .tree import leaves, parted
 from .tree import number as to_number
 
@@ -33,15 +30,12 @@ class World:
         backend: What carries messages between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
         rank: The number of this process, from 0.
         size: How many processes train together.
-        waiting: The context in which this rank waits for the others, who may have died: while a run trains, its state
-            can be saved there (Ending.rescue).
     """
 
     def __init__(self) -> None:
         self.backend, self.group = _join()
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def _stream(self) -> mx.Stream | None:
         return stream_of(self.backend) if self.backend else None
@@ -62,8 +56,7 @@ class World:
         if self.size == 1:
             return list(numbers)
         total = self.sum(mx.array(numbers, mx.float32))
-        with self.waiting():
-            mx.eval(total)
+        mx.eval(total)
         return [float(number) for number in total.tolist()]  # type: ignore[union-attr, arg-type]
 
     def sum_tree(self, tree: Any) -> Any:
@@ -88,8 +81,7 @@ class World:
             return array[None]
         gathered = mx.distributed.all_gather(array[None], group=self.group, stream=self._stream())
         # It is evaluated here, on every rank, because a rank that never used it would leave the others waiting.
-        with self.waiting():
-            mx.eval(gathered)
+        mx.eval(gathered)
         return gathered
 
     def do_on_main(self, call: Callable[[], object], task: str) -> None:
@@ -104,13 +96,6 @@ class World:
             problem = problem or UserError(f"rank 0 could not {task}; its message says why.")
             problem.everywhere = True
             raise problem
-
-    def end_sums(self) -> bool:
-        """End the sums in which this rank waits for a rank that has died; return whether that is possible.
-
-        The ring and MPI end them by themselves, with an error.
-        """
-        return self.backend != "nccl" or nccl.abort(self.group)
 
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' numbers, in fp32. Waits for every rank."""
@@ -131,7 +116,7 @@ def _join() -> tuple[str | None, mx.distributed.Group]:
 
 @cache
 def _cpu_stream_of(thread: int) -> mx.Stream:
-    return launcher.new_stream(mx.cpu)
+    return mx.new_thread_unsafe_stream(mx.cpu)
 
 
 def stream_of(backend: str) -> mx.Stream:

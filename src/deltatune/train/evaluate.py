@@ -103,8 +103,7 @@ class Evaluation:
         with evaluating(self._model), whole_rows():
             for done, batch in enumerate(islice(order.epoch(), total), start=1):
                 loss, weight, *figures = self._compiled(arrays(batch))
-                with self._world.waiting():
-                    mx.eval(loss, weight, figures)
+                mx.eval(loss, weight, figures)
                 loss_sum += number(loss)
                 weight_sum += number(weight)
                 for figure in figures:

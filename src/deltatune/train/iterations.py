@@ -22,9 +22,9 @@ from .by_layer.layer_weights import LayerWeights
 from .distributed import World
 from .ending import nonfinite
 from .ending.early_end import Ending
+from .engines.engine import Engine
 from .evaluate import Evaluation
 from .freed_memory import FreedMemory
-from .micro_batches import LONGEST, MicroBatches
 from .reports.reporting import Reporting
 from .reports.result import Advance
 from .reports.samples import Samples
@@ -33,7 +33,9 @@ from .saved import state
 from .saved.outputs import Outputs
 from .saved.saving import Saving
 from .setup import Training
-from .step import Step
+
+# Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
+LONGEST = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,45 +76,46 @@ class Iterations:
 
     Args:
         parts: What the run is made of.
-        step: The compiled step.
-        saving: The sums of the run, and its saves.
-        ending: What ends the run early.
+        engine: Computes micro-batches and updates of the training state.
+        saving: Saves the run.
+        ending: Ends the run early.
         trained: The loss and the layers of the model as the patches made them (setup.training).
         passes: The passes of a step by layers, where `config.memory` bounds the run.
-        freed_memory: What gives freed memory back between iterations.
+        freed_memory: Gives freed memory back between iterations.
 
     Attributes:
-        step: The argument.
+        parts: The argument.
+        state: The training state.
         progress: The progress of the run.
     """
 
     def __init__(
         self,
         parts: Parts,
-        step: Step,
+        engine: Engine,
         saving: Saving,
         ending: Ending,
         trained: Training,
         passes: LayerPasses | None,
         freed_memory: FreedMemory,
     ):
-        self.parts, self.step, self.progress = parts, step, parts.progress
-        self._saving, self._ending, self._freed_memory = saving, ending, freed_memory
+        self.parts = parts
+        self.state = engine.state
+        self.progress = engine.state.progress
+        self._engine = engine
+        self._saving = saving
+        self._ending = ending
+        self._freed_memory = freed_memory
         self._loss, self._passes = trained.loss, passes
         self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
-        self._figures = trained.figures + step.reports
+        self._figures = trained.figures + engine.state.step.reports
         evaluate = None if passes is None else passes.evaluate
         self._evaluation = Evaluation(parts.model, trained.loss, parts.world, trained.figures, evaluate)
-        self._micro_batches = MicroBatches(step, saving, ending, parts.order, parts.config, parts.world)
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        with self._micro_batches.launching():
-            self._run()
-
-    def _run(self) -> None:
         config, progress, stop = self.parts.config, self.progress, self._ending.stop
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
@@ -125,7 +128,7 @@ class Iterations:
             if not asked and self.parts.samples.are_due(progress, last=done):
                 asked = not self._sample()
             if asked and not done:
-                self._save()
+                self._save(stopping=True)
                 self._ending.in_order()
                 raise self._ending.stopped()
             if done:
@@ -206,7 +209,7 @@ class Iterations:
         progress, started = self.progress, time.perf_counter()
         if progress.micro_batches == 0:
             self._batches = []
-        self._saving.note_start()
+        self.state.begin_micro_batch()
         batch = self._next_batch()
         self._batches.append(batch)
         (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
@@ -215,7 +218,7 @@ class Iterations:
             self._fail(loss_sum, norm)
         if norm is not None:
             progress.grad_norm = norm
-            self._saving.start_window()
+            self.state.end_window()
         progress.add(loss_sum, weight_sum, all_tokens, reported)
         self._freed_memory.after_iteration()
         seconds = time.perf_counter() - started
@@ -238,7 +241,7 @@ class Iterations:
 
     def _advance(self, batch: Batch) -> Advance:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
-        return self._micro_batches.advance(batch, self._goes_on())
+        return self._engine.advance(batch, self._goes_on())
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""
@@ -253,8 +256,8 @@ class Iterations:
             due.append(config.steps_per_sample or config.steps_per_eval)
         return all(at % interval for interval in due)
 
-    def _save(self, finished: bool = False) -> None:
-        self._on_every_rank(lambda: self._saving.save(finished))
+    def _save(self, *, finished: bool = False, stopping: bool = False) -> None:
+        self._on_every_rank(lambda: self._saving.save(finished=finished, stopping=stopping))
 
     def _on_every_rank(self, action: Callable[[], None]) -> None:
         """Do what raises a UserError on every rank if it raises one on any."""
@@ -268,11 +271,10 @@ class Iterations:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
         parts, at = self.parts, self.progress.iteration
         parts.screen.stop()
-        self._micro_batches.settle()
+        self._engine.settle()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         self._ending.in_order()
-        # An update that is not finite changes no parameter.
-        self._saving.updating = False
+        self.state.end_update()
         damage = nonfinite.damage(parts.model, parts.weights)
         worth_saving = damage is None or nonfinite.trained_is_finite(parts.model)
         if worth_saving:

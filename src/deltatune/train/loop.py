@@ -23,6 +23,8 @@ from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
 from .distributed import World
 from .ending.early_end import Ending
+from .engines.early_engine import engine_of, starts_early
+from .engines.launcher import Launcher
 from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
 from .learned_positions import check_positions
@@ -39,7 +41,7 @@ from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saved.saving import Saving
 from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
-from .step import Step
+from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
 
@@ -148,20 +150,23 @@ class Trainer:
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
             compare = parts.weights is None
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=compare))
-            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights))
+            ending = Ending(config, parts.outputs, parts.world, parts.screen)
+            between = ending.between_layers
+            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights, between))
             self._announce(trained, chosen)
             model.train()
             if backend.device() == "metal":
                 # MLX's own limit comes back for whatever a notebook does next.
                 stack.callback(mx.set_wired_limit, mx.set_wired_limit(backend.gpu_memory()))
             freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
-            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes))
-            saving = self._saving(step, chosen)
-            ending = Ending(saving, config, parts.outputs, parts.world, parts.screen)
-            saving.after = lambda: self._report_saved(stopping=ending.stop.asked)
-            if parts.weights is not None:
-                parts.weights.between = ending.between_layers
-            iterations = Iterations(parts, step, saving, ending, trained, passes, freed_memory)
+            launcher = None
+            if starts_early(model, config, parts.world):
+                launcher = stack.enter_context(Launcher())
+            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes, launcher))
+            training_state = TrainingState(step, parts.order, parts.progress, parts.world)
+            saving = self._saving(training_state, chosen)
+            engine = engine_of(training_state, ending, config, parts.world, launcher)
+            iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
             stack.callback(lambda: parts.reporting.close(parts.progress))
             stack.enter_context(ending)
@@ -170,7 +175,7 @@ class Trainer:
             parts.progress.checkpoints = checkpoints
             parts.world.do_on_main(keep, "keep the reference")
             parts.screen.start(parts.progress.iteration, config.iters)
-            with ending.rescue():
+            with ending.rescue(saving):
                 iterations.run()
             result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
             parts.reporting.write(parts.progress, "ended", running=False, result=result)
@@ -217,11 +222,11 @@ class Trainer:
         parts.reporting.about = announce.about(parts.model, parts.config, splits, trained)
         parts.reporting.tables = announce.layer_table(trained)
 
-    def _saving(self, step: Step, chosen: Rankings) -> Saving:
+    def _saving(self, training_state: TrainingState, chosen: Rankings) -> Saving:
         """Make what saves the run: a continuation must share the options, the model and the data."""
         parts = self.parts
         identity = state.fingerprint(parts.config, model=parts.config.model, **self._facts)
-        return Saving(step, parts.progress, parts.order, parts.outputs, parts.world, identity, chosen)
+        return Saving(training_state, parts.outputs, parts.reporting, parts.world, identity, chosen)
 
     def _open(self, saving: Saving) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
@@ -243,13 +248,6 @@ class Trainer:
         elif config.resume:
             parts.screen.say(announce.nothing_to_resume(config))
         parts.reporting.open(parts.progress)
-        saving.metrics = parts.reporting.metrics
-
-    def _report_saved(self, *, stopping: bool) -> None:
-        """Write the report after a save; the progress may be that of the last update."""
-        progress = self.parts.progress
-        if not progress.finished:
-            self.parts.reporting.write(progress, "stopped" if stopping else "still training", running=not stopping)
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

@@ -5,7 +5,6 @@ The training loop (loop.py) and the memory plan (plan/traced_step.py) run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,6 +20,7 @@ from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import compiled
 from .distributed import World
+from .engines.launcher import PATIENCE, Launcher
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
@@ -69,6 +69,8 @@ class Step:
         world: The ranks of the run.
         update: How updates are made; each from one micro-batch, without clipping, by default.
         routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
+        launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
+            then one of several that an operation computes together.
 
     Attributes:
         model, optimizer: The arguments.
@@ -77,9 +79,6 @@ class Step:
         routers: The argument.
         figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
         random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
-        before_tracing: Is called before a micro-batch or an update of new shapes is compiled.
-        separate: Whether no result is one of several that an operation computes together. Another thread may then
-            evaluate the results while this one builds on them, or gives them up.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class Step:
         *,
         update: updates.UpdateOptions | None = None,
         routers: RouterLosses | None = None,
+        launcher: Launcher | None = None,
     ):
         update = update or updates.UpdateOptions()
         self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
@@ -107,12 +107,11 @@ class Step:
         self.tower, self.random = frozen_tower(model), [mx.random.key(0)]
         self.figures: list[mx.array] = []
         self._undone: BeforeUpdate | None = None
-        self.before_tracing: Callable[[], None] = lambda: None
-        self.separate = False
-        self._micro_batch = compiled(
-            self._trace_micro_batch, [model.state, self.random], [self.random], lambda: self.before_tracing()
-        )
-        self._update = compiled(self._trace_update, [optimizer.state], [optimizer.state], lambda: self.before_tracing())
+        self._launcher = launcher
+        read, moments = [model.state, self.random], [optimizer.state]
+        before = None if launcher is None else launcher.before_compiling
+        self._micro_batch = compiled(self._trace_micro_batch, read, [self.random], before)
+        self._update = compiled(self._trace_update, moments, moments, before)
 
     def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
@@ -128,6 +127,8 @@ class Step:
 
         Left lazy, they belong to the main thread's queue, and computing them would wait for everything queued there.
         """
+        if self._launcher is not None:
+            self._launcher.settle(PATIENCE)
         joined = self.joined
         parts = dict(leaves(self.bundles.part({TOGETHER: joined})))
         mx.eval(parts)
@@ -220,7 +221,7 @@ class Step:
             loss, weight, gradients, *figures = mean_loss_and_gradients(
                 self.model, self._loss, batch, used, self.routers, lengths
             )
-        if self.separate:
+        if self._launcher is not None:
             loss, weight, figures, self.random[0] = tree_map(mx.contiguous, (loss, weight, figures, self.random[0]))
         return loss, weight, self.added(accumulated, gradients, weight, parameters), *figures
 
@@ -232,7 +233,11 @@ class Step:
         if accumulated is not None:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
-        return tree_map(mx.contiguous, gradients) if self.separate or backend.device() == "cuda" else gradients
+        return (
+            tree_map(mx.contiguous, gradients)
+            if self._launcher is not None or backend.device() == "cuda"
+            else gradients
+        )
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
         """Return the new parameters in joined form, the same in the model's form by path, and the norm."""
@@ -242,7 +247,7 @@ class Step:
             gradients = tree_map(lambda g: g / divisor, gradients)
         healthy = mx.isfinite(loss)
         parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates)
-        if self.separate:
+        if self._launcher is not None:
             parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
             updates.restore(optimizer, state)
         return parameters, dict(leaves(self.bundles.part(parameters))), norm

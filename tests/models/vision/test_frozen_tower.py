@@ -46,14 +46,14 @@ def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_mod
     prepare(model, TrainConfig(num_layers=-1))
     given = batch(vision_spec(model))
     plain = arrays(given)
-    assert plain[4].pop("counted").size == given.weights.size // 4
+    assert plain.images.pop("counted").size == given.weights.size // 4
     with patched(model):
         loss, _ = choose_loss(model)
         model.train()
         tower = frozen.frozen_tower(model)
         separate = arrays(given, tower)
-        assert "features" in separate[4]
-        assert "tower" not in separate[4]
+        assert "features" in separate.images
+        assert "tower" not in separate.images
         expected, actual = (mean_loss_and_gradients(model, loss, each) for each in (plain, separate))
         mx.eval(expected, actual)
     assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)

@@ -25,21 +25,21 @@ from .layer_calls import Recorder
 
 def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
     """Return what a vision tower that trains is given of a batch; None without pictures, or with their features."""
-    return None if batch[4] is None else batch[4].get("tower")
+    return None if batch.images is None else batch.images.get("tower")
 
 
 def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
     """Return a batch with what the tower has made of its pictures: features, and those of deeper layers."""
     if not pictures:
         return batch
-    assert batch[4] is not None
-    images = {name: value for name, value in batch[4].items() if name != "tower"}
-    return *batch[:4], images | {"features": pictures[0], "deep": list(pictures[1:])}, batch[5]
+    assert batch.images is not None
+    images = {name: value for name, value in batch.images.items() if name != "tower"}
+    return batch._replace(images=images | {"features": pictures[0], "deep": list(pictures[1:])})
 
 
 def _pictures_of(batch: Arrays) -> list[mx.array]:
     """Return what with_pictures() has put into a batch."""
-    images = batch[4] or {}
+    images = batch.images or {}
     return [images["features"], *images["deep"]] if "features" in images else []
 
 

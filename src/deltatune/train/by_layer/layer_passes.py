@@ -65,6 +65,7 @@ class LayerPasses:
         weights: What the layers' weights are read from.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
         inputs: Keeps what layers are given for the backward pass; by default in memory.
+        between: Is called before each layer of a pass, and may leave the pass by an error.
 
     Attributes:
         model: The model.
@@ -81,9 +82,15 @@ class LayerPasses:
         weights: ReadsLayers,
         compute: Callable[..., None] = mx.eval,
         inputs: KeepsInputs | None = None,
+        between: Callable[[], None] | None = None,
     ):
-        self.model, self._layers, self.loss, self._weights = model, list(layers), loss, weights
-        self._compute, self._inputs = compute, inputs or InputsInMemory()
+        self.model = model
+        self.loss = loss
+        self._layers = list(layers)
+        self._weights = weights
+        self._compute = compute
+        self._inputs = inputs or InputsInMemory()
+        self._between = between
         self._calls = reading_calls(layers, weights, compute)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
@@ -96,6 +103,13 @@ class LayerPasses:
         self.outer = Outside(places(model, [path for path in trained if not path.startswith((*inside, *tower))]))
         self.in_tower = Outside(places(model, [path for path in trained if path.startswith(tower)]))
         self._lowest = lowest_layer(model, self._paths)
+
+    def _along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
+        """Yield the arrays of the layers in `order`."""
+        for arrays in self._weights.along(order):
+            if self._between is not None:
+                self._between()
+            yield arrays
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -135,7 +149,7 @@ class LayerPasses:
             recorder.last = y
             return y
 
-        batch: Arrays = blank, blank, mx.ones((1, 8)), blank if packed else None, None, None
+        batch = Arrays(blank, blank, mx.ones((1, 8)), blank if packed else None)
         with undisturbed(self.model), self._telling(batch, None, None, trains=False):
             with self._calls.served_by(serve):
                 forward()
@@ -155,7 +169,7 @@ class LayerPasses:
                 pictures, key = around.tower(batch, key)
                 batch = with_pictures(batch, pictures)
             x, key, others = around.before(batch, key)
-            reading = self._weights.along(range(len(self._layers)))
+            reading = self._along(range(len(self._layers)))
             for index in range(len(self._layers)):
                 x = around.between(index, batch, x)
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
@@ -194,7 +208,7 @@ class LayerPasses:
         self, batch: Arrays, around: AroundLayers, told: BatchInTrace, first_key: mx.array, watch: Watch | None
     ) -> tuple[Any, ...]:
         count, lowest = len(self._layers), self._lowest
-        reading = self._weights.along([*range(count), *reversed(range(lowest, count))])
+        reading = self._along([*range(count), *reversed(range(lowest, count))])
         seen, d_pictures, key = batch, [], first_key
         if seen_by_tower(batch):
             pictures, key = around.tower(seen, key)
@@ -320,18 +334,17 @@ class LayerPasses:
         self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
     ) -> Iterator[BatchInTrace]:
         """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
-        inputs, packed = batch[0], batch[3]
         with ExitStack() as stack:
-            stack.enter_context(segments(packed))
+            stack.enter_context(segments(batch.segments))
             stack.enter_context(self._calls.served_by(by_itself))
             if trains:
                 stack.enter_context(whole_rows())
                 stack.enter_context(differentiated_once())
                 stack.enter_context(together(self.model))
             if routers is not None and lengths is not None:
-                stack.enter_context(routing.watching(lengths, inputs.shape[1], trained=routers.trained))
+                stack.enter_context(routing.watching(lengths, batch.inputs.shape[1], trained=routers.trained))
             watch = trace.current().routers
-            yield BatchInTrace(packed, None if watch is None else watch.real)
+            yield BatchInTrace(batch.segments, None if watch is None else watch.real)
 
     def _around(self, batch: Arrays, told: BatchInTrace, routers: RouterLosses | None) -> AroundLayers:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)

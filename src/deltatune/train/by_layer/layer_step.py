@@ -17,6 +17,7 @@ from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
 from ..compiled import compiled
+from ..engines.launcher import Launcher
 from ..setup import Training, with_loss
 from ..step import Step
 from .layer_passes import LayerPasses
@@ -47,14 +48,18 @@ class LayerStep(Step):
         return loss, weight, self._add(accumulated, gradients, weight, parameters)
 
 
-def step_of(passes: LayerPasses | None) -> Callable[..., Step]:
-    """Return the class of a run's step, for setup.build_step()."""
-    return Step if passes is None else partial(LayerStep, passes=passes)
+def step_of(passes: LayerPasses | None, launcher: Launcher | None = None) -> Callable[..., Step]:
+    """Return the class of a run's step, for setup.build_step(): by layers, or whole and launched by a thread."""
+    return partial(Step, launcher=launcher) if passes is None else partial(LayerStep, passes=passes)
 
 
 @contextmanager
 def by_layers(
-    model: nn.Module, config: TrainConfig, trained: Training, weights: LayerWeights | None
+    model: nn.Module,
+    config: TrainConfig,
+    trained: Training,
+    weights: LayerWeights | None,
+    between: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Training, LayerPasses | None]]:
     """Within the context, the layers of `model` read their weights from `weights` when they are called.
 
@@ -63,6 +68,7 @@ def by_layers(
         config: The options of the run.
         trained: What setup.training() yields.
         weights: What the weights are read from; None for a run that has all of them in memory.
+        between: Is called before each layer of a pass, and may leave the pass by an error.
 
     MLX gives freed memory back before it would hold more than `config.memory`.
 
@@ -83,7 +89,7 @@ def by_layers(
     if config.pack:
         check_packing(model, row_capacity(config))
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
+    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
     assert config.memory is not None
     before = mx.set_memory_limit(config.memory + weights.on_host)
     try:

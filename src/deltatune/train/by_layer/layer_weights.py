@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +32,6 @@ class LayerWeights:
     Attributes:
         disk: What reading has cost.
         on_host: The bytes in the host's memory, which MLX counts as its own.
-        between: Is called before a layer is handed out, and may leave the pass by an error.
         inputs: Keeps the inputs of layers for the backward pass.
     """
 
@@ -46,7 +45,6 @@ class LayerWeights:
         on_host: bool = False,
     ):
         self._stored, self.disk = stored, DiskTime()
-        self.between: Callable[[], None] = lambda: None
         self.inputs: KeepsInputs = InputsInMemory()
         self._places: list[list[Place]] = []
         self._names: list[dict[int, str]] = []
@@ -92,7 +90,6 @@ class LayerWeights:
             UnreadableWeightsError: The files have changed, or cannot be read.
         """
         for at, index in enumerate(order):
-            self.between()
             places, names = self._places[index], self._names[index]
             arrays = [place.array for place in places]
             if names:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from ...errors import UserError
 from ...options.config import TrainConfig
@@ -20,10 +20,9 @@ from ..saved.saving import Saving
 from .interrupt import StoppedError, StopRequest, leave
 from .peers import Peers
 
-# Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for another thread to save; and for a
-# dead rank to be noticed after an error of the backend. Together, the other ranks end within 30 seconds, unless files
-# are being written: these may take as long again as the last number.
-_RETURN, _SAVE, _NOTICE, _WRITE = 2.0, 12.0, 5.0, 600.0
+# Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for a dead rank to be noticed after an
+# error of the backend; and for files that are being written when a rank dies.
+_RETURN, _NOTICE, _WRITE = 2.0, 5.0, 600.0
 
 
 class HurriedError(Exception):
@@ -31,16 +30,29 @@ class HurriedError(Exception):
 
 
 class Ending:
-    """Inside its `with` block, signals and dead ranks end the run with its state saved.
+    """Inside its `with` block, signals end the run with its state saved, and dead ranks end it.
 
-    The main thread holds a lock, except while it waits for a batch's gradients, or for other ranks in an evaluation,
-    after samples or in a save (waiting()). There the parameters are those of the last update, so that another thread
-    can save them although the main thread may not return from MLX.
+    The main thread holds a lock, except while it waits for a batch's gradients (waiting()). There the parameters are
+    those of the last update, so that another thread can save them although the main thread may not return from MLX.
+    A dead rank costs the iterations since the last save, since the other ranks' sums may never return from MLX.
+
+    Args:
+        config: The options of the run.
+        outputs: The files of the run.
+        world: The ranks of the run.
+        screen: Where the user is told.
+
+    Attributes:
+        stop: Whether a signal has asked the run to stop.
     """
 
-    def __init__(self, saving: Saving, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
-        self._saving, self._config, self._outputs = saving, config, outputs
-        self._world, self._screen = world, screen
+    def __init__(self, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
+        self._config = config
+        self._outputs = outputs
+        self._world = world
+        self._screen = screen
+        # What saves the run, within rescue() alone.
+        self._rescued: Saving | None = None
         self.stop = StopRequest(self._answer, self._save_at_once)
         self._peers = Peers(world, self._rank_ended)
         self._lock = threading.Lock()
@@ -63,6 +75,11 @@ class Ending:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
         self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    @property
+    def _saving(self) -> Saving:
+        assert self._rescued is not None
+        return self._rescued
 
     def in_order(self) -> None:
         """Declare that every rank ends now, with the same error."""
@@ -95,7 +112,7 @@ class Ending:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let another thread save while the main thread, inside the `with` block, waits for MLX or for other ranks."""
+        """Let another thread save while the main thread, inside the `with` block, waits for MLX."""
         self.check()
         self._lock.release()
         try:
@@ -105,15 +122,18 @@ class Ending:
         self.check()
 
     @contextmanager
-    def rescue(self) -> Iterator[None]:
+    def rescue(self, saving: Saving) -> Iterator[None]:
         """Save the state of the last update if an exception other than UserError leaves the `with` block.
+
+        Args:
+            saving: It saves the run.
 
         Raises:
             StoppedError: If between_layers() has left a step.
             UserError: If macOS ended a step that took too long, or files are missing that a step by layers reads.
         """
-        # Only from here on is what the model holds worth more than what was saved.
-        self._world.waiting = self.waiting
+        # Only from here on is the state of the model worth more than the one that was saved.
+        self._rescued = saving
         try:
             yield
         except HurriedError:
@@ -146,13 +166,11 @@ class Ending:
                 error.add_note(f"{saved} Run the same command with --resume to continue.")
             raise
         finally:
-            self._world.waiting = nullcontext
+            self._rescued = None
 
     def _wait_for_end(self) -> None:
-        """Let the thread that watches the ranks save, report that one has died, and end this process."""
-        self._lock.release()
+        """Let the thread that watches the ranks report that one has died, and end this process."""
         self._peers.wait_for_end(_NOTICE)
-        self._lock.acquire()
 
     def _answer(self, name: str) -> None:
         """Answer the first signal, in the thread that handles signals."""
@@ -179,31 +197,13 @@ class Ending:
             leave(str(self.stopped()))
 
     def _rank_ended(self, dead: list[int]) -> None:
-        """Save what can be saved, report the dead ranks once, and end this process; runs in the thread of Peers."""
-        saver = threading.Thread(target=self._save_beside, daemon=True)
-        saver.start()
-        saver.join(2 * _SAVE)
-        if self._saving.writing:
-            saver.join(_WRITE)
+        """Report the dead ranks once, and end this process; runs in the thread of Peers."""
+        end = time.monotonic() + _WRITE
+        while self._rescued is not None and self._rescued.writing and time.monotonic() < end:
+            time.sleep(0.1)
         self._screen.stop()
         lowest = min(set(range(self._world.size)) - set(dead))
         leave(self._message(dead) if self._world.rank == lowest else "")
-
-    def _save_beside(self) -> None:
-        # Where the sums cannot be ended, this thread would wait for the GPU forever.
-        if self._world.main and self._world.end_sums() and self._lock_taken():
-            try:
-                self._saving.save_last_update()
-            except (UserError, RuntimeError) as error:
-                self._screen.say(f"The state could not be saved at the end: {error}.")
-
-    def _lock_taken(self) -> bool:
-        """Wait for the lock for _SAVE seconds, or until the main thread has written its files; say whether it came."""
-        end = time.monotonic() + _SAVE
-        while not self._lock.acquire(timeout=0.1):
-            if time.monotonic() > end and not self._saving.writing:
-                return False
-        return True
 
     def _message(self, dead: list[int]) -> str:
         ended = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"

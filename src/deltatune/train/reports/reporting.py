@@ -68,6 +68,16 @@ class Reporting:
         self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)
         self.write(progress, "just begun", running=True)
 
+    def sync(self) -> None:
+        """Bring the metrics to the disk, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
+    def cut(self, progress: Progress) -> None:
+        """Remove the metrics behind those that belong to a progress to which the run has returned, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.cut(progress.metrics_bytes)
+
     def close(self, progress: Progress) -> None:
         """Close what open() has opened, each whether or not another one fails to close, and remove the bar.
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from deltatune.train.compiled import compiled
-from deltatune.train.launcher import Launcher
-from deltatune.train.micro_batches import MicroBatches
+from deltatune.train.engines.engine import Engine
+from deltatune.train.engines.launcher import Launcher
 from killed_runs import result
 
 ONLY = {"val_batches": 0, "save_every": 100, "grad_accumulation_steps": 1}
@@ -109,7 +109,7 @@ def test_an_error_behind_the_sums_loses_no_iteration(make_trainer, tmp_path, ear
 def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, early_starts, monkeypatch):
     """Compiling may try kernels, and reads arrays that were made before there was a launcher."""
     launchers, traced, launched = [], [], []
-    made, build, plain = Launcher.__init__, MicroBatches._micro_batch, mx.async_eval
+    made, build, plain = Launcher.__init__, Engine._computed, mx.async_eval
 
     def init(self):
         made(self)
@@ -125,7 +125,7 @@ def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, e
         if iteration == 4:
             # As where a batch of another shape comes.
             places = [step.model.state, step.random]
-            step._micro_batch = compiled(trace, places, places[1:], lambda: step.before_tracing())
+            step._micro_batch = compiled(trace, places, places[1:], launchers[-1].before_compiling)
         return build(self, batch, accumulated, iteration)
 
     def async_eval(*trees):
@@ -134,7 +134,7 @@ def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, e
         launched.append(threading.current_thread().name.startswith("launcher"))
 
     monkeypatch.setattr(Launcher, "__init__", init)
-    monkeypatch.setattr(MicroBatches, "_micro_batch", micro_batch)
+    monkeypatch.setattr(Engine, "_computed", micro_batch)
     monkeypatch.setattr(mx, "async_eval", async_eval)
     make_trainer(**ONLY, iters=9).run()
     assert traced

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .tree import leaves
+from ..tree import leaves
 
 # Seconds to wait for what is being launched before something else is done; only short iterations are launched here.
 PATIENCE = 5.0
@@ -30,10 +30,13 @@ class Launcher:
 
     Attributes:
         stream: The stream on which everything is made that is launched here.
+        compiled: Whether a step was compiled since this was set to False. What it reads for the first time may have
+            been made on another stream, so that only the main thread can evaluate it.
     """
 
     def __init__(self) -> None:
         self.stream = _stream(mx.default_device().type)
+        self.compiled = False
         self._thread = ThreadPoolExecutor(1, "launcher")
         self._last: Future[None] = Future()
         self._last.set_result(None)
@@ -44,7 +47,6 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A rank that has died may hold a message between ranks, and with it this thread, forever.
         self.settle(PATIENCE)
         self._thread.shutdown(wait=False)
 
@@ -64,26 +66,25 @@ class Launcher:
         self._last = self._thread.submit(evaluated)
         return self._last
 
+    def before_compiling(self) -> None:
+        """Wait until everything is launched: compiling may try kernels, which evaluates arrays in the main thread."""
+        # What is being launched waits for no other rank, but a long batch may take its time.
+        self.settle()
+        self.compiled = True
+
     def finish(self) -> None:
         """Wait until everything is launched, and raise the error that it met."""
         self._last.result()
 
     def settle(self, seconds: float | None = None) -> None:
-        """Wait until everything is launched or has failed, for at most `seconds`."""
+        """Wait until everything is launched or has failed, for at most `seconds`; the main thread may then evaluate it.
+
+        A rank that has died may hold a message between ranks, and with it this thread, forever.
+        """
         wait([self._last], seconds)
-
-
-def supported() -> bool:
-    """Whether this MLX has streams that belong to no thread."""
-    return hasattr(mx, "new_thread_unsafe_stream")
-
-
-def new_stream(device: mx.DeviceType) -> mx.Stream:
-    """Return a new stream that belongs to no thread, or to this one where MLX has no other kind."""
-    return mx.new_thread_unsafe_stream(device) if supported() else mx.new_stream(device)
 
 
 @cache
 def _stream(device: mx.DeviceType) -> mx.Stream:
     # MLX never gives a stream back, so that a notebook's runs share one.
-    return new_stream(device)
+    return mx.new_thread_unsafe_stream(device)

@@ -9,10 +9,12 @@ from deltatune.data import BatchOrder
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
-from deltatune.train import StoppedError, micro_batches
+from deltatune.train import StoppedError
 from deltatune.train.compiled import compiled
 from deltatune.train.distributed import World
-from deltatune.train.micro_batches import MicroBatches, may_start_early
+from deltatune.train.engines import early_engine
+from deltatune.train.engines.early_engine import EarlyEngine, may_start_early
+from deltatune.train.engines.engine import Engine
 from killed_runs import result
 
 # Nothing but iterations, so that each one but the first starts early.
@@ -52,7 +54,7 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
     given = {**ONLY, "grad_accumulation_steps": accumulate}
     straight = straight_run(**given)
     trainer = make_trainer(**given)
-    plain = MicroBatches._start_next
+    plain = EarlyEngine._start_next
 
     def start_next(self, after_update):
         plain(self, after_update)
@@ -60,7 +62,7 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
             self._ending.stop.asked = True
 
     with monkeypatch.context() as patch:
-        patch.setattr(MicroBatches, "_start_next", start_next)
+        patch.setattr(EarlyEngine, "_start_next", start_next)
         with pytest.raises(StoppedError, match=f"stopped after iteration {iteration} of 8"):
             trainer.run()
     assert iteration in early_starts
@@ -74,7 +76,7 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
     given = {**ONLY, "grad_accumulation_steps": 1}
     straight = straight_run(**given)
     trainer = make_trainer(**given)
-    plain = MicroBatches._start_next
+    plain = EarlyEngine._start_next
 
     def out_of_memory(*_):
         raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
@@ -85,7 +87,7 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
         plain(self, after_update)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MicroBatches, "_start_next", start_next)
+        patch.setattr(EarlyEngine, "_start_next", start_next)
         with pytest.raises(RuntimeError, match="Unable to allocate") as error:
             trainer.run()
     assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
@@ -101,7 +103,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
     straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")
-    trainer, plain = make_trainer(**ONLY), MicroBatches._micro_batch
+    trainer, plain = make_trainer(**ONLY), Engine._computed
 
     def launched(self, batch, accumulated, iteration):
         def out_of_memory(*arguments):
@@ -114,7 +116,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MicroBatches, "_micro_batch", launched)
+        patch.setattr(Engine, "_computed", launched)
         with pytest.raises(RuntimeError, match="Unable to allocate") as error:
             trainer.run()
     assert "is saved in" in error.value.__notes__[0]
@@ -153,7 +155,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
     given = {**ONLY, "grad_accumulation_steps": accumulate}
     straight = straight_run(**given)
     trainer, kept = make_trainer(**given), []
-    plain = MicroBatches._taken
+    plain = EarlyEngine._micro_batch
 
     def taken(self, batch):
         loss, weight, gradients = plain(self, batch)
@@ -163,7 +165,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
         return loss * (mx.nan if trainer.progress.iteration == 5 else 1), weight, gradients
 
     with monkeypatch.context() as patch:
-        patch.setattr(MicroBatches, "_taken", taken)
+        patch.setattr(EarlyEngine, "_micro_batch", taken)
         with pytest.raises(UserError, match=f"iteration 6: the loss is nan.* iteration {6 - accumulate} is saved"):
             trainer.run()
     assert early_starts[-1] == 6
@@ -175,7 +177,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
 
 def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
     trainer = make_trainer(**ONLY, iters=4)
-    monkeypatch.setattr(micro_batches, "MOST_TRAINED", 1000)
+    monkeypatch.setattr(early_engine, "MOST_TRAINED", 1000)
     trainer.run()
     assert early_starts == []
     monkeypatch.undo()
@@ -187,9 +189,9 @@ def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
     config = TrainConfig()
     for device, expected in (("cpu", False), ("metal", False), ("cuda", True)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert may_start_early(World(), config) is expected
-    assert may_start_early(Ranks("nccl"), config)
-    assert not may_start_early(Ranks("ring"), config)
+        assert may_start_early(config, World()) is expected
+    assert may_start_early(config, Ranks("nccl"))
+    assert not may_start_early(config, Ranks("ring"))
 
 
 def test_long_iterations_do_not_start_early(make_trainer, early_starts, monkeypatch):

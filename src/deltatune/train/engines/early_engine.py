@@ -1,0 +1,174 @@
+"""Starts a micro-batch before the results of the one before have been read, on NVIDIA GPUs.
+
+Such a GPU waits for the CPU, which builds and launches thousands of operations a step. If nothing is due between two
+iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
+for nothing but the first one's update, and changes neither parameters nor optimizer. If the first one fails, or the run
+is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
+From the second iteration of such a row on, a thread of its own launches the work that the main thread builds.
+
+Each rank starts early by itself, since nothing travels between ranks in a forward and backward pass. Where the losses
+of routers train, their sums travel there, and several ranks start nothing early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...data import Batch
+from ...machine import backend
+from ...options.config import TrainConfig
+from ..distributed import World
+from ..ending.early_end import Ending
+from ..reports.result import Advance
+from ..training_state import TrainingState
+from ..tree import leaves
+from .engine import Engine
+from .launcher import PATIENCE, Launcher
+
+# The most bytes of parameters that train in a run that starts iterations early. Those of adapters are a small part of a
+# step's memory; those of full fine-tuning must not wait in it beside the next iteration.
+MOST_TRAINED = 2**28
+
+
+class _Started(NamedTuple):
+    """A micro-batch that was started early, or the error that starting it met."""
+
+    batch: Batch
+    results: tuple[mx.array, mx.array, Any] | None
+    figures: list[mx.array]
+    problem: Exception | None
+
+
+class EarlyEngine(Engine):
+    """An engine that starts the next micro-batch while the GPU computes the present one.
+
+    Args:
+        of_engine: The arguments of Engine.
+        launcher: The thread that evaluates the work of the step, which was made with it.
+    """
+
+    def __init__(self, *of_engine: Any, launcher: Launcher):
+        super().__init__(*of_engine)
+        self._launcher = launcher
+        self._started: _Started | None = None
+
+    def settle(self) -> None:
+        self._launcher.settle(PATIENCE)
+
+    def advance(self, batch: Batch, goes_on: bool) -> Advance:
+        started = self._started is not None and self._started.batch is batch
+        with mx.stream(self._launcher.stream):
+            numbers = self._added(batch, *self._micro_batch(batch))
+            norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
+        return self._read(numbers, norm)
+
+    def _launched_here(self, numbers: mx.array, goes_on: bool) -> mx.array | None:
+        """Compute the sums, then the update if it is due, then the next micro-batch if one follows; return the norm.
+
+        Unless one follows, each is evaluated to its end before the next is built.
+        """
+        completes = self._completes
+        self._launcher.finish()
+        if goes_on:
+            mx.async_eval(self.state.sums, numbers)
+        else:
+            with self._ending.waiting():
+                mx.eval(self.state.sums, numbers)
+        norm = self._updated(can_undo=True)
+        (mx.async_eval if goes_on else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm)
+        if goes_on:
+            self._start_next(completes)
+            self._launch_started(mx.async_eval)
+        return norm
+
+    def _launched_beside(self, numbers: mx.array) -> mx.array | None:
+        """Build the update and the next micro-batch first, while the thread still launches the sums; return the norm.
+
+        Only the sums and the norm are waited for: MLX prepares the update and the next micro-batch together, while work
+        is left for the GPU. An update that nobody has launched is made when its parameters are first read.
+        """
+        completes = self._completes
+        self._launcher.compiled = False
+        norm = self._updated(can_undo=True)
+        self._start_next(completes)
+        launch: Callable[..., Future[None] | None] = self._launcher.launch
+        if self._launcher.compiled:
+            launch = mx.async_eval
+        moments = dict(self._step.optimizer.state)
+        # Reports read the learning rate at once.
+        sums = launch(numbers, norm, moments.pop("learning_rate"), self.state.sums)
+        self._launch_started(launch, self._step.parameters(), moments)
+        if sums is not None:
+            sums.result()
+        return norm
+
+    def _micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
+        """Return the loss, weight and gradients of `batch`, which may have been started already."""
+        started, self._started = self._started, None
+        if started is None or started.batch is not batch:
+            self.settle()
+            return super()._micro_batch(batch)
+        if started.problem is not None:
+            raise started.problem
+        assert started.results is not None
+        self._step.figures = started.figures
+        return started.results
+
+    def _start_next(self, after_update: bool) -> None:
+        """Build the next micro-batch. An error in it is raised when its turn comes, after this one has been counted."""
+        batch = self.state.order.peek()
+        # A vision tower that does not train would be waited for here.
+        if batch is None or batch.images is not None:
+            return
+        accumulated = self._step.zeros() if after_update else self.state.sums.gradients
+        results, figures, problem = None, [], None
+        try:
+            results = self._computed(batch, accumulated, self.state.progress.iteration + 1)
+            figures = self._step.figures
+        except Exception as error:  # noqa: BLE001  (it is raised in _micro_batch)
+            problem = error
+        self._started = _Started(batch, results, figures, problem)
+
+    def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
+        """Launch the update that is given, and the micro-batch that was started."""
+        started = self._started
+        results = [] if started is None else [started.results, started.figures, self._step.random]
+        try:
+            launch(update, results)
+        except Exception as error:
+            if started is None:
+                raise
+            self._started = started._replace(results=None, problem=error)
+
+
+def engine_of(
+    state: TrainingState, ending: Ending, config: TrainConfig, world: World, launcher: Launcher | None
+) -> Engine:
+    """Return the engine of a run: one that starts early where the step was made with a launcher."""
+    if launcher is None:
+        return Engine(state, ending, config, world)
+    return EarlyEngine(state, ending, config, world, launcher=launcher)
+
+
+def starts_early(model: nn.Module, config: TrainConfig, world: World) -> bool:
+    """Whether an EarlyEngine serves a run: on NVIDIA GPUs, where little enough trains."""
+    trained = sum(leaf.nbytes for _, leaf in leaves(model.trainable_parameters()))
+    return may_start_early(config, world) and trained <= MOST_TRAINED
+
+
+def may_start_early(config: TrainConfig, world: World) -> bool:
+    """Whether iterations may be started early: on NVIDIA GPUs.
+
+    A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
+    for which a message waits until all that was started has been computed. Several ranks whose routers' losses train
+    wait for one another's sums within the step.
+    """
+    connected = world.size == 1 or world.backend == "nccl"
+    by_layers = config.memory is not None
+    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
+    return backend.device() == "cuda" and connected and not by_layers and not routers_wait

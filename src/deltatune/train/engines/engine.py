@@ -1,0 +1,94 @@
+"""Computes the micro-batches of a run, and an update where one is due, each to its end before the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...data import Batch
+from ...machine.numpy_arrays import as_numpy
+from ...options.config import TrainConfig
+from ..distributed import World
+from ..ending.early_end import Ending
+from ..reports.result import Advance
+from ..step import Sums
+from ..training_state import TrainingState
+from ..tree import iteration_key, number
+
+
+class Engine:
+    """Advances the training state by one micro-batch at a time.
+
+    Args:
+        state: The training state.
+        ending: It lets another thread save while this one waits for a batch's gradients.
+        config: The options of the run.
+        world: The ranks of the run.
+
+    Attributes:
+        state: The argument.
+    """
+
+    def __init__(self, state: TrainingState, ending: Ending, config: TrainConfig, world: World):
+        self.state = state
+        self._step = state.step
+        self._ending = ending
+        self._config = config
+        self._world = world
+
+    def settle(self) -> None:
+        """Wait until nothing is being computed beside this thread."""
+
+    def advance(self, batch: Batch, goes_on: bool) -> Advance:
+        """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
+
+        The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
+        unchanged. So are the numbers, for which a rank waits for the others.
+
+        Args:
+            batch: The batch that the order has handed out.
+            goes_on: Whether another short iteration follows directly; an engine may then start it before this one ends.
+        """
+        numbers = self._added(batch, *self._micro_batch(batch))
+        with self._ending.waiting():
+            mx.eval(self.state.sums, numbers)
+        norm = self._updated(can_undo=False)
+        mx.eval(self._step.parameters(), self._step.optimizer.state, norm)
+        return self._read(numbers, norm)
+
+    def _micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
+        return self._computed(batch, self.state.sums.gradients, self.state.progress.iteration)
+
+    def _computed(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
+        """Return the loss, the weight, and `accumulated` plus the gradients of a batch, lazily."""
+        self._step.random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
+        return self._step.micro_batch(batch, accumulated)
+
+    def _added(self, batch: Batch, loss: mx.array, weight: mx.array, gradients: Any) -> mx.array:
+        """Add the results of `batch` to the sums, lazily; return the numbers that the iteration reports."""
+        state = self.state
+        figures = [sums.reshape(-1) for sums in self._step.figures]
+        sums = Sums(gradients, state.sums.loss + loss, state.sums.weight + weight)
+        state.sums = self._step.sum_over_ranks(sums) if self._completes else sums
+        more = mx.array([_tokens(batch), self._ending.stop.asked], mx.float32)
+        return self._world.sum(mx.concatenate([mx.stack([loss, weight]), more, *figures]))
+
+    @property
+    def _completes(self) -> bool:
+        """Whether the present micro-batch completes an accumulation, so that an update follows."""
+        return self.state.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
+
+    def _updated(self, *, can_undo: bool) -> mx.array | None:
+        """Make the update if the present micro-batch completes an accumulation, lazily; return the norm."""
+        completes = self._completes
+        self.state.progress.micro_batches += 1
+        return self.state.update(can_undo=can_undo) if completes else None
+
+    def _read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
+        """Wait for the numbers of an iteration."""
+        return Advance(tuple(as_numpy(numbers).tolist()), None if norm is None else number(norm))
+
+
+def _tokens(batch: Batch) -> int:
+    return sum(sum(row) for row in batch.positions)

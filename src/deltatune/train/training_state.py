@@ -1,0 +1,156 @@
+"""Holds the state of a run: what its iterations change, what is saved, and what a resumed run continues from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..data.batches.peekable_order import PeekableOrder
+from ..lora import pissa
+from .distributed import World
+from .saved import state
+from .step import BeforeUpdate, Step, Sums
+from .updates.optimizer import restore
+
+
+class _WindowStart(NamedTuple):
+    """The start of an accumulation window.
+
+    Attributes:
+        progress: The progress there.
+        sums: The sums of every rank, if the run was resumed inside the window.
+    """
+
+    progress: state.Progress
+    sums: dict[str, mx.array]
+
+
+class TrainingState:
+    """The trained parameters, the optimizer's moments, the accumulated sums, the progress and the place in the data.
+
+    Args:
+        step: The step, whose model and optimizer hold the parameters and the moments.
+        order: The training batches, with their position in the data.
+        progress: The progress of the run, which is changed in place.
+        world: The ranks of the run.
+
+    Attributes:
+        step, order, progress: The arguments.
+        sums: This rank's sums since the last update.
+    """
+
+    def __init__(self, step: Step, order: PeekableOrder, progress: state.Progress, world: World):
+        self.step = step
+        self.order = order
+        self.progress = progress
+        self._world = world
+        self.sums = self._no_sums()
+        # It is None right after an update, and before the first accumulation begins.
+        self._start: _WindowStart | None = None
+        # Whether an update is being made, so that the parameters may be partly updated, and what it replaces.
+        self._updating = False
+        self._before: BeforeUpdate | None = None
+
+    def _no_sums(self) -> Sums:
+        """Return the sums at the start of an accumulation window."""
+        return Sums(self.step.zeros(), mx.array(0.0), mx.array(0.0))
+
+    def begin_micro_batch(self) -> None:
+        """Remember the progress if an accumulation window begins here."""
+        if self.progress.micro_batches == 0:
+            self._start = _WindowStart(dataclasses.replace(self.progress, order=self.order.state()), {})
+
+    def update(self, *, can_undo: bool) -> mx.array:
+        """Make the update from the accumulated sums, lazily; return the norm of the gradients.
+
+        With `can_undo`, what the update replaces is held until end_window(), so that undo_update() can put it back.
+        """
+        if can_undo:
+            self._before = self.step.before_update()
+        self._updating = True
+        norm = self.step.update(*self.sums)
+        # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
+        self.sums = self.sums._replace(gradients=None)
+        return norm
+
+    def end_window(self) -> None:
+        """Begin a new accumulation window, after every update."""
+        self.sums = self._no_sums()
+        self.progress.micro_batches = 0
+        self._start = None
+        self.end_update()
+        self._before = None
+
+    def end_update(self) -> None:
+        """Note that the update was computed; one whose gradients are not finite has changed no parameter."""
+        self._updating = False
+
+    def undo_update(self) -> None:
+        """Return to the parameters and moments of the last complete update.
+
+        Raises:
+            RuntimeError: An update is being made that cannot be undone: parameters and moments may not fit together.
+        """
+        if self._before is not None:
+            self.step.undo(self._before)
+        elif self._updating:
+            raise RuntimeError("an update was being made; the state that was saved before it is still there")
+
+    def return_to_start(self) -> dict[str, mx.array]:
+        """Return to the progress at the start of the accumulation window; return the sums to be saved with it."""
+        if self._start is None:
+            self.progress.order = self.order.state()
+            return {}
+        # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
+        self.progress.become(self._start.progress)
+        return self._start.sums
+
+    def window(self) -> dict[str, mx.array]:
+        """Return the sums of every rank in the present window, as they are saved. Waits for every rank."""
+        self.progress.order = self.order.state()
+        if not self.progress.micro_batches:
+            return {}
+        packed = state.pack("window", self._by_parameter(self.sums)._asdict())
+        return {key: self._world.gather(leaf) for key, leaf in packed.items()}
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
+        self.step.settle()
+        arrays = state.pack("trainable", self.step.model.trainable_parameters())
+        arrays |= state.pack("start", pissa.starts(self.step.model))
+        return arrays | state.pack("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
+
+    def restore(self, arrays: dict[str, mx.array], progress: state.Progress, path: Path) -> None:
+        """Continue from the arrays and the progress that the file at `path` holds.
+
+        Raises:
+            UserError: They are those of another run.
+        """
+        model, optimizer, bundles = self.step.model, self.step.optimizer, self.step.bundles
+        pissa.start_at(model, state.unpack("start", pissa.starts(model), arrays, path))
+        model.update(state.unpack("trainable", model.trainable_parameters(), arrays, path))
+        by_parameter = state.unpack("optimizer", bundles.part_state(optimizer.state), arrays, path)
+        restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
+        self.order.restore(progress.order)
+        self.progress.become(progress)
+        if progress.micro_batches:
+            window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
+            mine = {key: self._share(leaf) for key, leaf in window.items()}
+            sums = Sums(**state.unpack("window", self._by_parameter(self.sums)._asdict(), mine, path))
+            self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
+            self._start = _WindowStart(dataclasses.replace(progress), window if self._world.main else {})
+        # Frozen weights may stay on the disk, and nothing here has changed them.
+        mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
+
+    def _share(self, sums: mx.array) -> mx.array:
+        """Return this rank's part of the saved sums. If the number of ranks has changed, rank 0 takes all of them."""
+        if len(sums) == self._world.size:
+            return sums[self._world.rank]
+        return sums.sum(axis=0) if self._world.main else mx.zeros_like(sums[0])
+
+    def _by_parameter(self, sums: Sums) -> Sums:
+        """Return the sums with each gradient at the path of its parameter, as they are saved."""
+        return sums if sums.gradients is None else sums._replace(gradients=self.step.bundles.part(sums.gradients))
