@@ -1,10 +1,15 @@
-"""A generated answer becomes the message that a public chat template, rendered by transformers, writes as it."""
+"""A generated answer is read and ended as transformers, with public chat templates, writes and ends it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 
+import deltatune
+from console import called
 from deltatune.data.chats.answer_parser import AnswerParser
 from deltatune.demo.text_demo import MODEL
 from deltatune.models.load import load
@@ -63,3 +68,28 @@ def test_reasoning_in_several_messages_of_gpt_oss_is_not_refused(tokenizer):
     assert (told["content"], set(told.values()) - {"assistant", "2"}) == ("2", {"One.\n\nTwo."})
     history = [QUESTION, told, QUESTION]
     assert "<|channel|>final<|message|>2<|end|>" in tokenizer.apply_chat_template(history, tokenize=False)
+
+
+def test_transformers_stops_where_a_merged_model_stops(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 2, "tie_word_embeddings": False}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+    # Without anything before the head, the model writes token 0, which its tokenizer alone takes for an end.
+    model.model.norm.weight.data.zero_()
+    base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    model.save_pretrained(base)
+    shutil.copyfile(MODEL / "tokenizer.json", base / "tokenizer.json")
+    content = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(content))
+    (tmp_path / "train.jsonl").write_text('{"text": "two teas please"}\n' * 2)
+    flags = ["--model", base, "--adapter-path", adapter]
+    assert called("train", *flags, "--data", tmp_path, "--iters", 1, "--batch-size", 1).returncode == 0
+    assert called("merge", *flags, "--save-path", merged).returncode == 0
+    prompt = torch.tensor([[5, 6, 7]])
+    answers = [AutoModelForCausalLM.from_pretrained(path).generate(prompt, max_new_tokens=8) for path in (base, merged)]
+    assert [answer[0, 3:].tolist() for answer in answers] == [[0] * 8, [0]]
+    assert deltatune.generate(deltatune.load(merged), "two teas") == ""
+    peft = called("export", "--to", "peft", *flags, "--save-path", tmp_path / "peft")
+    assert "give transformers' generate eos_token_id=[0, 2]" in " ".join(peft.stdout.split())
