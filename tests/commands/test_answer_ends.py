@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from transformers import GenerationConfig
 
 from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.chats.answer_ends import ending_answers, missing_end, note
+from deltatune.models.generation_config import unwritten_ends
 from deltatune.models.load import load
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
@@ -15,7 +17,11 @@ ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
 @pytest.fixture(scope="module")
 def base(checkpoint, tmp_path_factory):
     """A checkpoint that stops at <|endoftext|> alone, as Qwen3-Base does."""
-    folder = tmp_path_factory.mktemp("base") / "model"
+    return changed(checkpoint, tmp_path_factory.mktemp("base") / "model", "<|endoftext|>")
+
+
+def changed(checkpoint, folder, of_tokenizer):
+    """Copy a checkpoint whose configs name <|endoftext|> and whose tokenizer names this end token."""
     folder.mkdir()
     for file in checkpoint.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -23,7 +29,7 @@ def base(checkpoint, tmp_path_factory):
     for name, change in (
         ("config.json", {"eos_token_id": end}),
         ("generation_config.json", {"eos_token_id": end}),
-        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+        ("tokenizer_config.json", {"eos_token": of_tokenizer}),
     ):
         content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(content | change))
@@ -54,6 +60,25 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == ends
     assert missing_end(tokenizer) is None
+
+
+def test_whole_models_name_the_end_token_of_the_tokenizer_and_those_of_the_config(checkpoint, tmp_path):
+    model, adapter, whole = changed(checkpoint, tmp_path / "model", "<|im_end|>"), tmp_path / "lora", tmp_path / "full"
+    (tmp_path / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    flags = ["train", "--model", model, "--data", tmp_path, "--iters", 1, "--batch-size", 1, "--adapter-path"]
+    assert called(*flags, whole, "--fine-tune-type", "full").returncode == 0
+    assert called(*flags, adapter).returncode == 0
+    for save_path, path in ((tmp_path / "a", adapter), (tmp_path / "b", whole)):
+        done = called("merge", "--model", model, "--adapter-path", path, "--save-path", save_path)
+        assert done.returncode == 0, done.stderr
+    ends = sorted(load(model).tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    for folder in (whole, tmp_path / "a", tmp_path / "b"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == ends
+    # A config that names both, or a tokenizer that needs its own code, leaves the files as they are.
+    assert unwritten_ends(model) == ends
+    assert unwritten_ends(whole) == []
+    (model / "tokenizer.json").unlink()
+    assert unwritten_ends(model) == []
 
 
 def test_what_the_template_ends_an_answer_with(base, checkpoint):

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,11 @@ from console import SCRIPT, called
 from deltatune.commands.chat import Chat, ChatOptions
 from deltatune.demo.text_demo import MODEL
 from deltatune.errors import UserError
+from deltatune.models.load import load
 from deltatune.train import dialogue
 from terminal import on_terminal
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,40 @@ def test_ctrl_c_ends_the_answer_then_the_conversation(monkeypatch, capsys):
     # What was said of an answer is remembered.
     assert "first" in asked[1]
     assert asked[1].index("first") < asked[1].index("one") < asked[1].index("second")
+
+
+REASONED = [
+    ("qwen3", True, "<think>\nI see.\n</think>\n\n  Yes.", {"reasoning_content": "I see.", "content": "  Yes."}),
+    ("qwen3", True, "<think>\nI see. And", {"reasoning_content": "I see. And", "content": ""}),
+    ("qwen3", False, "Yes.", {"content": "Yes."}),
+    ("qwen3_8", True, "I see.\n</think>\nYes.", {"reasoning_content": "I see.", "content": "Yes."}),
+    ("kimi_k2_thinking", True, "<think>I see.</think>Yes.", {"reasoning_content": "I see.", "content": "Yes."}),
+    ("glm_4_5", True, "\n<think></think>\nYes.", {"content": "Yes."}),
+]
+
+
+@pytest.mark.parametrize(("family", "thinking", "answer", "said"), REASONED)
+def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, family, thinking, answer, said):
+    asked = []
+
+    def stream(loaded, prompt, max_tokens, sampling):
+        asked.append(loaded.tokenizer.decode(prompt))
+        yield SimpleNamespace(text=answer, logprobs=None)
+
+    monkeypatch.setattr(dialogue, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    loaded = load(MODEL)
+    loaded.tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    monkeypatch.setattr(Chat, "_load", lambda _: loaded)
+    variables = {"enable_thinking": thinking}
+    Chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables))).talk()
+    history = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", **said},
+        {"role": "user", "content": "second"},
+    ]
+    written = loaded.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True, **variables)
+    assert asked[1] == written
 
 
 @pytest.mark.bad_input("`chat --compare` without an adapter")

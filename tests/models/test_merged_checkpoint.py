@@ -222,7 +222,7 @@ def test_an_error_leaves_no_files_behind(tiny_checkpoint, tmp_path, monkeypatch,
     base = tiny_checkpoint("qwen3")
     adapt(base, tmp_path / "adapter")
 
-    def failing(source, target, config):
+    def failing(source, target, config, ends):
         (target / "config.json").write_text("half")
         raise fault
 

@@ -148,10 +148,9 @@ def _loss(arguments: argparse.Namespace, model: str, adapter_path: str | None) -
 def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.gguf_file import converter_command, quantizer_command, write_gguf
     from ..export.modelfile import write_modelfile
-    from ..json_files import read_json
     from ..lora.adapter_files import template_options
-    from ..models.generation_config import end_tokens
-    from ..models.load import load_tokenizer, locate
+    from ..models.generation_config import end_tokens, tokenizer_of
+    from ..models.load import locate
 
     outtype, extra_ends = arguments.outtype or "auto", arguments.extra_eos_token or []
     command, quantizer = converter_command(arguments.llama_cpp), quantizer_command(arguments.llama_cpp, outtype)
@@ -159,8 +158,7 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     path = write_gguf(
         arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends, quantizer=quantizer
     )
-    base = locate(arguments.model)
-    tokenizer, options = load_tokenizer(base, read_json(base / "config.json")), template_options(arguments.adapter_path)
+    tokenizer, options = tokenizer_of(locate(arguments.model)), template_options(arguments.adapter_path)
     notes = write_modelfile(path.with_suffix(".Modelfile"), path, tokenizer, options, extra_ends)
     lines = [f"llama.cpp's programs wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
     if ends:

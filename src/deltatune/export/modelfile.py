@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.chats.answer_ends import ends, missing_end
+from ..data.chats.template_probes import in_common
 from ..data.prompts import conversation_text
 from ..errors import UserError
 
@@ -126,7 +127,7 @@ def _wording_of(written: Any) -> Turns | None:
     if not system_end.endswith(before):
         return None
     # Whatever stands behind a question, before an answer and before the one that is to come, ends the question.
-    end_of_user = before_answer[: _common(before_answer, behind)]
+    end_of_user = before_answer[: in_common(before_answer, behind)]
     return Turns(
         {
             "system": (before_system, system_end.removesuffix(before)),
@@ -135,11 +136,6 @@ def _wording_of(written: Any) -> Turns | None:
         },
         behind.removeprefix(end_of_user),
     )
-
-
-def _common(one: str, other: str) -> int:
-    """Return how many characters two texts have in common at their beginnings."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _escaped(text: str) -> str:

@@ -19,6 +19,7 @@ from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
 from ..lora.tensor_files import write_tensors
 from ..models.adapted_base import load_base
+from ..models.generation_config import unwritten_ends
 from ..models.load import locate
 from .expert_factors import Factors, fused, to_peft
 from .module_names import AdaptedPlace, TransformersNames, short
@@ -92,6 +93,11 @@ def write_peft(
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
+    if ends := unwritten_ends(path):
+        exported.notes.append(
+            "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "
+            f"generate eos_token_id={ends}."
+        )
     try:
         save_path.mkdir(parents=True, exist_ok=True)
         write_tensors(save_path / PEFT_WEIGHTS, exported.tensors, {"format": "pt"})

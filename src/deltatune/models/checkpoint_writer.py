@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..lora.adapter_files import CONFIG, RUN_OPTIONS
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
 from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS, index_counts
+from .generation_config import write_ends
 
 #: New values of stored tensors by name; None removes a tensor.
 Changes = dict[str, mx.array | StoredTensor | None]
@@ -69,11 +70,11 @@ def write_weights(source: Path, target: Path, headers: Mapping[str, Header], cha
         (target / INDEX).write_text(json.dumps(index, indent=4), encoding="utf-8")
 
 
-def write_rest(source: Path, target: Path, config: Mapping[str, Any]) -> None:
+def write_rest(source: Path, target: Path, config: Mapping[str, Any], ends: Sequence[int]) -> None:
     """Copy the base's other files (tokenizer, processor, chat templates, licence), and write `config` as config.json.
 
     Weights, also those of another build or in another layout, formats that can run code, and what a run leaves beside
-    them stay behind.
+    them stay behind. The tokens at which generation stops go into generation_config.json, where any are given.
     """
     left = (*_WEIGHTS, *_OF_A_RUN, ".*")
     for file in sorted(source.iterdir()):
@@ -86,3 +87,5 @@ def write_rest(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     # Where nothing changed, the copy keeps the bytes of the original.
     if config != read_json(source / "config.json"):
         atomic_files.write(target / "config.json", json.dumps(config, indent=4).encode())
+    if ends:
+        write_ends(target, ends)

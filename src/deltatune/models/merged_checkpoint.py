@@ -28,6 +28,7 @@ from ..ops.functional import arrays_of, is_finite
 from .adapted_base import load_base
 from .checkpoint_files import QUANTISATION_KEYS, weight_headers
 from .checkpoint_writer import Changes, write_rest, write_weights
+from .generation_config import unwritten_ends
 from .load import locate
 from .stored_names import StoredNames
 from .trained_checkpoint import changes_from, grown_config, is_trained_checkpoint
@@ -92,7 +93,7 @@ def merge_checkpoint(
     try:
         temporary.mkdir(parents=True)
         write_weights(path, temporary, headers, changes)
-        write_rest(path, temporary, config)
+        write_rest(path, temporary, config, unwritten_ends(path))
         merge.pictures = write_picture_options(temporary, options_of(Path(adapter_path)))
         if save_path.exists():
             save_path.rmdir()

@@ -23,6 +23,7 @@ from ..machine import atomic_files
 from ..ops.functional import arrays_of
 from .checkpoint_files import WEIGHTS, weight_headers
 from .checkpoint_writer import Changes, take_tensors, write_rest
+from .generation_config import unwritten_ends
 from .stored_names import StoredNames
 from .vision.processor_files import write_picture_options
 from .vision.split import has_vision
@@ -49,6 +50,7 @@ class TrainedCheckpoint:
         self._model, self._base = model, base
         self._config = grown_config(model, base) if scratch_config is None else _scratch_config(model, scratch_config)
         self._names: StoredNames | None = None
+        self._ends = unwritten_ends(base)
         self.note: str | None = None
         if scratch_config is not None:
             return
@@ -71,7 +73,7 @@ class TrainedCheckpoint:
         """
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_file(folder / FILE, self._write_weights)
-        write_rest(self._base, folder, self._config)
+        write_rest(self._base, folder, self._config, self._ends)
         write_picture_options(folder, options)
         atomic_files.write(folder / RUN_OPTIONS, json.dumps(options, indent=4, sort_keys=True, default=str).encode())
 

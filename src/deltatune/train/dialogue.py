@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
+from ..data.chats.answer_parser import AnswerParser
 from ..data.prompts import Question, conversation_tokens, prompt_tokens
 from ..errors import UserError
 from ..models.answer import answer_all
@@ -129,7 +130,7 @@ class Dialogue:
         self._loaded = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         self._max_tokens, self._sampling, self._options = max_tokens, sampling, template_options
-        self._weights = weights
+        self._weights, self._parser = weights, AnswerParser(loaded.tokenizer, template_options)
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> Generator[Any, None, None]:
@@ -149,8 +150,7 @@ class Dialogue:
                     parts.append(piece.text)
                     yield piece
         finally:
-            said = {"role": "assistant", "content": "".join(parts)}
-            self.messages = [*self.messages, _of_user(question), said]
+            self.messages = [*self.messages, _of_user(question), self._parser.message("".join(parts))]
 
     def prompt(self, question: str) -> list[int]:
         """Return the tokens that the model reads for a question: all that was said before it, too.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ...errors import UserError
 from ...upstream import hugging_face_tokenizer
 from .rendering import Renderer, special_tokens
-from .template_probes import Messages, behind_the_last_answer, first_of
+from .template_probes import behind_the_last_answer, first_of
 
 
 def missing_end(tokenizer: Any) -> str | None:
@@ -22,15 +21,7 @@ def missing_end(tokenizer: Any) -> str | None:
     """
     if not tokenizer.has_chat_template:
         return None
-    renderer = Renderer(tokenizer)
-
-    def write(messages: Messages) -> str:
-        try:
-            return renderer.text(messages)
-        except UserError as error:
-            raise ValueError(error) from error
-
-    tail = behind_the_last_answer(write, tools=False)
+    tail = behind_the_last_answer(Renderer(tokenizer).text, tools=False)
     if tail is None or first_of(ends(tokenizer), tail):
         return None
     return first_of(special_tokens(hugging_face_tokenizer(tokenizer)), tail)

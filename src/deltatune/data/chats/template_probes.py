@@ -16,6 +16,9 @@ MAPPING, TEXT, GIVEN = "mapping", "text", "given"
 _ARGUMENTS = {"key": "value"}
 # Texts that no template writes by itself.
 _QUESTION, _ANSWER, _NEXT = "deltatune asks", "deltatune answers", "deltatune goes on"
+_THOUGHT = "deltatune thinks"
+# The keys under which a message holds the reasoning before its answer.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 # Mistral's templates want nine letters or digits.
 _ID = "call00000"
 _REFUSED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError)
@@ -70,6 +73,48 @@ def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
     """Return what a template writes behind an answer that ends a conversation, as behind_an_answer does."""
     text = _tried(write, _answered(write, tools))
     return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
+
+
+def behind_the_question(write: Write) -> str | None:
+    """Return what a template writes behind a question that nothing follows; None if it refuses to."""
+    text = _tried(write, [{"role": "user", "content": _QUESTION}])
+    return None if text is None or _QUESTION not in text else text[text.rindex(_QUESTION) + len(_QUESTION) :]
+
+
+def around_content(write: Write) -> str:
+    """Return what a template writes between a question and its answer without reasoning; "" if it refuses to."""
+    return _between(_tried(write, _answered(write, False)) or "", _QUESTION, _ANSWER) or ""
+
+
+def around_reasoning(write: Write, key: str) -> tuple[str, str] | None:
+    """Return what a template writes between a question and the reasoning of its answer, and behind that.
+
+    Kimi K2 Thinking's template writes the reasoning of answers that call a tool alone, so these are tried, too.
+
+    Args:
+        write: renders messages; it may raise what templates raise.
+        key: the key of a message under which the reasoning stands.
+
+    Returns:
+        The text between the question and the reasoning, and the text between the reasoning and the content; None if the
+        template leaves the reasoning out.
+    """
+    for tools in (False, True):
+        question, answer = _answered(write, tools)
+        text = _tried(write, [question, {**answer, key: _THOUGHT}]) or ""
+        opening, between = _between(text, _QUESTION, _THOUGHT), _between(text, _THOUGHT, _ANSWER)
+        if between and _ARGUMENTS["key"] in between:
+            # Gemma 4's template writes calls before the content, where they belong to an answer without reasoning, too.
+            plain = (_tried(write, [question, answer]) or "").partition(_ANSWER)[0]
+            between = between[: len(between) - in_common(between[::-1], plain[::-1])]
+        if opening is not None and between is not None and between.strip():
+            return opening, between
+    return None
+
+
+def in_common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginnings."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def first_of(tokens: Sequence[str], text: str) -> str | None:
