@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import trl
 
 import deltatune
 from console import called
@@ -14,6 +12,8 @@ from deltatune.data.chats.answer_parser import AnswerParser
 from deltatune.demo.text_demo import MODEL
 from deltatune.models.load import load
 
+trl = pytest.importorskip("trl")
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.oracle
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 NAMES = [

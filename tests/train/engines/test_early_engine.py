@@ -59,7 +59,7 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
     def start_next(self, after_update):
         plain(self, after_update)
         if trainer.progress.iteration == iteration - 1:
-            self._ending.stop.asked = True
+            self.ending.stop.asked = True
 
     with monkeypatch.context() as patch:
         patch.setattr(EarlyEngine, "_start_next", start_next)
@@ -83,7 +83,7 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
 
     def start_next(self, after_update):
         if trainer.progress.iteration == 3:
-            monkeypatch.setattr(self._step, "micro_batch", out_of_memory)
+            monkeypatch.setattr(self.step, "micro_batch", out_of_memory)
         plain(self, after_update)
 
     with monkeypatch.context() as patch:
@@ -103,20 +103,20 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
     straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")
-    trainer, plain = make_trainer(**ONLY), Engine._computed
+    trainer, plain = make_trainer(**ONLY), Engine.computed
 
     def launched(self, batch, accumulated, iteration):
         def out_of_memory(*arguments):
-            self._step._trace_micro_batch(*arguments)
+            self.step._trace_micro_batch(*arguments)
             raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
 
         if iteration == 4:
-            state = [trainer.model.state, self._step.random]
-            self._step._micro_batch = compiled(out_of_memory, state, state[1:])
+            state = [trainer.model.state, self.step.random]
+            self.step._micro_batch = compiled(out_of_memory, state, state[1:])
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_computed", launched)
+        patch.setattr(Engine, "computed", launched)
         with pytest.raises(RuntimeError, match="Unable to allocate") as error:
             trainer.run()
     assert "is saved in" in error.value.__notes__[0]
@@ -155,7 +155,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
     given = {**ONLY, "grad_accumulation_steps": accumulate}
     straight = straight_run(**given)
     trainer, kept = make_trainer(**given), []
-    plain = EarlyEngine._micro_batch
+    plain = EarlyEngine.micro_batch
 
     def taken(self, batch):
         loss, weight, gradients = plain(self, batch)
@@ -165,7 +165,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
         return loss * (mx.nan if trainer.progress.iteration == 5 else 1), weight, gradients
 
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyEngine, "_micro_batch", taken)
+        patch.setattr(EarlyEngine, "micro_batch", taken)
         with pytest.raises(UserError, match=f"iteration 6: the loss is nan.* iteration {6 - accumulate} is saved"):
             trainer.run()
     assert early_starts[-1] == 6

@@ -109,14 +109,14 @@ def test_an_error_behind_the_sums_loses_no_iteration(make_trainer, tmp_path, ear
 def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, early_starts, monkeypatch):
     """Compiling may try kernels, and reads arrays that were made before there was a launcher."""
     launchers, traced, launched = [], [], []
-    made, build, plain = Launcher.__init__, Engine._computed, mx.async_eval
+    made, build, plain = Launcher.__init__, Engine.computed, mx.async_eval
 
     def init(self):
         made(self)
         launchers.append(self)
 
     def micro_batch(self, batch, accumulated, iteration):
-        step = self._step
+        step = self.step
 
         def trace(*arguments):
             traced.append((len(launched), launchers[-1]._last.done()))
@@ -134,7 +134,7 @@ def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, e
         launched.append(threading.current_thread().name.startswith("launcher"))
 
     monkeypatch.setattr(Launcher, "__init__", init)
-    monkeypatch.setattr(Engine, "_computed", micro_batch)
+    monkeypatch.setattr(Engine, "computed", micro_batch)
     monkeypatch.setattr(mx, "async_eval", async_eval)
     make_trainer(**ONLY, iters=9).run()
     assert traced

@@ -63,24 +63,24 @@ class EarlyEngine(Engine):
     def advance(self, batch: Batch, goes_on: bool) -> Advance:
         started = self._started is not None and self._started.batch is batch
         with mx.stream(self._launcher.stream):
-            numbers = self._added(batch, *self._micro_batch(batch))
+            numbers = self.added(batch, *self.micro_batch(batch))
             norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
-        return self._read(numbers, norm)
+        return self.read(numbers, norm)
 
     def _launched_here(self, numbers: mx.array, goes_on: bool) -> mx.array | None:
         """Compute the sums, then the update if it is due, then the next micro-batch if one follows; return the norm.
 
         Unless one follows, each is evaluated to its end before the next is built.
         """
-        completes = self._completes
+        completes = self.completes
         self._launcher.finish()
         if goes_on:
             mx.async_eval(self.state.sums, numbers)
         else:
-            with self._ending.waiting():
+            with self.ending.waiting():
                 mx.eval(self.state.sums, numbers)
-        norm = self._updated(can_undo=True)
-        (mx.async_eval if goes_on else mx.eval)(self._step.parameters(), self._step.optimizer.state, norm)
+        norm = self.updated(can_undo=True)
+        (mx.async_eval if goes_on else mx.eval)(self.step.parameters(), self.step.optimizer.state, norm)
         if goes_on:
             self._start_next(completes)
             self._launch_started(mx.async_eval)
@@ -92,31 +92,31 @@ class EarlyEngine(Engine):
         Only the sums and the norm are waited for: MLX prepares the update and the next micro-batch together, while work
         is left for the GPU. An update that nobody has launched is made when its parameters are first read.
         """
-        completes = self._completes
+        completes = self.completes
         self._launcher.compiled = False
-        norm = self._updated(can_undo=True)
+        norm = self.updated(can_undo=True)
         self._start_next(completes)
         launch: Callable[..., Future[None] | None] = self._launcher.launch
         if self._launcher.compiled:
             launch = mx.async_eval
-        moments = dict(self._step.optimizer.state)
+        moments = dict(self.step.optimizer.state)
         # Reports read the learning rate at once.
         sums = launch(numbers, norm, moments.pop("learning_rate"), self.state.sums)
-        self._launch_started(launch, self._step.parameters(), moments)
+        self._launch_started(launch, self.step.parameters(), moments)
         if sums is not None:
             sums.result()
         return norm
 
-    def _micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
+    def micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
         """Return the loss, weight and gradients of `batch`, which may have been started already."""
         started, self._started = self._started, None
         if started is None or started.batch is not batch:
             self.settle()
-            return super()._micro_batch(batch)
+            return super().micro_batch(batch)
         if started.problem is not None:
             raise started.problem
         assert started.results is not None
-        self._step.figures = started.figures
+        self.step.figures = started.figures
         return started.results
 
     def _start_next(self, after_update: bool) -> None:
@@ -125,19 +125,19 @@ class EarlyEngine(Engine):
         # A vision tower that does not train would be waited for here.
         if batch is None or batch.images is not None:
             return
-        accumulated = self._step.zeros() if after_update else self.state.sums.gradients
+        accumulated = self.step.zeros() if after_update else self.state.sums.gradients
         results, figures, problem = None, [], None
         try:
-            results = self._computed(batch, accumulated, self.state.progress.iteration + 1)
-            figures = self._step.figures
-        except Exception as error:  # noqa: BLE001  (it is raised in _micro_batch)
+            results = self.computed(batch, accumulated, self.state.progress.iteration + 1)
+            figures = self.step.figures
+        except Exception as error:  # noqa: BLE001  (it is raised in micro_batch)
             problem = error
         self._started = _Started(batch, results, figures, problem)
 
     def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
         """Launch the update that is given, and the micro-batch that was started."""
         started = self._started
-        results = [] if started is None else [started.results, started.figures, self._step.random]
+        results = [] if started is None else [started.results, started.figures, self.step.random]
         try:
             launch(update, results)
         except Exception as error:

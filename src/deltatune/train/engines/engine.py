@@ -27,15 +27,16 @@ class Engine:
         world: The ranks of the run.
 
     Attributes:
-        state: The argument.
+        state, ending, config, world: The arguments.
+        step: The compiled step of `state`.
     """
 
     def __init__(self, state: TrainingState, ending: Ending, config: TrainConfig, world: World):
         self.state = state
-        self._step = state.step
-        self._ending = ending
-        self._config = config
-        self._world = world
+        self.step = state.step
+        self.ending = ending
+        self.config = config
+        self.world = world
 
     def settle(self) -> None:
         """Wait until nothing is being computed beside this thread."""
@@ -50,42 +51,43 @@ class Engine:
             batch: The batch that the order has handed out.
             goes_on: Whether another short iteration follows directly; an engine may then start it before this one ends.
         """
-        numbers = self._added(batch, *self._micro_batch(batch))
-        with self._ending.waiting():
+        numbers = self.added(batch, *self.micro_batch(batch))
+        with self.ending.waiting():
             mx.eval(self.state.sums, numbers)
-        norm = self._updated(can_undo=False)
-        mx.eval(self._step.parameters(), self._step.optimizer.state, norm)
-        return self._read(numbers, norm)
+        norm = self.updated(can_undo=False)
+        mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
+        return self.read(numbers, norm)
 
-    def _micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
-        return self._computed(batch, self.state.sums.gradients, self.state.progress.iteration)
+    def micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
+        """Return the loss, the weight and the accumulated gradients with those of `batch`, lazily."""
+        return self.computed(batch, self.state.sums.gradients, self.state.progress.iteration)
 
-    def _computed(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
+    def computed(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
         """Return the loss, the weight, and `accumulated` plus the gradients of a batch, lazily."""
-        self._step.random[0] = iteration_key(self._config.seed, iteration, self._world.rank)
-        return self._step.micro_batch(batch, accumulated)
+        self.step.random[0] = iteration_key(self.config.seed, iteration, self.world.rank)
+        return self.step.micro_batch(batch, accumulated)
 
-    def _added(self, batch: Batch, loss: mx.array, weight: mx.array, gradients: Any) -> mx.array:
+    def added(self, batch: Batch, loss: mx.array, weight: mx.array, gradients: Any) -> mx.array:
         """Add the results of `batch` to the sums, lazily; return the numbers that the iteration reports."""
         state = self.state
-        figures = [sums.reshape(-1) for sums in self._step.figures]
+        figures = [sums.reshape(-1) for sums in self.step.figures]
         sums = Sums(gradients, state.sums.loss + loss, state.sums.weight + weight)
-        state.sums = self._step.sum_over_ranks(sums) if self._completes else sums
-        more = mx.array([_tokens(batch), self._ending.stop.asked], mx.float32)
-        return self._world.sum(mx.concatenate([mx.stack([loss, weight]), more, *figures]))
+        state.sums = self.step.sum_over_ranks(sums) if self.completes else sums
+        more = mx.array([_tokens(batch), self.ending.stop.asked], mx.float32)
+        return self.world.sum(mx.concatenate([mx.stack([loss, weight]), more, *figures]))
 
     @property
-    def _completes(self) -> bool:
+    def completes(self) -> bool:
         """Whether the present micro-batch completes an accumulation, so that an update follows."""
-        return self.state.progress.micro_batches + 1 >= self._config.grad_accumulation_steps
+        return self.state.progress.micro_batches + 1 >= self.config.grad_accumulation_steps
 
-    def _updated(self, *, can_undo: bool) -> mx.array | None:
+    def updated(self, *, can_undo: bool) -> mx.array | None:
         """Make the update if the present micro-batch completes an accumulation, lazily; return the norm."""
-        completes = self._completes
+        completes = self.completes
         self.state.progress.micro_batches += 1
         return self.state.update(can_undo=can_undo) if completes else None
 
-    def _read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
+    def read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""
         return Advance(tuple(as_numpy(numbers).tolist()), None if norm is None else number(norm))
 
