@@ -1,6 +1,6 @@
 """Compares an implementation with a recurrence in float64; no time is printed for one that differs.
 
-The recurrence is that of src/deltatune/selftest/float64_recurrence.py, on the first tokens. The implementation runs on
+The recurrence is that of src/deltatune/ops/gated_delta/float64.py, on the first tokens. The implementation runs on
 every row and head. The recurrence runs on the first and last rows and key heads, since rows and heads are independent.
 """
 
@@ -99,7 +99,7 @@ def _corner(x: np.ndarray, name: str, size: Size) -> np.ndarray:
 
 @cache
 def _oracle() -> ModuleType:
-    path = Path(__file__).parent.parent / "src/deltatune/selftest/float64_recurrence.py"
+    path = Path(__file__).parent.parent / "src/deltatune/ops/gated_delta/float64.py"
     spec = importlib.util.spec_from_file_location("oracle", path)
     assert spec is not None
     assert spec.loader is not None

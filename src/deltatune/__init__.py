@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .machine import startup as _startup
+from .ops import IMPLEMENTATIONS as _IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from .data import load_datasets
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .train import Trainer
     from .train.dialogue import generate
 
-_startup.prepare()
+_startup.prepare(_IMPLEMENTATIONS)
 
 # The module that defines each public name, relative to this package.
 _MODULES = {

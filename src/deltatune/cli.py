@@ -29,6 +29,7 @@ from .commands import (
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import ranks, startup
+from .ops import IMPLEMENTATIONS
 from .options.values import short
 from .wrapping import for_stream
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         arguments = parser(words[0] if words else "").parse_args(words)
-        startup.check()
+        startup.check(IMPLEMENTATIONS)
         return arguments.call(arguments)
     except UserError as error:
         ranks.say_error(f"deltatune: {error}", error.everywhere)

@@ -12,7 +12,6 @@ import metal
 import mlx.core as mx
 import pytest
 
-from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.patches import revert
 
 
@@ -33,12 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _upstream_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(GATED_DELTA, raising=False)
-    monkeypatch.delenv(ATTENTION, raising=False)
+    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
+    monkeypatch.delenv("DELTATUNE_ATTENTION", raising=False)
     if metal.declared():
         # The fused kernels need a machine that has Metal.
-        monkeypatch.setenv(GATED_DELTA, "chunk")
-        monkeypatch.setenv(ATTENTION, "blocked")
+        monkeypatch.setenv("DELTATUNE_GATED_DELTA", "chunk")
+        monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     yield
     revert()
 

@@ -8,7 +8,6 @@ import pytest
 from cases import MOE, TEXT, VISION, bound, error, gradients, images, tokens
 
 from deltatune import patches
-from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_vlm_vision
 
@@ -72,7 +71,7 @@ def test_the_naive_operator_agrees(tiny_vision_model, monkeypatch, family):
     rows, more = images(model)
     with patched():
         _, actual = gradients(model, rows, **more)
-        monkeypatch.setenv(GATED_DELTA, "naive")
+        monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
         _, expected = gradients(model, rows, **more)
         allowed = bound(model, expected, rows, **more)
     assert error(expected, actual) < allowed

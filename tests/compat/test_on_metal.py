@@ -13,7 +13,6 @@ from cases import DELTA, TEXT, VISION, bound, error, gradients, images, logits, 
 from metal import NO_GRADIENT
 
 from deltatune import patches
-from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_vlm, mlx_vlm_vision
 from deltatune.patches.versions import contains
@@ -30,7 +29,7 @@ def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], r
         gradients(model, rows, **more)
     with patched(model):
         loss, actual = gradients(model, rows, **more)
-        monkeypatch.setenv(GATED_DELTA, "naive")
+        monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
         model.train()
         expected_loss, expected = gradients(model, rows, **more)
         allowed = bound(model, expected, rows, **more)

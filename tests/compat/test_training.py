@@ -10,7 +10,6 @@ from cases import TEXT, VISION
 from PIL import Image
 
 from deltatune import cli
-from deltatune.machine.environment import GATED_DELTA
 
 pytestmark = pytest.mark.compat
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
@@ -57,7 +56,7 @@ def check(model, data, target, record_property, monkeypatch) -> None:
     assert len(losses) == 5
     assert all(map(math.isfinite, losses))
     assert len(set(losses)) == 5
-    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     assert train(model, data, target / "naive") == pytest.approx(losses, abs=1e-4)
 
 

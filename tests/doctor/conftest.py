@@ -2,12 +2,11 @@
 
 import pytest
 
-from deltatune.doctor import implementations
-from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk
+from deltatune.ops.gated_delta import examples, gated_delta_chunk
 from deltatune.ops.gated_delta.trial_case import ShapeClass
+from deltatune.ops.operators import GATED_DELTA
 from deltatune.ops.trial import verdicts
-from deltatune.ops.trial.candidates import Candidate
+from deltatune.ops.trial.operator import Candidate
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +14,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(implementations, "_CHUNK", (ShapeClass(1, 2, 8, 8, "float32"),))
-    monkeypatch.setattr(implementations, "_MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(examples, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
+    monkeypatch.setattr(examples, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
     verdicts.forget()
     yield
     verdicts.forget()
@@ -27,9 +26,9 @@ def on_a_gpu(monkeypatch):
     """on_a_gpu(function): a device whose fused implementation is `function`."""
 
     def prepare(function):
-        monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
-        found = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
-        monkeypatch.setattr(choice, "CANDIDATES", found)
+        fused = lambda call: Candidate(function, call.shape_class(), function)  # noqa: E731
+        monkeypatch.setitem(GATED_DELTA.orders, "cpu", ("fused", "chunk"))
+        monkeypatch.setitem(GATED_DELTA.candidates, "fused", fused)
 
     return prepare
 

@@ -18,13 +18,16 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
+from deltatune.ops.attention import examples as attention_examples
+from deltatune.ops.gated_delta import examples
+from deltatune.ops.trial.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.verify import Serving
 from deltatune.plan.process_memory import LayoutError
 from new_tokens import with_new_tokens
 
 # What is measured of a machine, which no model changes.
-MEASURED = ((implementations, "findings"), (implementations, "of_attention"), (implementations, "times"))
+MEASURED = ((implementations, "findings"), (implementations, "times"))
 MEASURED += ((probes, "faults"),)
 
 
@@ -106,7 +109,7 @@ def test_json_has_everything(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "versions", "machine", "gated_delta", "findings", "attention", "attention_findings", "faults", "patches",
+        "versions", "machine", "operators", "faults", "patches",
         "private_names", "times", "model", "wrong",
     }  # fmt: skip
     assert found["wrong"] is False
@@ -146,14 +149,14 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, doctor):
-    monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
+    monkeypatch.setattr(examples, "gated_delta_chunk", wrong)
     assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in doctor(code=1)
 
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
-    blocked = implementations.attention_blocked
-    monkeypatch.setattr(implementations, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    blocked = attention_examples.attention_blocked
+    monkeypatch.setattr(attention_examples, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
     assert "heads of 256 x 256, grouped, causal wrong blocked (" in doctor(code=1)
 
 
@@ -170,7 +173,9 @@ def test_a_forced_implementation_that_is_refused(monkeypatch, on_a_gpu, wrong, d
     # What an earlier process found is not asked again.
     monkeypatch.setattr(evidence, "_path", tmp_path.joinpath)
     evidence.forget()
-    monkeypatch.setattr("deltatune.machine.backend.gated_delta_candidates", lambda: (("fused",), "forced"))
+    order = Operator.order
+    forced = lambda operator: (("fused",), "forced") if operator.name == "gated_delta" else order(operator)  # noqa: E731
+    monkeypatch.setattr(Operator, "order", forced)
     assert "! DELTATUNE_GATED_DELTA=fused: fused (" in doctor(code=1)
 
 

@@ -9,11 +9,12 @@ import pytest
 from deltatune.doctor import implementations
 from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, trial_case
-from deltatune.ops.attention import choice as attention_choice
-from deltatune.ops.gated_delta import choice, gated_delta_chunk
+from deltatune.ops.attention import examples as attention_examples
+from deltatune.ops.gated_delta import examples, gated_delta_chunk
 from deltatune.ops.gated_delta.trial_case import NAMES
+from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.trial import timing, verdicts
-from deltatune.ops.trial.candidates import Candidate
+from deltatune.ops.trial.operator import Candidate, Operator
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +23,17 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cpu")
 
 
+def of_gated_delta():
+    """The findings on gated_delta."""
+    return implementations._of_operator(GATED_DELTA).findings
+
+
+def test_every_operator_is_examined():
+    assert [found.name for found in implementations.findings()] == ["gated_delta", "attention"]
+
+
 def test_chunk_is_right_here():
-    (finding,) = implementations.findings()
+    (finding,) = of_gated_delta()
     assert (finding.implementation, finding.status, finding.wrong) == ("chunk", "right", False)
     assert finding.shape == "float32, 1/2 heads of 8 x 8"
     assert set(NAMES) < set(finding.errors)
@@ -31,36 +41,36 @@ def test_chunk_is_right_here():
 
 
 def test_chunk_itself_wrong_is_the_worst(monkeypatch, wrong):
-    monkeypatch.setattr(implementations, "gated_delta_chunk", wrong)
-    (finding,) = implementations.findings()
+    monkeypatch.setattr(examples, "gated_delta_chunk", wrong)
+    (finding,) = of_gated_delta()
     assert finding.wrong
     assert "differs from naive" in finding.detail
 
 
 def test_a_refused_kernel_trains_nothing_wrong(on_a_gpu, wrong):
     on_a_gpu(wrong)
-    _, finding = implementations.findings()
+    _, finding = of_gated_delta()
     assert (finding.status, finding.wrong) == ("refused", False)
     assert "by 1.0e-02 of the largest, 2.0e-06 allowed" in finding.detail
 
 
 def test_a_refused_kernel_that_is_forced_would(on_a_gpu, wrong, monkeypatch):
     on_a_gpu(wrong)
-    monkeypatch.setattr(backend, "gated_delta_candidates", lambda: (("fused",), "forced"))
-    assert [finding.status for finding in implementations.findings()] == ["right", "wrong"]
+    monkeypatch.setattr(Operator, "order", lambda operator: (("fused",), "forced"))
+    assert [finding.status for finding in of_gated_delta()] == ["right", "wrong"]
 
 
 def test_not_a_number_is_refused(on_a_gpu, wrong):
     on_a_gpu(lambda *arrays, **options: (wrong(*arrays, **options)[0] * mx.nan, options["initial_state"]))
-    finding = implementations.findings()[-1]
+    finding = of_gated_delta()[-1]
     assert finding.status == "refused"
     assert finding.errors["y"] == math.inf
 
 
 def test_what_is_not_covered_says_why(monkeypatch):
-    monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("fused", "chunk")})
-    monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | {"fused": lambda call: "heads too odd"})
-    finding = implementations.findings()[-1]
+    monkeypatch.setitem(GATED_DELTA.orders, "cpu", ("fused", "chunk"))
+    monkeypatch.setitem(GATED_DELTA.candidates, "fused", lambda call: "heads too odd")
+    finding = of_gated_delta()[-1]
     assert (finding.status, finding.detail) == ("not covered", "heads too odd")
 
 
@@ -74,10 +84,10 @@ def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, mon
         return y * factor, state
 
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cuda", "metal", "cpu"), ("chunk",)))
-    monkeypatch.setattr(implementations, "_MODELS", ())
-    monkeypatch.setattr(implementations, "gated_delta_chunk", rounded)
-    (finding,) = implementations.findings()
+    monkeypatch.setattr(backend, "too_old", lambda: None)
+    monkeypatch.setattr(examples, "MODELS", ())
+    monkeypatch.setattr(examples, "gated_delta_chunk", rounded)
+    (finding,) = of_gated_delta()
     assert finding.status == status
     assert ("unless MLX_ENABLE_TF32=0 is set" in finding.detail) == (status == "TF32")
 
@@ -87,16 +97,19 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(timing, "clock", lambda: 0.002 * next(ticks))
     monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
-    monkeypatch.setattr(implementations, "_HEADS", implementations._HEADS[-1:])
+    monkeypatch.setattr(attention_examples, "HEADS", attention_examples.HEADS[-1:])
     on_a_gpu(gated_delta_chunk)
     monkeypatch.setattr(backend, "device", lambda: "metal")
     blocked = lambda call: Candidate(attention_blocked, call.shape_class("metal"), attention_blocked)  # noqa: E731
-    monkeypatch.setattr(attention_choice, "CANDIDATES", {"fused": lambda call: "not there", "blocked": blocked})
+    for name in ("fused", "native"):
+        monkeypatch.setitem(ATTENTION.candidates, name, lambda call: "not there")
+        monkeypatch.setitem(GATED_DELTA.candidates, "native", lambda call: "not there")
+    monkeypatch.setitem(ATTENTION.candidates, "blocked", blocked)
     one, other = implementations.times()
     assert one.calls == "gated_delta, float32, 1/1 heads of 8 x 8"
     assert str(one) == "chunk 2.0 ms, fused 2.0 ms"
     assert other.calls == "attention, float32, heads of 64 x 64, grouped, causal, windowed, with sinks"
     assert str(other) == "blocked 2.0 ms"
     on_a_gpu(wrong)
-    verdicts.again("gated_delta-fused", implementations._MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
+    verdicts.again("gated_delta-fused", examples.MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
     assert str(implementations.times()[0]) == "chunk 2.0 ms"

@@ -12,10 +12,12 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import environment
+from deltatune.ops import IMPLEMENTATIONS
 
 PROBE = """
 import ctypes, deltatune
 from deltatune.machine import environment
+from deltatune.ops import IMPLEMENTATIONS
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
 print(getenv(b"MLX_ENABLE_TF32").decode(), environment.tf32())
@@ -110,9 +112,9 @@ def homeless(monkeypatch):
 @pytest.mark.bad_input("no home folder, where kernels' verdicts would be kept")
 def test_a_user_without_a_home_names_a_folder_for_the_cache(homeless, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"HOME is not set, .*: set HOME, or DELTATUNE_CACHE to a folder"):
-        environment.check()
+        environment.check(IMPLEMENTATIONS)
     monkeypatch.setenv(environment.CACHE, str(tmp_path))
-    environment.check()
+    environment.check(IMPLEMENTATIONS)
 
 
 def test_a_cache_in_a_folder_that_cannot_be_entered_keeps_nothing_from_running(monkeypatch, tmp_path):

@@ -12,23 +12,25 @@ import dataclasses
 from typing import Any
 
 from deltatune.demo import flow
-from deltatune.doctor import implementations
+from deltatune.ops.attention import examples as attention_examples
 from deltatune.ops.attention.trial_case import KernelShape
+from deltatune.ops.gated_delta import examples
 from deltatune.ops.gated_delta.trial_case import ShapeClass
-from deltatune.selftest import attention, controls, gated_delta, replays, training
+from deltatune.ops.operators import ATTENTION, GATED_DELTA
+from deltatune.selftest import controls, replays, run, training
 
 _FEW_HEADS, _HEAD_SIZE = 2, 16
 
 
 def declare() -> None:
     """Give the doctor, the self-test's training and the demo smaller sizes in this process."""
-    implementations._MODELS = tuple(_smaller(shape) for shape in implementations._MODELS)
-    implementations._HEADS = tuple(_smaller_heads(shape) for shape in implementations._HEADS)
+    examples.MODELS = tuple(_smaller(shape) for shape in examples.MODELS)
+    attention_examples.HEADS = tuple(_smaller_heads(shape) for shape in attention_examples.HEADS)
     replays._QUICK = ()
     controls._SHORT, controls._LONG = 16, 32
-    workloads, of_attention = gated_delta.workloads, attention.workloads
-    gated_delta.workloads = lambda quick: workloads(quick)[::3]
-    attention.workloads = lambda quick: of_attention(quick)[:2]
+    gated_delta = dataclasses.replace(GATED_DELTA, workloads=lambda quick: GATED_DELTA.workloads(quick)[::3])
+    attention = dataclasses.replace(ATTENTION, workloads=lambda quick: ATTENTION.workloads(quick)[:2])
+    run.OPERATORS = (gated_delta, attention)
     training.STEPS = 2
     options_of_training, options_of_demo = training._options, flow.options
     training._options = lambda *given: options_of_training(*given) | {"batch_size": 1, "max_seq_length": 64}

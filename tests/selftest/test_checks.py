@@ -11,23 +11,26 @@ from host_machine import HostMachine, cuda_text
 from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta_chunk, native
+from deltatune.ops.attention import attention_blocked
+from deltatune.ops.attention import workloads as attention
+from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, by_gates
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.products import low_rank_kernels
 from deltatune.ops.trial import verdicts
 from deltatune.ops.trial.case import Case
 from deltatune.ops.trial.measure import relative_norm
+from deltatune.ops.trial.operator import Candidate
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
-    attention,
     controls,
     examined,
     experts,
-    gated_delta,
+    implementations,
     losses_and_adapters,
     pointwise,
     replays,
@@ -38,13 +41,13 @@ from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
 SMALL = [
-    gated_delta.Workload("small", 70, 2, 4, 16),
-    gated_delta.Workload("half", 70, 2, 2, 16, "bfloat16", True, True),
+    workloads.Workload("small", 70, 2, 4, 16),
+    workloads.Workload("half", 70, 2, 2, 16, "bfloat16", True, True),
 ]
 
 
 def judge(function, workload, fused=True):
-    return tried(gated_delta.case_of(workload, gated_delta.bounds(workload, fused)), function)
+    return tried(workloads.case_of(workload, workloads.bounds(workload, fused)), function)
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_a_kernel_that_is_wrong_shows(fused, workload, planted):
     assert outcome.worst.startswith("q")
 
 
-@pytest.mark.parametrize("check", list(attention.checks(True)), ids=lambda check: check.name)
+@pytest.mark.parametrize("check", list(implementations.checks(ATTENTION, True)), ids=lambda check: check.name)
 def test_attention_is_right(check):
     outcome = check.run()
     on_cpu = backend.device() == "cpu" and "blocked" not in check.name
@@ -100,13 +103,13 @@ def test_attention_is_right(check):
 @pytest.mark.parametrize("workload", attention.workloads(True), ids=lambda workload: workload.name)
 def test_an_attention_that_is_wrong_shows(workload):
     def one_key_lost(q, k, v, **options):
-        return attention.attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
+        return attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
 
     assert tried(attention.case_of(workload), one_key_lost).status == FAILED
 
 
 def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_number():
-    workload = gated_delta.Workload("three heads", 20, 3, 3, 16)
+    workload = workloads.Workload("three heads", 20, 3, 3, 16)
 
     def middle_lost(*arrays, **options):
         y, state = gated_delta_chunk(*arrays, **options)
@@ -117,7 +120,7 @@ def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_n
 
 def test_slow_gates_that_are_rounded_show():
     """MLX's own operator rounds gates to the dtype of q (mlx 0.32.4)."""
-    workload = gated_delta.Workload("slow", SLOW_TOKENS, 1, 1, 16, "bfloat16")
+    workload = workloads.Workload("slow", SLOW_TOKENS, 1, 1, 16, "bfloat16")
 
     def rounded(q, k, v, log_g, beta, *, initial_state, mask=None, segments=None):
         y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_g), beta, initial_state)
@@ -271,7 +274,7 @@ def test_what_is_wrong_gets_no_time(monkeypatch):
 
 
 def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
-    size = gated_delta.Workload("long", 2**20, 16, 32)
+    size = workloads.Workload("long", 2**20, 16, 32)
     assert times._too_much(times.OURS, size, 1e-9) is None
     for name in (times.LOOP, times.NATIVE):
         assert "would need about" in times._too_much(name, size, 0.0)
@@ -295,13 +298,13 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
 def candidate(monkeypatch, tmp_path):
     """candidate(name, function): a Mac whose implementation `name` is `function`, or a reason why there is none."""
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gated_delta.backend, "device", lambda: "metal")
+    monkeypatch.setattr(backend, "device", lambda: "metal")
 
     def given(name, function):
         verdicts.forget()
         found = function if isinstance(function, str) else None
-        made = {name: lambda call: found or choice.Candidate(function, call.shape_class(), function)}
-        monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | made)
+        made = lambda call: found or Candidate(function, call.shape_class(), function)  # noqa: E731
+        monkeypatch.setitem(GATED_DELTA.candidates, name, made)
 
     yield given
     verdicts.forget()
@@ -313,12 +316,12 @@ def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
         return 1.1 * y, state
 
     candidate("fused", gated_delta_chunk)
-    assert gated_delta._check("fused", SMALL[0]).status == PASSED
+    assert implementations.compare(GATED_DELTA, "fused", SMALL[0]).status == PASSED
     candidate("fused", wrong)
-    outcome = gated_delta._check("fused", SMALL[0])
+    outcome = implementations.compare(GATED_DELTA, "fused", SMALL[0])
     assert (outcome.status, "differs from chunk" in outcome.detail) == (FAILED, True)
     # One of MLX's own that fails its trial is not used, so nothing trains wrong.
     candidate("native", wrong)
-    assert gated_delta._check("native", SMALL[0]).status == NOT_RUN
+    assert implementations.compare(GATED_DELTA, "native", SMALL[0]).status == NOT_RUN
     candidate("native", "heads too odd")
-    assert gated_delta._check("native", SMALL[0]).detail == "it does not cover this: heads too odd"
+    assert implementations.compare(GATED_DELTA, "native", SMALL[0]).detail == "it does not cover this: heads too odd"

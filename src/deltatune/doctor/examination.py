@@ -15,7 +15,8 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import LayerInfo, describe
-from ..machine import backend, packages
+from ..machine import packages
+from ..ops.operators import OPERATORS
 from ..patches import PATCHES, patched
 from ..patches.verify import serving
 from ..plan.array_layout import ArrayLayout
@@ -23,7 +24,7 @@ from ..plan.process_memory import LayoutError
 from ..upstream import Probed, probed
 from . import implementations, inventory, mlx_kernels, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
-from .implementations import Finding, Times
+from .implementations import OperatorFindings, Times
 from .probes import Fault
 
 _LAYOUT = "the description of an mlx.core.array in memory"
@@ -105,10 +106,7 @@ class Examination:
 
     versions: dict[str, str]
     machine: dict[str, str]
-    gated_delta: str
-    findings: list[Finding]
-    attention: str
-    attention_findings: list[Finding]
+    operators: list[OperatorFindings]
     faults: list[Fault]
     patches: Patches
     private_names: list[Probed]
@@ -123,7 +121,7 @@ class Examination:
     @property
     def faulty(self) -> bool:
         """Whether something that was measured on this machine would compute wrong numbers."""
-        measured = [finding.wrong for finding in (*self.findings, *self.attention_findings)]
+        measured = [finding.wrong for operator in self.operators for finding in operator.findings]
         return any(measured) or any(fault.wrong for fault in self.faults)
 
     @property
@@ -141,8 +139,9 @@ def examine(model: str | None = None) -> Examination:
         UserError: `model` cannot be loaded.
     """
     layers = None if model is None else _layers(model)
-    names, why = backend.gated_delta_candidates()
-    attention, why_attention = backend.attention_candidates()
+    for operator in OPERATORS:
+        # An implementation that is forced and cannot run here is refused before anything is built.
+        operator.order()
     with ThreadPoolExecutor() as builders:
         # The builders work while packages are imported and patched.
         mlx_kernels.build(builders)
@@ -152,10 +151,7 @@ def examine(model: str | None = None) -> Examination:
             return Examination(
                 versions=packages.versions(),
                 machine=inventory.machine(),
-                gated_delta=f"{', then '.join(names)} ({why})",
-                findings=implementations.findings(),
-                attention=f"{', then '.join(attention)} ({why_attention})",
-                attention_findings=implementations.of_attention(),
+                operators=implementations.findings(),
                 faults=probes.faults(),
                 patches=patches,
                 private_names=[*probed(), _layout()],

@@ -14,7 +14,7 @@ from ..machine import backend, environment
 from . import implementations, probes
 
 # What each process runs. Nobody looks at the results.
-_CASES = {"chunk": implementations.of_chunk, "faults": probes.faults}
+_CASES = {"definitions": implementations.compare_with_definitions, "faults": probes.faults}
 
 
 def build(builders: ThreadPoolExecutor) -> None:

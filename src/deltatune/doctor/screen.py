@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
-from .implementations import Finding, Times
+from .implementations import Finding, OperatorFindings, Times
 from .probes import Fault
 
 _GOOD, _WARNING, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
@@ -82,8 +82,7 @@ def screen(examination: Examination) -> RenderableType:
     parts = [
         _section("This machine", _facts(examination.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in examination.versions.items()))),
-        _section(f"Gated delta: {examination.gated_delta}", _marked(map(_finding, examination.findings))),
-        _section(f"Attention: {examination.attention}", _marked(map(_finding, examination.attention_findings))),
+        *map(_operator, examination.operators),
         *_times(examination.times),
         _section("Known faults, looked for here", _marked(map(_fault, examination.faults))),
         _section("Patches", _patches(examination.patches)),
@@ -92,6 +91,11 @@ def screen(examination: Examination) -> RenderableType:
     if examination.model is not None:
         parts.append(_section(f"Model: {examination.model.path}", _model(examination.model)))
     return Group(*parts, _verdict(examination))
+
+
+def _operator(found: OperatorFindings) -> RenderableType:
+    title = found.name.replace("_", " ").capitalize()
+    return _section(f"{title}: {found.order}", _marked(map(_finding, found.findings)))
 
 
 def _times(comparisons: list[Times]) -> list[RenderableType]:

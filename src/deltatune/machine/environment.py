@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from ..options.values import nearest, short
 BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
-GATED_DELTA = "DELTATUNE_GATED_DELTA"
-ATTENTION = "DELTATUNE_ATTENTION"
 # This is MLX's variable. Its default, 1, lets GPUs round the factors of fp32 products to 10 bits of mantissa: NVIDIA's,
 # and Apple's from M5 on, whose matrix units compute fp32 products in no other way.
 TF32 = "MLX_ENABLE_TF32"
@@ -33,14 +32,18 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 BLAS_CHOICES = ("openblas", "system")
-GATED_DELTA_CHOICES = ("naive", "chunk", "fused", "native")
-ATTENTION_CHOICES = ("naive", "blocked", "fused", "native")
 
 
-def check() -> None:
-    """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows."""
-    for read in (blas, threads, gated_delta, attention, cache_directory):
+def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows.
+
+    Args:
+        implementations: By operator, the implementations that its variable may force.
+    """
+    for read in (blas, threads, cache_directory):
         read()
+    for operator, names in implementations.items():
+        implementation(operator, names)
     for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1)):
         value = os.environ.get(name, "1")
         # MLX takes the digits at the start of the value, so that it would read `true` as 0.
@@ -109,14 +112,14 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def gated_delta() -> str | None:
-    """Return the implementation of gated_delta that the user forces, or None for the automatic choice."""
-    return _choice(GATED_DELTA, GATED_DELTA_CHOICES)
+def variable(operator: str) -> str:
+    """Return the variable that forces an implementation of an operator: DELTATUNE_ATTENTION for `attention`."""
+    return f"DELTATUNE_{operator.upper()}"
 
 
-def attention() -> str | None:
-    """Return the implementation of attention that the user forces, or None for the automatic choice."""
-    return _choice(ATTENTION, ATTENTION_CHOICES)
+def implementation(operator: str, names: tuple[str, ...]) -> str | None:
+    """Return which of the implementations `names` of an operator the user forces, or None for the automatic choice."""
+    return _choice(variable(operator), names)
 
 
 def keep_full_fp32() -> None:

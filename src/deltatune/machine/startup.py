@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError, first_line
@@ -20,8 +21,11 @@ class MissingBackendError(UserError, ImportError):
     """MLX cannot be imported; the message names the extras of deltatune that install it for a device."""
 
 
-def prepare() -> None:
+def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
     """Prepare MLX, which must not have been used before.
+
+    Args:
+        implementations: By operator, the implementations that its environment variable may force.
 
     Raises:
         UserError: an environment variable has an unknown value.
@@ -29,7 +33,7 @@ def prepare() -> None:
     """
     global _problem
     try:
-        environment.check()
+        environment.check(implementations)
         environment.keep_full_fp32()
         environment.limit_queue()
         environment.see_own_gpu()
@@ -43,11 +47,11 @@ def prepare() -> None:
         _problem = error
 
 
-def check() -> None:
+def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
     """Raise what `prepare` kept, or a UserError for a variable that was set since to a value that nobody knows."""
     if _problem is not None:
         raise _problem
-    environment.check()
+    environment.check(implementations)
 
 
 def leave_torch_out(*, own_process: bool = False) -> None:

@@ -1,1 +1,7 @@
 """Operators with gradients written by hand: gated delta, experts, convolution, loss, checkpoints and fused passes."""
+
+# By operator, the implementations that its environment variable may force (operators.py has the operators).
+IMPLEMENTATIONS = {
+    "gated_delta": ("naive", "chunk", "fused", "native"),
+    "attention": ("naive", "blocked", "fused", "native"),
+}

@@ -24,6 +24,7 @@ import mlx.core as mx
 from ..errors import UserError, first_line
 from ..machine import atomic_files, backend, environment
 from ..machine.compiling import not_compiled
+from ..ops import IMPLEMENTATIONS
 from ..ops.random_state import drawing_from
 from ..ops.trial import candidates
 from . import callers
@@ -154,7 +155,8 @@ def _key(patch: Patch, upstream: Function) -> str:
     # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
     parts = [patch.target, patch.tried, patch.signature, patch.reason]
     parts += [_modules_digest(module), _machine(), backend.device()]
-    parts += [str(environment.gated_delta()), str(environment.attention()), str(environment.tf32())]
+    parts += [str(environment.implementation(operator, names)) for operator, names in IMPLEMENTATIONS.items()]
+    parts.append(str(environment.tf32()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

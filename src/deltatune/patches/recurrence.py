@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from ..machine import backend
 from ..ops.gated_delta import gated_delta
-from ..ops.gated_delta.choice import Call, choose
+from ..ops.gated_delta.call import Call
+from ..ops.gated_delta.choice import choose
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
 from . import callers

@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.attention import attention
-from ..ops.attention.choice import AttentionCall, choose
+from ..ops.attention.call import AttentionCall
+from ..ops.attention.choice import choose
 from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating, promoted

@@ -20,8 +20,8 @@ def examination() -> Examination:
 
 
 def _kernels() -> Outcome:
-    """The doctor's trials of both operators; a refused implementation is no failure, as training does not use it."""
-    findings = [*examination().findings, *examination().attention_findings]
+    """The doctor's trials of every operator; a refused implementation is no failure, as training does not use it."""
+    findings = [finding for operator in examination().operators for finding in operator.findings]
     counts = {
         status: sum(finding.status == status for finding in findings)
         for status in dict.fromkeys(f.status for f in findings)

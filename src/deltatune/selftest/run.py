@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import UserError
+from ..ops.operators import OPERATORS
 from . import (
-    attention,
     controls,
     demonstration,
     examined,
     experts,
-    gated_delta,
+    implementations,
     losses_and_adapters,
     pointwise,
     replays,
@@ -34,8 +34,8 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     timings: the checks of times append their measurements to this list.
     """
     yield "Doctor", examined.checks(quick)
-    yield "Gated delta against float64", gated_delta.checks(quick)
-    yield "Attention against float64", attention.checks(quick)
+    for operator in OPERATORS:
+        yield f"{operator.title.capitalize()} against float64", implementations.checks(operator, quick)
     yield "Experts against float64", experts.checks(quick)
     yield "Passes around the recurrence against float64", pointwise.checks(quick)
     yield "The vocabulary loss and LoRA's products against float64", losses_and_adapters.checks(quick)

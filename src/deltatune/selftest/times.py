@@ -14,9 +14,9 @@ from ..errors import first_line
 from ..machine import backend
 from ..ops.gated_delta import gated_delta, native
 from ..ops.gated_delta.trial_case import SLOW_TOKENS
+from ..ops.gated_delta.workloads import Workload, bounds, case_of, truth_of
 from ..patches.unpatched import gated_delta_loop
 from ..plan.device_limits import device_limits
-from .gated_delta import Workload, bounds, case_of, truth_of
 from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, not_run, tried
 
 OURS, LOOP, NATIVE = "deltatune", "mlx-lm's loop", "MLX's own operator"

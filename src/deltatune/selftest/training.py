@@ -20,8 +20,9 @@ import numpy as np
 from ..data.datasets import load_datasets
 from ..demo import task
 from ..demo.assets import MODEL
-from ..machine import backend, environment
+from ..machine import backend
 from ..models.load import load
+from ..ops.operators import GATED_DELTA
 from ..ops.trial.measure import as_float64, relative_norm
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Trainer
@@ -98,16 +99,16 @@ def _start(**changes: Any) -> _Weights:
 @contextmanager
 def _recurrence_on_cpu() -> Iterator[None]:
     """Within it, MLX computes on the CPU and gated_delta token by token, which is the reference."""
-    device, forced = mx.default_device(), os.environ.get(environment.GATED_DELTA)
+    device, forced = mx.default_device(), os.environ.get(GATED_DELTA.variable)
     mx.set_default_device(mx.Device(mx.cpu))
-    os.environ[environment.GATED_DELTA] = "naive"
+    os.environ[GATED_DELTA.variable] = "naive"
     try:
         yield
     finally:
         mx.set_default_device(device)
-        del os.environ[environment.GATED_DELTA]
+        del os.environ[GATED_DELTA.variable]
         if forced is not None:
-            os.environ[environment.GATED_DELTA] = forced
+            os.environ[GATED_DELTA.variable] = forced
 
 
 def full_fine_tuning() -> Outcome:

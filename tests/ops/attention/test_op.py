@@ -11,6 +11,7 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op
+from deltatune.ops.attention.call import AttentionCall
 from deltatune.ops.trial import candidates, verdicts
 from deltatune.ops.trial.candidates import ImplementationWarning
 
@@ -79,9 +80,9 @@ def test_kernels_are_refused_on_a_cpu_and_unknown_names_anywhere(monkeypatch):
         attention(**arguments())
 
 
-def call(**changes) -> choice.AttentionCall:
+def call(**changes) -> AttentionCall:
     given = {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None} | arguments(**changes)
-    return choice.AttentionCall(**given)
+    return AttentionCall(**given)
 
 
 class ScaledBlocked:

@@ -18,10 +18,10 @@ from deltatune.ops.decoding.delta_token import (
     serves,
     trial_case,
 )
+from deltatune.ops.gated_delta import float64
 from deltatune.ops.kernels.launch import Launch
 from deltatune.ops.pointwise.conv import NormedHeads
 from deltatune.ops.trial.case import judged
-from deltatune.selftest import float64_recurrence
 
 
 def layer_of(key_heads: int, value_heads: int, key_size: int, value_size: int) -> DeltaToken:
@@ -84,7 +84,7 @@ def test_the_recurrence_steps_as_in_float64(running):
         "mask": None,
         "segments": None,
     }
-    truth = float64_recurrence.recurrence(inputs, np.zeros((1, 1, 2, 16)), np.zeros_like(inputs["initial_state"]))
+    truth = float64.recurrence(inputs, np.zeros((1, 1, 2, 16)), np.zeros_like(inputs["initial_state"]))
     # 32 products are summed in fp32, twice.
     assert np.abs(np.array(state) - truth["state"]).max() < 2**-18 * np.abs(truth["state"]).max()
     out = truth["y"][:, 0] / np.sqrt((truth["y"][:, 0] ** 2).mean(axis=-1, keepdims=True) + 1e-6)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from beside import load
+from deltatune.ops.gated_delta import float64 as oracle
 from deltatune.ops.trial.measure import relative_norm
-from deltatune.selftest import float64_recurrence as oracle
 from poison import poison
 
 cases = load(Path(__file__).with_name("cases.py"))

@@ -19,8 +19,9 @@ from deltatune.ops.gated_delta.choice import Call, choose
 from deltatune.ops.gated_delta.native import gated_delta_native
 from deltatune.ops.gated_delta.trial_case import Arguments, ShapeClass
 from deltatune.ops.trial import candidates, verdicts
-from deltatune.ops.trial.candidates import Candidate, ImplementationWarning
+from deltatune.ops.trial.candidates import ImplementationWarning
 from deltatune.ops.trial.case import judged
+from deltatune.ops.trial.operator import Candidate
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,9 @@ def fresh(monkeypatch, tmp_path):
     """Set a GPU's order of preference, an empty cache folder, and no verdicts or messages from earlier tests."""
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(backend, "_GATED_DELTA", dict.fromkeys(("cpu", "metal", "cuda"), ("fused", "chunk")))
+    for device in ("cpu", "metal"):
+        monkeypatch.setitem(choice.OPERATOR.orders, device, ("fused", "chunk"))
+    monkeypatch.setattr(backend, "too_old", lambda: None)
     monkeypatch.setattr(candidates, "_announced", set())
     verdicts.forget()
     yield
@@ -60,8 +63,8 @@ class Wrong:
 
 def use_as_fused(function, monkeypatch):
     """Use `function` in place of the fused kernels."""
-    by_name = choice.CANDIDATES | {"fused": lambda call: Candidate(function, call.shape_class(), function)}
-    monkeypatch.setattr(choice, "CANDIDATES", by_name)
+    fused = lambda call: Candidate(function, call.shape_class(), function)  # noqa: E731
+    monkeypatch.setitem(choice.OPERATOR.candidates, "fused", fused)
 
 
 def test_a_right_implementation_is_used(monkeypatch):
@@ -265,7 +268,6 @@ def two_dtypes() -> Call:
 
 def test_chunk_serves_what_the_kernels_do_not_support(monkeypatch, caplog):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(backend, "_GATED_DELTA", {"cuda": ("fused", "chunk")})
     with caplog.at_level("INFO", logger=candidates.__name__):
         assert choose(two_dtypes())[0] == "chunk"
     assert (
@@ -294,7 +296,7 @@ def test_kernels_that_read_beta_in_bf16_have_a_verdict_of_their_own(monkeypatch)
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     q, gates = mx.zeros((1, 70, 2, 128), mx.bfloat16), mx.zeros((1, 70, 2))
     calls = [Call(q, q, q, gates, False, False, dtype) for dtype in (mx.float32, mx.bfloat16, mx.float16)]
-    wide, small, other = (choice.CANDIDATES["fused"](call).shape for call in calls)
+    wide, small, other = (choice.OPERATOR.candidates["fused"](call).shape for call in calls)
     assert wide == other != small
     assert (wide.beta, small.beta) == ("float32", "bfloat16")
     assert str(small) == f"{wide}, beta in bfloat16"

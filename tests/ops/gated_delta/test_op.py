@@ -55,7 +55,8 @@ def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
     known = {"naive": gated_delta_naive, "chunk": gated_delta_chunk}
     spies = {name: lambda *a, _name=name, **kw: ran.append(_name) or known[_name](*a, **kw) for name in known}
     candidates = {name: lambda call, _name=name: choice.Candidate(spies[_name]) for name in known}
-    monkeypatch.setattr(choice, "CANDIDATES", candidates)
+    for name, candidate_of in candidates.items():
+        monkeypatch.setitem(choice.OPERATOR.candidates, name, candidate_of)
     y, state = gated_delta(**arguments())
     assert ran == [forced]
     expected = known[forced](**arguments())

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from beside import load
+from deltatune.ops.gated_delta import float64 as oracle
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
-from deltatune.selftest import float64_recurrence as oracle
 
 HERE = Path(__file__).parent
 

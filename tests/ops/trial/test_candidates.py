@@ -11,8 +11,9 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, choice, trial_case
+from deltatune.ops.attention.call import AttentionCall
 from deltatune.ops.trial import candidates, rankings, timing, verdicts
-from deltatune.ops.trial.candidates import Candidate
+from deltatune.ops.trial.operator import Candidate
 
 VARIABLE = "DELTATUNE_ATTENTION"
 SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
@@ -43,7 +44,7 @@ class Pretended:
             self._now += (next(took) if isinstance(took, itertools.cycle) else took) / 1e3
         return now
 
-    def candidate(self, name: str, call: choice.AttentionCall) -> Candidate | str:
+    def candidate(self, name: str, call: AttentionCall) -> Candidate | str:
         if name in self.unsupported:
             return "it is not there"
 
@@ -66,18 +67,18 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "device", lambda: "metal")
     monkeypatch.setattr(timing, "clock", made.clock)
     monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
-    by_name = {name: lambda call, name=name: made.candidate(name, call) for name in made.milliseconds}
-    monkeypatch.setattr(choice, "CANDIDATES", by_name)
+    for name in made.milliseconds:
+        monkeypatch.setitem(choice.OPERATOR.candidates, name, lambda call, name=name: made.candidate(name, call))
     monkeypatch.setattr(candidates, "_announced", set())
     verdicts.forget()
     yield made
     verdicts.forget()
 
 
-def call(**changes) -> choice.AttentionCall:
+def call(**changes) -> AttentionCall:
     given = {name: mx.zeros(shape) for name, shape in SHAPES.items()}
     given |= {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None, "scale": 0.3}
-    return choice.AttentionCall(**given | changes)
+    return AttentionCall(**given | changes)
 
 
 def chosen(**changes) -> str:
@@ -189,7 +190,7 @@ def test_without_times_a_run_keeps_what_passed(gpu, monkeypatch):
 
 
 def test_a_continuation_on_another_device_takes_what_that_one_has(gpu, monkeypatch):
-    monkeypatch.setattr(backend, "_ATTENTION", {"metal": ("fused", "blocked")})
+    monkeypatch.setitem(choice.OPERATOR.orders, "metal", ("fused", "blocked"))
     with rankings.of_run() as run:
         run.continue_with({"attention, float32, heads of 8 x 8, grouped, causal": ["native", "blocked", "fused"]})
         assert chosen() == "fused"

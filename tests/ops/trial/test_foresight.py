@@ -13,11 +13,12 @@ import pytest
 from beside import load
 from deltatune.machine import backend, environment
 from deltatune.ops.attention import choice
+from deltatune.ops.attention.call import AttentionCall
 from deltatune.ops.kernels import cubin, nvrtc
 from deltatune.ops.pointwise import silu, squares
 from deltatune.ops.trial import candidates, first_use, verdicts
-from deltatune.ops.trial.candidates import Candidate
 from deltatune.ops.trial.foresight import foreseen
+from deltatune.ops.trial.operator import Candidate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 gpu = load(Path(__file__).parents[1] / "kernels" / "pretended_gpu.py").gpu
@@ -123,20 +124,21 @@ def test_of_implementations_the_one_that_may_serve_is_foreseen(cuda, monkeypatch
     """The first is known to be wrong; the trial of the second builds its kernels, and its verdict stays open."""
     called: list[tuple[str, bool]] = []
 
-    def candidate(name: str, call: choice.AttentionCall) -> Candidate:
+    def candidate(name: str, call: AttentionCall) -> Candidate:
         def function(q: mx.array, *_: Any, **__: Any) -> mx.array:
             called.append((name, cubin.building()))
             return mx.zeros_like(q)
 
         return Candidate(function, call.shape_class(name), function)
 
-    by_name = {name: lambda call, name=name: candidate(name, call) for name in ("fused", "native", "blocked")}
-    monkeypatch.setattr(choice, "CANDIDATES", by_name)
-    monkeypatch.setattr(backend, "attention_candidates", lambda: (("fused", "native", "blocked"), "as the test says"))
+    for name in ("fused", "native", "blocked"):
+        monkeypatch.setitem(choice.OPERATOR.candidates, name, lambda call, name=name: candidate(name, call))
+    monkeypatch.setitem(choice.OPERATOR.orders, "cuda", ("fused", "native", "blocked"))
+    monkeypatch.setattr(backend, "too_old", lambda: None)
     monkeypatch.setattr(candidates, "_announced", set())
     arrays = {"q": mx.zeros((1, 2, 5, 8)), "k": mx.zeros((1, 1, 5, 8)), "v": mx.zeros((1, 1, 5, 8))}
     options = {"causal": True, "segments": None, "window": None, "sinks": None, "mask": None, "scale": 0.3}
-    call = choice.AttentionCall(**arrays, **options)
+    call = AttentionCall(**arrays, **options)
     wrong = call.shape_class("fused")
     verdicts.again("attention-fused", wrong, lambda: verdicts.Verdict("fused", "", 1e-3, {"y": 1.0}))
     names = []

@@ -15,7 +15,6 @@ from mlx_lm.models.cache import ArraysCache
 from beside import load
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import conv
 from deltatune.ops.pointwise.pass_launch import BODIES
@@ -62,7 +61,7 @@ def fused(monkeypatch, host_folder):
         monkeypatch.setattr(backend, "device", lambda: "cuda")
         return served
 
-    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     return start
 
 

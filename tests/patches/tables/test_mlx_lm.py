@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.machine.environment import ATTENTION, GATED_DELTA
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
 from deltatune.patches import PATCHES, PatchWarning, apply, patched, recurrence, served, serving
@@ -36,7 +35,7 @@ def losses(model: nn.Module, rows: mx.array) -> mx.array:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
-    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     # On "metal", upstream's own convolution runs, which allows a close comparison.
     monkeypatch.setattr(backend, "device", lambda: "metal")
     # test_experts.py covers experts. In evaluation mode, mlx-lm 0.31.3 lets gradients reach their indices.
@@ -283,8 +282,8 @@ def transformed(how: str) -> Callable[..., mx.array]:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("how", ["compile", "checkpoint", "vmap"])
 def test_inside_other_transforms(tiny_model, monkeypatch, how, training):
-    monkeypatch.setenv(GATED_DELTA, "naive")
-    monkeypatch.setenv(ATTENTION, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "naive")
     model = tiny_model("olmo_hybrid")
     model.train(training)
     rows = tokens(2, 9)

@@ -21,7 +21,6 @@ from packaging.version import Version
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.machine.environment import GATED_DELTA
 from deltatune.patches import Patch, PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import Fitting, fitting, signature_text
 from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
@@ -61,7 +60,7 @@ def fresh(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, family, training):
-    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     monkeypatch.setattr(backend, "device", lambda: "metal")
     # test_experts.py covers experts.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + mlx_vlm.PATCHES)

@@ -12,7 +12,6 @@ from mlx_lm.models import gated_delta
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.machine.environment import GATED_DELTA
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.pointwise import conv, gating, weighted_norms
@@ -108,7 +107,7 @@ def gradients(model, rows, owner):
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed documents"])
 @pytest.mark.parametrize("family", SERVED)
 def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, family, packed):
-    monkeypatch.setenv(GATED_DELTA, "naive")
+    monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     # Experts stay upstream's. mlx-lm 0.31.3 lets gradients reach their indices.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
     monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))

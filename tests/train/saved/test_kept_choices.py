@@ -7,7 +7,7 @@ import pytest
 from deltatune.machine import backend, compiling
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
 from deltatune.ops.trial import timing, verdicts
-from deltatune.ops.trial.candidates import Candidate
+from deltatune.ops.trial.operator import Candidate
 from deltatune.train.saved import state
 from killed_runs import adapters
 
@@ -36,10 +36,11 @@ def unmeasured(monkeypatch, tmp_path):
 
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(backend, "_GATED_DELTA", {"cpu": ("other", "chunk")})
+    monkeypatch.setitem(choice.OPERATOR.orders, "cpu", ("other", "chunk"))
     monkeypatch.setattr(backend, "_UNMEASURED", ("cpu",))
     monkeypatch.setattr(timing, "clock", clock)
-    monkeypatch.setattr(choice, "CANDIDATES", {name: named(name) for name in seconds})
+    for name in seconds:
+        monkeypatch.setitem(choice.OPERATOR.candidates, name, named(name))
     verdicts.forget()
     # Times are those of this clock, so that g++ need not build MLX's kernels for each.
     with compiling.without_kernels():

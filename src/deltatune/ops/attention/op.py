@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .choice import AttentionCall, choose
+from .call import AttentionCall
+from .choice import choose
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 

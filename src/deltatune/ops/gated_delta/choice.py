@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
-import mlx.core as mx
-
-from ...machine import backend, environment
+from ...machine import backend
+from .. import IMPLEMENTATIONS
 from ..trial import candidates
-from ..trial.candidates import Candidate, Operator
-from . import fused_op, native, trial_case
+from ..trial.operator import Candidate, Operator
+from . import examples, fused_op, native, trial_case, workloads
+from .call import Call
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tiling import Tiling
-from .trial_case import Implementation, ShapeClass
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call of `gated_delta` that decide which implementation can serve it."""
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    log_g: mx.array
-    masked: bool
-    segmented: bool
-    beta_dtype: mx.Dtype = mx.float32
-
-    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
-        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
-        heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
-        dtype = str(self.v.dtype).removeprefix("mlx.core.")
-        options = self.masked, self.segmented, self.log_g.ndim == 4
-        return ShapeClass(*heads, dtype, *options, tiling, str(beta).removeprefix("mlx.core."))
+from .trial_case import Implementation
 
 
 def _fused(call: Call) -> Candidate | str:
@@ -74,16 +53,22 @@ def _chunk(call: Call) -> Candidate:
     return Candidate(gated_delta_chunk, call.shape_class(), gated_delta_chunk, trusted=True)
 
 
-# By name: a call -> the candidate for it, or why the implementation does not support the call.
-CANDIDATES: dict[str, Callable[[Call], Candidate | str]] = {
-    "naive": lambda call: Candidate(gated_delta_naive),
-    "chunk": _chunk,
-    "fused": _fused,
-    "native": _native,
-}
-
-
-OPERATOR = Operator("gated_delta", environment.GATED_DELTA, trial_case.trial_case, trial_case.trial_case)
+OPERATOR = Operator(
+    name="gated_delta",
+    implementations=IMPLEMENTATIONS["gated_delta"],
+    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")},
+    candidates={
+        "naive": lambda call: Candidate(gated_delta_naive),
+        "chunk": _chunk,
+        "fused": _fused,
+        "native": _native,
+    },
+    case_of=trial_case.trial_case,
+    timed_case_of=trial_case.trial_case,
+    examples=examples.calls,
+    compare_last=examples.compare_chunk,
+    workloads=workloads.workloads,
+)
 
 
 def choose(call: Call) -> tuple[str, Implementation]:
@@ -92,5 +77,4 @@ def choose(call: Call) -> tuple[str, Implementation]:
     Raises:
         UserError: DELTATUNE_GATED_DELTA forces an implementation that does not support the call or fails its check.
     """
-    order = backend.gated_delta_candidates()
-    return candidates.choose(OPERATOR, order, str(call.shape_class()), lambda name: CANDIDATES[name](call))
+    return candidates.choose(OPERATOR, call)

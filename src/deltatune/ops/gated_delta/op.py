@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .choice import Call, choose
+from .call import Call
+from .choice import choose
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 

@@ -1,6 +1,6 @@
-"""Chooses the implementation that serves a call, for gated_delta and for attention (choice.py of either).
+"""Chooses the implementation of an operator that serves a call.
 
-Each device has an order of preference (machine/backend.py). Of the implementations that support the call and pass their
+Each device has an order of preference. Of the implementations that support the call and pass their
 check on this machine, the first one in it is used; on a device whose order nobody has measured, the fastest one whose
 bits are the same in every run. The last one supports every call.
 """
@@ -21,7 +21,8 @@ from ...errors import UserError
 from ...machine import backend
 from ..tracing import trace
 from . import foresight, rankings, timing, verdicts
-from .case import Case, judged
+from .case import judged
+from .operator import Candidate, Operator
 from .verdicts import Verdict, machine
 
 logger = logging.getLogger(__name__)
@@ -34,51 +35,12 @@ class ImplementationWarning(UserWarning):
     """Warns that a fast implementation is wrong on this machine and is not used; the message says by how much."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """An implementation that supports a call.
-
-    Attributes:
-        function: Serves the call.
-        shape: The class of calls whose verdict decides about this one; None where it has neither a check nor a time.
-        checked: The function that the check calls, which runs the same kernels on a small batch.
-        trusted: Whether it needs no check, because it is made of MLX's operations.
-    """
-
-    function: Callable[..., Any]
-    shape: Any = None
-    checked: Callable[..., Any] | None = None
-    trusted: bool = False
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator that several implementations compute.
-
-    Attributes:
-        name: Its name, for messages.
-        variable: The environment variable that forces an implementation.
-        case_of: Returns the case of a class of calls, on which its candidates are tried.
-        timed_case_of: Returns the case on which they are timed.
-    """
-
-    name: str
-    variable: str
-    case_of: Callable[[Any], Case[Callable[..., Any]]]
-    timed_case_of: Callable[[Any], Case[Callable[..., Any]]]
-
-
 def without_trials() -> AbstractContextManager[None]:
     """Within the context, the last implementation of each operator serves, which needs neither kernels nor a trial."""
     return trace.having(trials=False)
 
 
-def choose(
-    operator: Operator,
-    order: tuple[tuple[str, ...], str],
-    calls: str,
-    candidate_of: Callable[[str], Candidate | str],
-) -> tuple[str, Callable[..., Any]]:
+def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
     """Return the name and the function of the implementation that serves a call.
 
     It warns (ImplementationWarning) if the preferred implementation fails its check, once per class of calls. Inside a
@@ -86,17 +48,14 @@ def choose(
 
     Args:
         operator: The operator.
-        order: The names of the implementations in order of preference, and the reason for that order. A single name is
-            forced.
-        calls: The class of the call, in words that are the same on every machine.
-        candidate_of: Returns the candidate of a name, or why that implementation does not support the call.
+        call: The arguments of the call that decide, of the class that the operator's candidates take.
 
     Raises:
         UserError: The variable forces an implementation that does not support the call or fails its check.
     """
-    names, why = order
+    names, why = operator.order()
     names = names if trace.current().trials else names[-1:]
-    forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {calls}"
+    forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {call.words}"
     known = None if run is None or forced else run.names.get(key)
     if known is not None:
         # Of a run on another device, only what this one has can serve. What supports every call leads where it was the
@@ -104,10 +63,10 @@ def choose(
         last, others = names[-1], [name for name in known if name in names[:-1]]
         names = (last, *others) if known[:1] == [last] else (*others, last)
     if foresight.looks_ahead():
-        return _foreseen(operator, names, candidate_of)
+        return _foreseen(operator, names, call)
     measured = backend.compares_times()
     compares = measured and known is None and not forced and (run is None or run.by_time)
-    serving = _right(operator, names, candidate_of, first=not compares, forced=forced)
+    serving = _right(operator, names, call, first=not compares, forced=forced)
     ranked, notes = list(serving.right), serving.notes
     tried = any(candidate.checked and not candidate.trusted for candidate in serving.right.values())
     if (compares and len(ranked) > 1) or (forced and measured and tried):
@@ -124,13 +83,11 @@ def choose(
     return ranked[0], serving.right[ranked[0]].function
 
 
-def _foreseen(
-    operator: Operator, names: Sequence[str], candidate_of: Callable[[str], Candidate | str]
-) -> tuple[str, Callable[..., Any]]:
+def _foreseen(operator: Operator, names: Sequence[str], call: Any) -> tuple[str, Callable[..., Any]]:
     """Return what will probably serve a call that is only foreseen; the kernels of the trials before it are built."""
     serving: list[tuple[str, Callable[..., Any]]] = []
     for name in names:
-        candidate = candidate_of(name)
+        candidate = operator.candidates[name](call)
         if isinstance(candidate, str) or not _may_pass(operator, name, candidate):
             continue
         serving.append((name, candidate.function))
@@ -159,18 +116,11 @@ class _Serving:
     notes: list[str]
 
 
-def _right(
-    operator: Operator,
-    names: Sequence[str],
-    candidate_of: Callable[[str], Candidate | str],
-    *,
-    first: bool,
-    forced: bool,
-) -> _Serving:
+def _right(operator: Operator, names: Sequence[str], call: Any, *, first: bool, forced: bool) -> _Serving:
     """Return what of `names` serves a call: the `first` alone, or all. A single name may be forced."""
     serving = _Serving({}, [], [])
     for name in names:
-        candidate = candidate_of(name)
+        candidate = operator.candidates[name](call)
         if isinstance(candidate, str):
             if forced:
                 raise UserError(f"{operator.variable}={name} cannot serve this call: {candidate}.")

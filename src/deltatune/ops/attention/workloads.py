@@ -1,24 +1,20 @@
-"""Compares each implementation of attention with float64, at the sizes of released models."""
+"""Calls of attention at the sizes of released models, with their results in float64, for the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..machine import backend
-from ..ops.attention import attention_blocked, choice
-from ..ops.attention.tolerances import NORMAL, half_norm
-from ..ops.attention.trial_case import Implementation, differentiated
-from ..ops.trial import candidates
-from ..ops.trial.case import Case
-from ..ops.trial.measure import as_float64, relative_norm
-from .float64_attention import NAMES, attention64
-from .outcome import FAILED, Check, Outcome, not_run, tried
+from ..trial.case import Case
+from ..trial.measure import as_float64, relative_norm
+from .call import AttentionCall
+from .float64 import NAMES, attention64
+from .tolerances import NORMAL, half_norm
+from .trial_case import Implementation, differentiated
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,20 @@ class AttentionWorkload:
 
     @property
     def bound(self) -> float:
-        """The largest relative norm of an error (ops/attention/tolerances.py)."""
+        """The largest relative norm of an error (tolerances.py)."""
         return NORMAL if self.dtype == "float32" else half_norm(self.dtype)
+
+    def call(self) -> AttentionCall:
+        """The call, for the choice of an implementation."""
+        arrays = self.arrays()
+        options = self.options()
+        segments = None if "segments" not in options else mx.array(options["segments"])
+        q, k, v = (arrays[name] for name in "qkv")
+        return AttentionCall(q, k, v, self.causal, segments, self.window, arrays.get("sinks"), None, options["scale"])
+
+    def case(self, implementation: str) -> Case[Implementation]:
+        """The case, with the bounds that hold for every implementation."""
+        return case_of(self)
 
 
 @lru_cache(maxsize=1)
@@ -113,38 +121,3 @@ def workloads(quick: bool) -> list[AttentionWorkload]:
         AttentionWorkload("windows and sinks, fp32", length, (8, 8), 64, window=50, with_sinks=True),
         AttentionWorkload("an image, bf16", length, (4, 4), 72, **bf16, causal=False, documents=True),
     ]
-
-
-def checks(quick: bool) -> Iterator[Check]:
-    """One check for each implementation and workload; the exact results of a workload are computed once."""
-    for workload in workloads(quick):
-        for name in ("blocked", "fused", "native"):
-            yield Check(f"attention, {name}: {workload.name}", partial(_check, name, workload))
-
-
-def _check(name: str, workload: AttentionWorkload) -> Outcome:
-    function: Implementation = attention_blocked
-    if name != "blocked":
-        if backend.device() == "cpu":
-            return not_run("it is for GPUs, and MLX computes on the CPU here")
-        if name not in backend.attention_candidates()[0]:
-            return not_run("it serves nothing here")
-        candidate = choice.CANDIDATES[name](call_of(workload))
-        if isinstance(candidate, str):
-            return not_run(f"it does not cover this: {candidate}")
-        function = candidate.function
-        verdict = candidates.verdict_anew(choice.OPERATOR, name, candidate)
-        if not verdict.passed:
-            # deltatune cannot repair MLX's own attention, and does not use it where it fails its trial.
-            return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
-    return tried(case_of(workload), function)
-
-
-def call_of(workload: AttentionWorkload) -> choice.AttentionCall:
-    """The call, for the choice of an implementation."""
-    arrays, options = workload.arrays(), workload.options()
-    segments = None if "segments" not in options else mx.array(options["segments"])
-    q, k, v = (arrays[name] for name in "qkv")
-    return choice.AttentionCall(
-        q, k, v, workload.causal, segments, workload.window, arrays.get("sinks"), None, options["scale"]
-    )

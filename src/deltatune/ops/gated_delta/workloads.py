@@ -1,19 +1,23 @@
-"""Compares each implementation of gated_delta with the recurrence in float64, at the sizes of released models."""
+"""Calls of gated_delta at the sizes of released models, with their results in float64, for the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..machine import backend
-from ..ops.gated_delta import choice, gated_delta_chunk, gated_delta_naive
-from ..ops.gated_delta.tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
-from ..ops.gated_delta.trial_case import (
+from ..trial.case import Case
+from ..trial.measure import relative_norm
+from .call import Call
+from .chunk import gated_delta_chunk
+from .float64 import INPUTS, recurrence
+from .naive import gated_delta_naive
+from .tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
+from .trial_case import (
     SLOW_TOKENS,
     Implementation,
     by_gates,
@@ -22,11 +26,6 @@ from ..ops.gated_delta.trial_case import (
     draw_segments,
     slow_name,
 )
-from ..ops.trial import candidates
-from ..ops.trial.case import Case
-from ..ops.trial.measure import relative_norm
-from .float64_recurrence import INPUTS, recurrence
-from .outcome import FAILED, NOT_RUN, Check, Outcome, not_run, tried
 
 NAMES = ("y", "state", *INPUTS)
 # q and k have key heads and all other arrays value heads; a state has its heads on the second axis.
@@ -98,6 +97,16 @@ class Workload:
         floats = {name: mx.array(arrays[name]).astype(self.kind_of(name)) for name in (*INPUTS, "dy", "dstate")}
         return [floats[name] for name in INPUTS], constants, [floats["dy"], floats["dstate"]]
 
+    def call(self) -> Call:
+        """The call, for the choice of an implementation."""
+        arrays = self.arrays()
+        q, k, v, log_g = (mx.array(arrays[name]).astype(self.kind_of(name)) for name in ("q", "k", "v", "log_g"))
+        return Call(q, k, v, log_g, self.documents, self.documents)
+
+    def case(self, implementation: str) -> Case[Implementation]:
+        """The case, with the bounds that hold for an implementation."""
+        return case_of(self, bounds(self, implementation == "fused"))
+
     def corner(self, name: str, x: Any) -> Any:
         """The part of an array that belongs to the first and the last key head and to their value heads.
 
@@ -164,7 +173,7 @@ def _or_nan(x: mx.array, finite: mx.array) -> mx.array:
 
 
 def bounds(workload: Workload, fused: bool) -> dict[str, float]:
-    """The largest error allowed for each result, from ops/gated_delta/tolerances.py.
+    """The largest error allowed for each result, from tolerances.py.
 
     fused: use the bounds of the fused kernels in fp32.
     """
@@ -173,13 +182,6 @@ def bounds(workload: Workload, fused: bool) -> dict[str, float]:
         return {name: fused_bf16_norm(peer) for name, peer in peers.items()}
     allowed = {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in NAMES}
     return allowed | {slow_name(name): SLOW for name in NAMES}
-
-
-def checks(quick: bool) -> Iterator[Check]:
-    """One check for each implementation and workload; the exact results of a workload are computed once."""
-    for workload in workloads(quick):
-        for name in ("chunk", "fused", "native"):
-            yield Check(f"gated delta, {name}: {workload.name}", partial(_check, name, workload))
 
 
 def workloads(quick: bool) -> list[Workload]:
@@ -192,25 +194,3 @@ def workloads(quick: bool) -> list[Workload]:
         Workload("gates per channel, bf16", length, 2 * few, 2 * few, size, "bfloat16", per_channel=True),
         Workload("gates per channel, fp32, masked documents", length, few, few, size, "float32", True, True),
     ]
-
-
-def _check(name: str, workload: Workload) -> Outcome:
-    function: Callable[..., Any] = gated_delta_chunk
-    if name != "chunk":
-        if backend.device() == "cpu":
-            return not_run("it is for GPUs, and MLX computes on the CPU here")
-        arrays = workload.arrays()
-        q, k, v, log_g = (mx.array(arrays[key]).astype(workload.kind_of(key)) for key in ("q", "k", "v", "log_g"))
-        candidate = choice.CANDIDATES[name](choice.Call(q, k, v, log_g, workload.documents, workload.documents))
-        if isinstance(candidate, str):
-            return not_run(f"it does not cover this: {candidate}")
-        verdict = candidates.verdict_anew(choice.OPERATOR, name, candidate)
-        if not verdict.passed:
-            # deltatune cannot repair MLX's own operator, and does not use it where it fails its trial.
-            return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
-        function = candidate.function
-    outcome = tried(case_of(workload, bounds(workload, name == "fused")), function)
-    if outcome.status == FAILED and name == "native" and name not in backend.gated_delta_candidates()[0]:
-        words = f"MLX's own operator is off ({outcome.detail}), and serves nothing here"
-        return Outcome(NOT_RUN, words, outcome.errors, outcome.bounds)
-    return outcome

@@ -1,0 +1,34 @@
+"""The arguments of a call of gated_delta that decide which implementation can serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .trial_case import ShapeClass
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call of `gated_delta` that decide which implementation can serve it."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    masked: bool
+    segmented: bool
+    beta_dtype: mx.Dtype = mx.float32
+
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
+        heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
+        dtype = str(self.v.dtype).removeprefix("mlx.core.")
+        options = self.masked, self.segmented, self.log_g.ndim == 4
+        return ShapeClass(*heads, dtype, *options, tiling, str(beta).removeprefix("mlx.core."))
+
+    @property
+    def words(self) -> str:
+        """The class of the call, in words that are the same on every machine."""
+        return str(self.shape_class())

@@ -1,0 +1,36 @@
+"""Compares each implementation of an operator with float64, at the sizes of released models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from ..machine import backend
+from ..ops.trial import candidates
+from ..ops.trial.operator import Operator, Workload
+from .outcome import FAILED, Check, Outcome, not_run, tried
+
+
+def checks(operator: Operator, quick: bool) -> Iterator[Check]:
+    """One check for each implementation and workload; the exact results of a workload are computed once."""
+    for workload in operator.workloads(quick):
+        for name in (operator.last, *operator.fast):
+            yield Check(f"{operator.title}, {name}: {workload.name}", partial(compare, operator, name, workload))
+
+
+def compare(operator: Operator, name: str, workload: Workload) -> Outcome:
+    """Compare an implementation with float64; one that has a trial must pass it first, as before its first use."""
+    if name != operator.last:
+        if backend.device() == "cpu":
+            return not_run("it is for GPUs, and MLX computes on the CPU here")
+        if name not in operator.order()[0]:
+            return not_run("it serves nothing here")
+    candidate = operator.candidates[name](workload.call())
+    if isinstance(candidate, str):
+        return not_run(f"it does not cover this: {candidate}")
+    if candidate.checked is not None and not candidate.trusted:
+        verdict = candidates.verdict_anew(operator, name, candidate)
+        if not verdict.passed:
+            # deltatune cannot repair MLX's own operator, and does not use it where it fails its trial.
+            return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
+    return tried(workload.case(name), candidate.function)
