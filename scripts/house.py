@@ -29,10 +29,10 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "commands": Budget(2_250, 1_400),
-    "selftest": Budget(3_500, 2_200),
+    "selftest": Budget(3_000, 2_200),
     "demo": Budget(1_150, 700),
     "recipes": Budget(100, 200),
-    "doctor": Budget(1_400, 1_300),
+    "doctor": Budget(1_350, 1_300),
     "export": Budget(1_800, 1_600),
     "plan": Budget(3_900, 3_300),
     "train": Budget(9_400, 8_000),
@@ -40,12 +40,12 @@ BUDGETS = {
     "models": Budget(4_450, 3_600),
     "patches": Budget(4_800, 3_400),
     "lora": Budget(2_700, 2_300),
-    "ops": Budget(14_800, 12_000),
-    "machine": Budget(2_000, 2_500),
+    "ops": Budget(15_450, 12_000),
+    "machine": Budget(1_950, 2_500),
     "options": Budget(1_000, 1_050),
     "root": Budget(900, 450),
     "kernels": Budget(11_800, 10_800),
-    "tests": Budget(52_550, 46_000),
+    "tests": Budget(52_750, 46_000),
 }
 
 

@@ -12,12 +12,13 @@ import dataclasses
 from typing import Any
 
 from deltatune.demo import flow
+from deltatune.ops import operators
 from deltatune.ops.attention import examples as attention_examples
 from deltatune.ops.attention.trial_case import KernelShape
 from deltatune.ops.gated_delta import examples
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
-from deltatune.selftest import controls, replays, run, training
+from deltatune.selftest import controls, replays, training
 
 _FEW_HEADS, _HEAD_SIZE = 2, 16
 
@@ -30,7 +31,7 @@ def declare() -> None:
     controls._SHORT, controls._LONG = 16, 32
     gated_delta = dataclasses.replace(GATED_DELTA, workloads=lambda quick: GATED_DELTA.workloads(quick)[::3])
     attention = dataclasses.replace(ATTENTION, workloads=lambda quick: ATTENTION.workloads(quick)[:2])
-    run.OPERATORS = (gated_delta, attention)
+    operators.OPERATORS = (gated_delta, attention)
     training.STEPS = 2
     options_of_training, options_of_demo = training._options, flow.options
     training._options = lambda *given: options_of_training(*given) | {"batch_size": 1, "max_seq_length": 64}

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..machine import environment
-from ..ops.operators import OPERATORS
+from ..ops import operators
 
 # Seconds for the trace.
 _LIMIT = 300
@@ -83,7 +83,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
         }
     )
     # deltatune's own kernels are not looked for.
-    variables = environment.of_child() | {operator.variable: operator.last for operator in OPERATORS}
+    variables = environment.of_child() | {operator.variable: operator.last for operator in operators.OPERATORS}
     command = [sys.executable, "-m", "deltatune.doctor.custom_kernels_trace"]
     try:
         done = subprocess.run(command, input=request, capture_output=True, env=variables, timeout=_LIMIT)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe
 from ..machine import packages
-from ..ops.operators import OPERATORS
+from ..ops import operators
 from ..patches import PATCHES, patched
 from ..patches.verify import serving
 from ..plan.array_layout import ArrayLayout
@@ -139,7 +139,7 @@ def examine(model: str | None = None) -> Examination:
         UserError: `model` cannot be loaded.
     """
     layers = None if model is None else _layers(model)
-    for operator in OPERATORS:
+    for operator in operators.OPERATORS:
         # An implementation that is forced and cannot run here is refused before anything is built.
         operator.order()
     with ThreadPoolExecutor() as builders:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..machine import backend
+from ..ops import operators
 from ..ops.gated_delta.tolerances import TF32
 from ..ops.kernels.cubin import built_side_by_side
-from ..ops.operators import OPERATORS
 from ..ops.trial import candidates, timing
 from ..ops.trial.operator import Operator
 from ..ops.trial.verdicts import Verdict
@@ -64,7 +64,7 @@ def build(builders: ThreadPoolExecutor) -> None:
     if backend.device() != "cuda":
         return
     with built_side_by_side(builders):
-        for operator in OPERATORS:
+        for operator in operators.OPERATORS:
             for call in operator.examples():
                 candidate = operator.candidates["fused"](call)
                 if not isinstance(candidate, str) and candidate.checked is not None:
@@ -73,12 +73,12 @@ def build(builders: ThreadPoolExecutor) -> None:
 
 def findings() -> list[OperatorFindings]:
     """Compare the last implementation of each operator with the definition, and try the faster ones."""
-    return [_of_operator(operator) for operator in OPERATORS]
+    return [_of_operator(operator) for operator in operators.OPERATORS]
 
 
 def compare_with_definitions() -> None:
     """Run the comparisons of the last implementations; nobody looks at the results."""
-    for operator in OPERATORS:
+    for operator in operators.OPERATORS:
         operator.compare_last()
 
 
@@ -122,7 +122,7 @@ def times() -> list[Times]:
     """Time the implementations that findings() has found right, on a GPU."""
     if backend.device() == "cpu":
         return []
-    return [_times(operator, call) for operator in OPERATORS for call in operator.examples()]
+    return [_times(operator, call) for operator in operators.OPERATORS for call in operator.examples()]
 
 
 def _times(operator: Operator, call: Any) -> Times:

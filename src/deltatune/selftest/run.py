@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import UserError
-from ..ops.operators import OPERATORS
+from ..ops import operators
 from . import (
     controls,
     demonstration,
@@ -34,7 +34,7 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     timings: the checks of times append their measurements to this list.
     """
     yield "Doctor", examined.checks(quick)
-    for operator in OPERATORS:
+    for operator in operators.OPERATORS:
         yield f"{operator.title.capitalize()} against float64", implementations.checks(operator, quick)
     yield "Experts against float64", experts.checks(quick)
     yield "Passes around the recurrence against float64", pointwise.checks(quick)

@@ -17,7 +17,7 @@ from ...data.batches.stream_order import StreamOrder
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
 from ...machine import backend, blas
-from ...ops.operators import OPERATORS
+from ...ops import operators
 from ...ops.trial.rankings import Rankings
 from ...options.config import TrainConfig
 from ...patches.verify import Serving
@@ -178,7 +178,7 @@ def implementations(chosen: Rankings) -> list[str]:
 
 def served(told: Serving) -> dict[str, str]:
     """Describe what computes the layers, such as `{"gated delta": "chunk (automatic on cpu) in 18 of 18 layers"}`."""
-    why = {operator.title: operator.order()[1] for operator in OPERATORS}
+    why = {operator.title: operator.order()[1] for operator in operators.OPERATORS}
     lines = {}
     for operator, layers in told.by_operator().items():
         reason = f" ({why[operator]})" if operator in why else ""
