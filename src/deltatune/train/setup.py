@@ -49,8 +49,8 @@ from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
 from .step import Step
-from .tree import leaves
 from .updates.optimizer import UpdateOptions
+from .updates.parameter_groups import parameter_groups
 from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -257,28 +257,15 @@ def build_step(
     kind: Callable[..., Step] = Step,
 ) -> Step:
     """Build the training step that `config` describes, inside training(); `kind` is its class."""
+    groups = parameter_groups(model, optimizer, config)
     return kind(
         model,
         optimizer,
         loss,
         world,
-        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, _rates(model, config)),
+        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, groups),
         routers=router_losses(model, config, world),
     )
-
-
-def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
-    if config.loraplus_lr_ratio is None:
-        return {}
-    trained = leaves(model.trainable_parameters())
-    rates = {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}
-    if not rates:
-        raise UserError(
-            "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
-            "trains here; use fine_tune_type: lora, or leave it out."
-        )
-    return rates
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
