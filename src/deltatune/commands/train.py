@@ -83,6 +83,8 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
         run = ready(config, world=world, lazy=config.memory is not None)
         config = run.config
         if show:
+            for note in run.splits.notes:
+                screen.say(note)
             if world.main:
                 show_batch(next(training_order(run.splits, config)), run.loaded.tokenizer)
             return None
