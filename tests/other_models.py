@@ -142,13 +142,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def other_model() -> Callable[[str], nn.Module]:
-    """other_model(family) -> a fresh tiny model of OTHERS."""
+def other_model() -> Callable[..., nn.Module]:
+    """other_model(family, **options) -> a fresh tiny model, of OTHERS or with these options."""
 
-    def factory(family: str) -> nn.Module:
+    def factory(family: str, **options: Any) -> nn.Module:
         from mlx_lm.utils import _get_classes
 
-        config = {"model_type": family} | _COMMON | OTHERS[family]
+        config = {"model_type": family} | _COMMON | OTHERS.get(family, {}) | options
         model_class, arguments_class = _get_classes(config)
         return model_class(arguments_class.from_dict(config))
 

@@ -105,6 +105,54 @@ def test_rows_are_longer_than_every_window_that_training_exceeds(tiny_model):
             check_packing(model, 101)
 
 
+ROPE = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256}
+YARN = ROPE | {"rope_type": "yarn", "factor": 16.0}
+NEAR = {
+    "ministral3": ({"rope_parameters": YARN}, "original_max_position_embeddings", 256),
+    "llama": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "max_position_embeddings", 128),
+    "minimax_m3_vl": (
+        {
+            "text_config": {
+                "vocab_size": 64,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "shared_intermediate_size": 32,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 2,
+                "head_dim": 16,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "index_n_heads": 1,
+                "index_head_dim": 16,
+                "index_block_size": 32,
+                "index_topk_blocks": 3,
+            },
+        },
+        "index_block_size and index_topk_blocks",
+        96,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", NEAR)
+def test_what_differs_beyond_a_length_of_the_config_is_refused_on_longer_rows_alone(other_model, family):
+    options, names, length = NEAR[family]
+    model = other_model(family, num_hidden_layers=2, **options)
+    with patched(model):
+        check_packing(model, length)
+        with pytest.raises(UserError, match=f"longer than {names}, here 20 in place of {length}.* at most {length}"):
+            check_packing(model, length + 1)
+        check_packing(model, length)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.01])
+def test_a_scale_that_changes_little_is_found(other_model, beta):
+    model = other_model("ministral3", num_hidden_layers=8, rope_parameters=YARN | {"llama_4_scaling_beta": beta})
+    with patched(model), pytest.raises(UserError, match="original_max_position_embeddings"):
+        check_packing(model, 4096)
+
+
 class _LeaksALittle(nn.Module):
     """Adds a small part of the row's mean, as layers pass on whose inputs are so large that a tanh hides them."""
 

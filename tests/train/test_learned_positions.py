@@ -11,7 +11,7 @@ from mlx_lm.models import gpt2
 
 from console import called
 from deltatune.errors import UserError
-from deltatune.train.learned_positions import check_positions, learned_positions
+from deltatune.train.learned_positions import check_positions, learned_positions, unscaled_positions
 from other_models import OTHERS
 
 CONFIG = OTHERS["gpt2"] | {"model_type": "gpt2", "vocab_size": 320}
@@ -36,6 +36,38 @@ def test_a_batch_is_no_wider_than_the_table(model, positions, longest, fits):
         return
     with pytest.raises(UserError, match=r"^a:2: its row has 96 positions, .* learned 64: give --max-seq-length 64\.$"):
         check_positions(model, longest, examples)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"type": "dynamic", "factor": 4.0}, 64),
+        ({"type": "linear", "factor": 4.0}, None),
+        ({"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, None),
+        (None, None),
+    ],
+)
+def test_positions_that_depend_on_the_row_s_length_are_found(tiny_model, scaling, positions):
+    made = tiny_model("qwen3", rope_scaling=scaling, max_position_embeddings=64)
+    assert unscaled_positions(made) == positions
+    assert learned_positions(made) is None
+
+
+@pytest.mark.bad_input("a row that is longer than rotary positions of dynamic scaling stay the same")
+def test_train_plan_and_eval_refuse_a_row_whose_positions_depend_on_its_length(tiny_checkpoint, tmp_path):
+    scaling = {"type": "dynamic", "factor": 4.0}
+    folder = tiny_checkpoint("qwen3", rope_scaling=scaling, max_position_embeddings=64)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 40}) + "\n")
+    flags = ("--model", folder, "--data", tmp_path, "--batch-size", 1)
+    run = ("--iters", 1, "--adapter-path", tmp_path / "out")
+    for command, *more in (("plan", *run), ("train", *run), ("eval",)):
+        refused = called(command, *flags, *more)
+        assert refused.returncode == 2, refused.stdout
+        assert "beyond 64 the model's rotary positions depend on the length of the row" in refused.stderr
+        assert "give --max-seq-length 64." in refused.stderr
+    trained = called("train", *flags, *run, "--max-seq-length", 64)
+    assert trained.returncode == 0, trained.stderr
 
 
 @pytest.mark.bad_input("a row that is longer than a model's table of learned positions")

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,15 +30,15 @@ _MIDDLE = 1e-5
 # The same for another place in the row, in the middle of all tokens. Rotary positions round differently there, in TF32
 # to 2**-11, and a token in a hundred may go to another expert; a table of positions gives tenths.
 _PLACE = 2e-2
-# How many times as large the third figure may be where rows exceed a length as where they do not. Rounding is the same.
-_BEYOND = 4
+# The same for a row that exceeds a length, beside the same row that does not: rounding alone, at the same places.
+_BEYOND = 1e-4
 # Names of the lengths beyond which layers mask, select, scale or cut rows in another way than on short rows.
 _NAMES = ("window", "chunk_size", "topk", "max_position", "floor_scale")
 # Lengths that training exceeds are lowered to this. A document alone does not exceed it, every token of one that
 # follows another does, and no multiple of it stands where a document begins.
 _LOWERED = 20
 # The same for the number and the size of the blocks of keys that a layer selects.
-_BLOCKS, _BLOCK = 2, 10
+_BLOCKS, _BLOCK = 1, 18
 # A length that no row exceeds.
 _RAISED = 64
 
@@ -157,24 +158,26 @@ def _influence(model: nn.Module, lengths: Sequence[_Length], longest: int) -> fl
     influences = []
     # Rounding alone sends a token to other experts once in a thousand models: a leak is there in every draw.
     for draw in range(2):
+        documents = _documents(draw)
         try:
             with _with_lengths([(length, max(length.owner[length.name], _RAISED)) for length in lengths]):
-                influence, middle, place = _measure(model, draw)
-            limit = _PLACE
-            if exceeded and place < limit:
-                limit = _BEYOND * place + _MIDDLE
+                after_one, after_other = _behind_others(model, *documents)
+                alone = logits_of(model, documents[-1])[0].astype(mx.float32)
+                influence, place = _distances(after_one, after_other), _distances(after_one, alone)
+            isolated = max(influence) < _INFLUENCE and median(influence) < _MIDDLE and median(place) < _PLACE
+            if isolated and exceeded:
                 with _with_lengths([(length, length.lowered) for length in exceeded]):
-                    beyond = _measure(model, draw)
-                influence, middle, place = map(max, (influence, middle, place), beyond)
+                    beyond_one, beyond_other = _behind_others(model, *documents)
+                    influence, place = _distances(beyond_one, beyond_other), _distances(beyond_one, after_one)
+                isolated = max(influence) < _INFLUENCE and median(influence) < _MIDDLE and median(place) < _BEYOND
         except ValueError as error:
             raise UserError(
                 f"packing: {type(model).__module__} cannot compute a packed row, since it reads its mask in "
                 f"another shape ({first_line(error)}). Train this model without packing."
             ) from error
-        if influence < _INFLUENCE and middle < _MIDDLE and place < limit:
+        if isolated:
             return None
-        influences.append(max(influence, place))
-    # What is not finite is no number below a limit either.
+        influences.append(max(*influence, median(place)))
     return min(influences)
 
 
@@ -191,24 +194,23 @@ def _with_lengths(lengths: Sequence[tuple[_Length, int]]) -> Iterator[None]:
             length.owner[length.name] = value
 
 
-def _measure(model: nn.Module, draw: int) -> tuple[float, float, float]:
-    """Return how far another first document, and another place in a row, change the logits of the second document.
-
-    The first figure is that of the token that another document changes most, the second that of the token in the
-    middle, the third that of the token in the middle at another place.
-    """
+def _documents(draw: int) -> list[mx.array]:
+    """Return the tokens [1, T] of two first documents and of a second one."""
     keys = mx.random.split(mx.random.key(draw), 3)
-    one, other, tested = (
-        mx.random.randint(1, 60, (1, length), key=key)
-        for length, key in zip((_FIRST, _FIRST, _SECOND), keys, strict=True)
-    )
+    lengths = (_FIRST, _FIRST, _SECOND)
+    return [mx.random.randint(1, 60, (1, length), key=key) for length, key in zip(lengths, keys, strict=True)]
+
+
+def _behind_others(model: nn.Module, one: mx.array, other: mx.array, tested: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the logits [T, V] of a document behind each of two others."""
     rows = mx.concatenate([mx.concatenate([first, tested], axis=1) for first in (one, other)])
     with segments(mx.array([[0] * _FIRST + [1] * _SECOND] * 2, mx.int32)):
-        logits = logits_of(model, rows).astype(mx.float32)
-    alone = logits_of(model, tested).astype(mx.float32)[0]
-    after_one = logits[0, _FIRST:]
-    after_other = logits[1, _FIRST:]
-    size = mx.abs(alone).mean()
-    influence = mx.sort(mx.abs(after_one - after_other).mean(axis=1) / size)
-    place = mx.sort(mx.abs(after_one - alone).mean(axis=1) / size)
-    return float(influence.max()), float(influence[_SECOND // 2]), float(place[_SECOND // 2])
+        logits = logits_of(model, rows)[:, _FIRST:].astype(mx.float32)
+    return logits[0], logits[1]
+
+
+def _distances(logits: mx.array, others: mx.array) -> list[float]:
+    """Return how far the logits of each token [T, V] are from others, relative to the mean size of these."""
+    distances = mx.abs(logits - others).mean(axis=1) / mx.abs(others).mean()
+    # What is not a number is not below a limit either.
+    return [distance if math.isfinite(distance) else math.inf for distance in distances.tolist()]

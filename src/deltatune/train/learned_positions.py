@@ -1,6 +1,7 @@
-"""Refuses rows that are longer than a model's table of learned positions, such as GPT-2's.
+"""Refuses rows that are longer than a model's table of learned positions, or than its rotary positions stay the same.
 
-MLX reads beyond an array's end without an error: the loss would be NaN, or made of whatever lies there.
+MLX reads beyond an array's end without an error: the loss would be NaN, or made of whatever lies there. Dynamic scaling
+gives every token of a long row other positions, by the length of the row with its padding.
 """
 
 from __future__ import annotations
@@ -49,6 +50,24 @@ def learned_positions(model: nn.Module) -> int | None:
     return min(counts, default=None)
 
 
+def unscaled_positions(model: nn.Module) -> int | None:
+    """Return up to which length of a row a model's rotary positions do not depend on it; None where they never do."""
+    counts = [
+        module.max_position_embeddings
+        for module in model.modules()
+        if {"max_position_embeddings", "dims"} <= vars(module).keys() and _scales_by_length(module)
+    ]
+    return min(counts, default=None)
+
+
+def _scales_by_length(rotary: nn.Module) -> bool:
+    """Whether rotary positions beyond `max_position_embeddings` depend on the tokens that follow in the row."""
+    with undisturbed(rotary):
+        rotary.max_position_embeddings = 1
+        x = mx.ones((1, 1, 3, rotary.dims))
+        return not mx.allclose(rotary(x)[..., 1:2, :], rotary(x[..., 1:2, :], offset=1), atol=1e-4)
+
+
 def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[Any]) -> None:
     """Check that the model has a position for every token of the batches that examples come in.
 
@@ -60,7 +79,10 @@ def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[An
     Raises:
         UserError: It has not; the message names the first such example.
     """
-    most = learned_positions(model)
+    most, why = learned_positions(model), "the model has learned {:,}"
+    if most is None:
+        most = unscaled_positions(model)
+        why = "beyond {:,} the model's rotary positions depend on the length of the row, its padding included"
     if most is None or max_seq_length <= most:
         return
     widths = bucket_widths(max_seq_length)
@@ -68,6 +90,6 @@ def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[An
         width = widths[min(bisect_left(widths, example.positions), len(widths) - 1)]
         if width > most:
             raise UserError(
-                f"{example.source}: its row has {width:,} positions, and the model has learned {most:,}: give "
+                f"{example.source}: its row has {width:,} positions, and {why.format(most)}: give "
                 f"--max-seq-length {most}."
             )
