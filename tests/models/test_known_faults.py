@@ -12,6 +12,10 @@ SENTENCE = (
     "mlx-lm's qwen3 has no sliding window: beyond 16 tokens its logits are not those of transformers, where a token "
     "sees the last 16 alone."
 )
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+}
 SHORT = {"text": "a dog"}
 LONG = {"text": "the quick brown fox jumps over the lazy dog, " * 3}
 
@@ -46,7 +50,7 @@ def test_the_doctor_names_a_known_fault(model, tiny_checkpoint):
 def test_a_run_names_it_where_a_row_is_longer_than_the_window(model, data, tmp_path):
     options = ["--model", model, "--iters", 1, "--batch-size", 1, "--adapter-path", tmp_path / "out"]
     text = words(deltatune("train", *options, "--data", data(LONG)))
-    assert text.count(f"Note: {SENTENCE} The longest row has ") == 1
+    assert text.count(f"Note: {SENTENCE} Of ") == 1
     assert "sliding window" not in words(deltatune("train", *options, "--data", data(SHORT)))
 
 
@@ -55,31 +59,49 @@ def test_a_run_names_it_where_a_row_is_longer_than_the_window(model, data, tmp_p
 )
 def test_other_commands_name_it_too(command, model, data):
     text = words(called(*command, "--model", model, "--data", data(LONG)))
-    assert text.count(f"Note: {SENTENCE} The longest row has ") == 1
+    assert text.count(f"Note: {SENTENCE} Of ") == 1
 
 
 def test_the_rows_of_a_stream_may_be_as_long_as_the_options_allow(model, data, tmp_path):
     options = ["--model", model, "--iters", 1, "--batch-size", 1, "--adapter-path", tmp_path / "out", "--streaming"]
     text = words(called("train", *options, "--data", data(SHORT), "--max-seq-length", 64))
-    assert f"Note: {SENTENCE} The longest row has 64." in text
+    assert f"Note: {SENTENCE} Of 9 rows it reaches 1." in text
 
 
 @pytest.mark.parametrize(
-    ("config", "beyond"),
+    ("config", "right", "wrong"),
     [
         # Transformers' default is a window; released configs without one say null.
-        ({"model_type": "mistral"}, [4096]),
-        ({"model_type": "mistral", "sliding_window": None}, []),
-        ({"model_type": "mistral3", "text_config": {"model_type": "mistral", "sliding_window": 8}}, [8]),
-        ({"model_type": "gemma2"}, [4096]),
-        ({"model_type": "qwen3", "sliding_window": 8}, []),
-        ({"model_type": "qwen2_moe"}, []),
-        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, [0]),
-        ({"model_type": "glm"}, [0]),
-        ({"model_type": "jamba"}, [0]),
-        ({"model_type": "llama"}, []),
-        ({"model_type": "unknown"}, []),
+        ({"model_type": "mistral"}, 4096, 4097),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral", "sliding_window": 8}}, 8, 9),
+        ({"model_type": "gemma2"}, 4096, 4097),
+        ({"model_type": "phi3", **LONGROPE}, 65, 64),
+        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, 0, 1),
+        ({"model_type": "ernie4_5_moe"}, 0, 1),
+        ({"model_type": "falcon_h1", "key_multiplier": 0.5}, 0, 1),
+        ({"model_type": "gemma"}, 0, 1),
+        ({"model_type": "glm"}, 0, 1),
+        ({"model_type": "gpt_neox"}, 0, 1),
+        ({"model_type": "jamba"}, 0, 1),
     ],
 )
-def test_from_which_length_on_a_model_is_wrong(config, beyond):
-    assert [fault.beyond for fault in known_faults(config)] == beyond
+def test_which_rows_of_a_model_are_wrong(config, right, wrong):
+    (fault,) = known_faults(config)
+    assert wrong in fault.lengths
+    assert right not in fault.lengths
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen3", "sliding_window": 8},
+        {"model_type": "qwen2_moe"},
+        {"model_type": "falcon_h1"},
+        {"model_type": "llama"},
+        {"model_type": "unknown"},
+        {},
+    ],
+)
+def test_models_without_a_known_fault(config):
+    assert known_faults(config) == []

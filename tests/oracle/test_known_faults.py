@@ -48,6 +48,10 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("qwen2_moe", NO_NORM | SLIDING, NO_NORM, WINDOW),
     ("qwen2_moe", {"norm_topk_prob": True}, NO_NORM, 0),
     ("jamba", {"num_experts_per_tok": 2}, {"num_experts_per_tok": 4}, 0),
+    ("ernie4_5_moe", {"moe_k": 2}, {"moe_k": 4}, 0),
+    ("falcon_h1", {"key_multiplier": 0.5}, {"key_multiplier": 1.0}, 0),
+    ("gemma", {}, GELU, 0),
+    ("gpt_neox", {}, {"hidden_act": "gelu_fast"}, 0),
     ("glm", rotated(0.5), rotated(1.0), 0),
 ]
 
@@ -67,7 +71,7 @@ def difference(family: str, folder: Path, options: dict[str, Any]) -> tuple[np.n
     ours, _ = load_model(folder)
     found = np.array(ours(mx.array(ROWS)).astype(mx.float32))
     faults = known_faults(json.loads((folder / "config.json").read_text()))
-    return np.abs(found - expected).max(axis=(0, 2)), [fault.beyond for fault in faults]
+    return np.abs(found - expected).max(axis=(0, 2)), [fault.lengths.start - 1 for fault in faults]
 
 
 @pytest.mark.parametrize(("family", "faulty", "sound", "length"), FAULTS)
@@ -77,5 +81,23 @@ def test_a_known_fault(family, faulty, sound, length, tmp_path):
     assert off[:length].max(initial=0) < TOLERANCE
     assert off[length:].max() > 5 * TOLERANCE
     off, beyond = difference(family, tmp_path / "sound", sound)
+    assert beyond == []
+    assert off.max() < TOLERANCE
+
+
+def test_positions_that_are_scaled_by_length(tmp_path):
+    """Transformers takes short_factor for rows up to the original length."""
+
+    def longrope(original: int, short: float) -> dict[str, Any]:
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+        rope |= {"short_factor": [short] * 8, "long_factor": [3.0] * 8}
+        return {"rope_parameters": rope, "original_max_position_embeddings": original, "sliding_window": None}
+
+    off, beyond = difference("phi3", tmp_path / "short", longrope(64, 1.0))
+    assert beyond == [0]
+    assert off.max() > 1.0
+    off, _ = difference("phi3", tmp_path / "long", longrope(16, 1.0))
+    assert off.max() < TOLERANCE
+    off, beyond = difference("phi3", tmp_path / "same", longrope(64, 3.0))
     assert beyond == []
     assert off.max() < TOLERANCE

@@ -1,19 +1,23 @@
-"""Known faults of mlx-lm's models: where their logits are not those of transformers, and from which row length on.
+"""Known faults of mlx-lm's models: where their logits are not those of transformers, and in rows of which length.
 
 tests/oracle/test_known_faults.py shows each of them on tiny models beside torch, and fails where mlx-lm has mended one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 
+from .scaled_positions import text_part
 from .transformers_configs import transformers_values
 
 Values = Mapping[str, Any]
+
+_ALL = range(1, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -22,54 +26,85 @@ class KnownFault:
 
     Attributes:
         sentence: What the model computes, and what transformers computes.
-        beyond: Rows of up to so many tokens are right; 0 where none is.
+        lengths: The lengths of the rows that are wrong, in tokens.
     """
 
     sentence: str
-    beyond: int
+    lengths: range
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A known fault of some families: `beyond` reads from a config how long rows may be; None where none is wrong."""
+    """A known fault of some families, or of all where none is named.
+
+    `lengths` reads from a config which rows are wrong, None where none is. The sentence may hold `first` and `last`,
+    the lengths of the longest row that is right before those and of the longest of those.
+    """
 
     families: frozenset[str]
-    beyond: Callable[[Values], int | None]
+    lengths: Callable[[Values], range | None]
     sentence: str
 
 
-def _window(values: Values) -> int | None:
-    """The window of the layers that have one: those of a kind, or all where a family has no kinds."""
+def _beyond_window(values: Values) -> range | None:
+    """Rows beyond the window of the layers that have one: those of a kind, or all where a family has no kinds."""
     kinds = values.get("layer_types")
-    return None if kinds and "sliding_attention" not in kinds else values.get("sliding_window") or None
+    window = values.get("sliding_window")
+    if not window or (kinds and "sliding_attention" not in kinds):
+        return None
+    return range(window + 1, sys.maxsize)
 
 
-def _some_experts(values: Values) -> int | None:
-    return 0 if values.get("num_experts_per_tok", 1) < values.get("num_experts", 1) else None
+def _up_to_original_length(values: Values) -> range | None:
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
+        return None
+    return (
+        range(1, rope["original_max_position_embeddings"] + 1) if rope["short_factor"] != rope["long_factor"] else None
+    )
 
 
-def _partial_rotation(values: Values) -> int | None:
+def _some_experts(values: Values) -> range | None:
+    return _ALL if values.get("num_experts_per_tok", 1) < values.get("num_experts", 1) else None
+
+
+def _partial_rotation(values: Values) -> range | None:
     rope = values.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    return None if share == 1.0 else 0
+    return None if share == 1.0 else _ALL
 
 
-def _approximate_gelu(values: Values) -> int | None:
-    return None if values.get("hidden_act") == "gelu" else 0
+def _exact_gelu(values: Values) -> range | None:
+    return _ALL if values.get("hidden_act") == "gelu" else None
 
 
-def _normalised_experts(values: Values) -> int | None:
-    return 0 if values.get("norm_topk_prob") else None
+def _approximate_gelu(values: Values) -> range | None:
+    return None if values.get("hidden_act") == "gelu" else _ALL
+
+
+def _key_multiplier(values: Values) -> range | None:
+    return None if values.get("key_multiplier", 1.0) == 1.0 else _ALL
+
+
+def _normalised_experts(values: Values) -> range | None:
+    return _ALL if values.get("norm_topk_prob") else None
 
 
 _WITHOUT_WINDOW = {"dots1", "gemma2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe"}
 _WITHOUT_WINDOW |= {"qwen3", "qwen3_moe", "starcoder2"}
+_OTHER_GELU = "computes another GELU than hidden_act asks for: logits differ by some 0.1 %"
 _RECORDS = (
     _Record(
         frozenset(_WITHOUT_WINDOW),
-        _window,
-        "has no sliding window: beyond {beyond:,} tokens its logits are not those of transformers, where a token sees "
-        "the last {beyond:,} alone",
+        _beyond_window,
+        "has no sliding window: beyond {first:,} tokens its logits are not those of transformers, where a token sees "
+        "the last {first:,} alone",
+    ),
+    _Record(
+        frozenset(),
+        _up_to_original_length,
+        "scales positions by long_factor in rows of any length, and transformers by short_factor in rows of up to "
+        "{last:,} tokens",
     ),
     _Record(
         frozenset({"jamba"}),
@@ -78,15 +113,22 @@ _RECORDS = (
         "experts weigh more than they should",
     ),
     _Record(
+        frozenset({"ernie4_5_moe"}),
+        _some_experts,
+        "leaves out e_score_correction_bias, which transformers adds to the scores by which experts are chosen",
+    ),
+    _Record(
+        frozenset({"falcon_h1"}),
+        _key_multiplier,
+        "leaves out key_multiplier, by which transformers multiplies the keys of attention",
+    ),
+    _Record(
         frozenset({"glm"}),
         _partial_rotation,
         "rotates a whole head by the token's position, and transformers the share partial_rotary_factor of it",
     ),
-    _Record(
-        frozenset({"starcoder2"}),
-        _approximate_gelu,
-        "computes GELU exactly, and transformers as hidden_act says: logits differ by some 0.1 %",
-    ),
+    _Record(frozenset({"gemma", "starcoder2"}), _approximate_gelu, _OTHER_GELU),
+    _Record(frozenset({"gpt_neox"}), _exact_gelu, _OTHER_GELU),
     _Record(
         frozenset({"qwen2_moe"}),
         _normalised_experts,
@@ -98,18 +140,17 @@ _RECORDS = (
 
 def known_faults(config: Values) -> list[KnownFault]:
     """Return the known faults of mlx-lm's model for the content of a config.json."""
-    text = config.get("text_config")
-    part: Values = text if isinstance(text, dict) and "model_type" in text else config
+    part = text_part(config)
     family = str(part.get("model_type"))
-    records = [record for record in _RECORDS if family in record.families]
-    if not records:
-        return []
     values = transformers_values(part)
     faults = []
-    for record in records:
-        beyond = record.beyond(values)
-        if beyond is not None:
-            faults.append(KnownFault(f"mlx-lm's {family} {record.sentence.format(beyond=beyond)}.", beyond))
+    for record in _RECORDS:
+        if record.families and family not in record.families:
+            continue
+        lengths = record.lengths(values)
+        if lengths is not None:
+            sentence = record.sentence.format(first=lengths.start - 1, last=lengths.stop - 1)
+            faults.append(KnownFault(f"mlx-lm's {family} {sentence}.", lengths))
     return faults
 
 
@@ -119,13 +160,14 @@ def fault_notes(model: nn.Module, config: Values, lengths: Iterable[int]) -> lis
     Args:
         model: The model; one that is not mlx-lm's has none of these faults.
         config: The content of its config.json.
-        lengths: The lengths of the rows, in tokens. They are read only where a length matters.
+        lengths: The lengths of the rows, in tokens. They are read only where the model has a fault.
     """
     faults = known_faults(config) if type(model).__module__.startswith("mlx_lm.") else []
-    longest = max(lengths, default=0) if faults else 0
+    rows = list(lengths) if faults else []
     notes = []
     for fault in faults:
-        if longest > fault.beyond:
-            reached = f" The longest row has {longest:,}." if fault.beyond else ""
+        count = sum(length in fault.lengths for length in rows)
+        if count:
+            reached = "" if fault.lengths == _ALL else f" Of {len(rows):,} rows it reaches {count:,}."
             notes.append(f"Note: {fault.sentence}{reached}")
     return notes

@@ -38,6 +38,7 @@ from .checkpoint_files import (
 )
 from .scaled_positions import check_scaling, set_yarn
 from .transformers_configs import as_written, completed, with_known_type
+from .unread_options import check_options
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -247,6 +248,7 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     config = read_config(path, trust_remote_code)
     weight_headers(path)
     if not config.get("model_file"):
+        check_options(config)
         check_scaling(completed(config), _built)
     upstream_classes: dict[type, type] = {}
 
@@ -326,6 +328,7 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
         config = read_config(locate(config))
     _classes(config)
     complete = completed(config)
+    check_options(config)
     check_scaling(complete, _built)
     mx.random.seed(seed)
     try:

@@ -58,6 +58,8 @@ def check_scaling(config: Config, build: Callable[[Config], nn.Module]) -> None:
     asked = next(_scalings(part), None)
     if asked is None:
         return
+    if _type(asked) == "longrope":
+        _check_longrope(part)
     with drawing_from(mx.random.key(0)):
         try:
             ignored = _positions(build(_without_scaling(config))) == _positions(build(config))
@@ -73,6 +75,29 @@ def check_scaling(config: Config, build: Callable[[Config], nn.Module]) -> None:
         "that: its logits would not be those of transformers. Remove the scaling from config.json to train the model "
         "with its original positions."
     )
+
+
+def _check_longrope(part: Config) -> None:
+    """UserError where transformers gives longrope another scale than mlx-lm, which computes one from two lengths."""
+    values = transformers_values(part)
+    options = values.get("rope_parameters")
+    if not isinstance(options, dict) or "original_max_position_embeddings" not in options:
+        return
+    original = options["original_max_position_embeddings"]
+    longest = values["max_position_embeddings"]
+
+    def scale_of(factor: float) -> float:
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+    used = scale_of(longest / original)
+    asked = options.get("attention_factor") or scale_of(options.get("factor") or longest / original)
+    if not math.isclose(asked, used, rel_tol=_ROUNDING):
+        raise UserError(
+            f"config.json: its longrope positions have a scale of {asked:.4f}, by attention_factor or factor, and "
+            f"mlx-lm's {part.get('model_type')} takes {used:.4f}, from max_position_embeddings and "
+            "original_max_position_embeddings: its logits would not be those of transformers. Remove the option where "
+            "the model was trained without it; mlx-lm cannot compute it otherwise."
+        )
 
 
 def set_yarn(config: Config, model: nn.Module) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,11 +102,33 @@ def transformers_values(part: Config) -> dict[str, Any]:
     return {**part, **_values(_native(part))}
 
 
+def transformers_defaults(part: Config) -> dict[str, Any]:
+    """Return the defaults of transformers' class for a config or its text part; none where there is no such class."""
+    native = _native(part)
+    try:
+        return {} if native is None else _values(type(native)())
+    except _REFUSALS:
+        return {}
+
+
+def fields_beside(part: Config) -> set[str]:
+    """Return the options that classes of arguments declare in the module of mlx-lm's model, and in those it imports."""
+    try:
+        arguments = upstream.model_classes(with_known_type(part))[1]
+    except (ValueError, AttributeError):
+        return set()
+    module = sys.modules[arguments.__module__]
+    imported = [each for each in vars(module).values() if inspect.ismodule(each) and "mlx_lm.models" in each.__name__]
+    classes = [each for one in (module, *imported) for each in vars(one).values() if dataclasses.is_dataclass(each)]
+    return {field.name for each in classes for field in dataclasses.fields(each)}
+
+
 def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
     """UserError where rope_parameters ask for what no option of mlx-lm's model says."""
     rope = part.get("rope_parameters")
     local = rope.get(_SLIDING) if isinstance(rope, dict) else None
-    if not isinstance(local, dict) or not fields or "rope_parameters" in fields:
+    if not isinstance(local, dict) or not fields or "rope_parameters" in fields or "text_config" in fields:
+        # Where the class of the text part is not known, scaled_positions.py looks at the model itself.
         return
     kind = local.get("rope_type", local.get("type", "default"))
     full = rope.get(_FULL)  # type: ignore[union-attr]
