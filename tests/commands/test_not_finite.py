@@ -152,3 +152,16 @@ def test_what_was_trained_is_saved_before_a_validation_loss_that_is_not_finite(r
     assert code == 0, err
     assert "Resuming after iteration 2 of 4" in said
     assert all(json.loads(line).get("val_loss", 0) < 100 for line in (train / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_large_loss_has_no_infinite_perplexity(run, checkpoint, data, tmp_path):
+    """A head of large weights is sure of wrong tokens: the loss is finite, and its perplexity no float."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors[norm] = tensors[norm] * 1e5
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    code, said, err = run("eval", "--model", folder, "--data", data, "--batch-size", 2)
+    assert code == 0, err
+    assert "test perplexity above 1e+304" in said

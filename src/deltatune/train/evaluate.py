@@ -31,6 +31,9 @@ from .reports.screen import Screen
 from .setup import Run, training
 from .tree import number
 
+# The loss up to which its perplexity is a number of 64 bits.
+_LARGEST = 700.0
+
 
 @contextmanager
 def inferring(model: nn.Module) -> Iterator[None]:
@@ -178,6 +181,6 @@ def say_loss(
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity:.4g}.")
+    perplexity = f"{math.exp(loss):.4g}" if loss < _LARGEST else f"above {math.exp(_LARGEST):.0e}"
+    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity}.")
     return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 import mlx.optimizers
@@ -64,7 +64,7 @@ def weight_decay(optimizer: mlx.optimizers.Optimizer) -> float:
 
 
 @contextmanager
-def settings_of(optimizer: mlx.optimizers.Optimizer, group: ParameterGroup) -> Iterator[None]:
+def settings_of(optimizer: Any, group: ParameterGroup) -> Iterator[None]:
     """Within the context, the optimizer has the learning rate and the weight decay of a group."""
     rate = optimizer.state["learning_rate"] if group.rate != 1 else None
     decay = weight_decay(optimizer)
