@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlx.utils import tree_map
 
-from console import called
+from console import called, deltatune
 from deltatune.cli import main
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_tokenizer, read_config
@@ -147,3 +147,21 @@ def test_what_the_converter_says_when_it_fails(words, plain_names, tmp_path, cap
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("print('what')")
     assert main(words) == 2
     assert "does not list the models that it knows: what" in capsys.readouterr().err
+
+
+def test_a_template_with_a_history_of_its_own_kind_is_named_by_the_script(words, tiny_checkpoint, tmp_path):
+    """Qwen3's drops earlier reasoning; the names of a dense Qwen3 are the same for MLX and for Hugging Face."""
+    base = Path(shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "qwen3"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Known"]}))
+    template = Path(__file__).parents[1] / "data" / "templates" / "qwen3.jinja"
+    shutil.copyfile(template, base / "chat_template.jinja")
+    model, _ = load_model(base)
+    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
+    save_adapters(model, tmp_path / "other", {})
+    words[words.index("--model") + 1] = str(base)
+    words[words.index("--adapter-path") + 1] = str(tmp_path / "other")
+    done = deltatune(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "treats the reasoning of earlier answers, results of tools, calls of tools" in " ".join(done.stdout.split())
+    assert "TEMPLATE" not in (tmp_path / "out.Modelfile").read_text()

@@ -30,8 +30,8 @@ def as_ollama(template, messages):
         r"\{\{ range .Messages \}\}((?:\{\{ if eq .Role .*?\{\{ end \}\})+)\{\{ end \}\}(.*)", template, re.DOTALL
     ).group(1, 2)
     found = dict(re.findall(r'\{\{ if eq .Role "(\w+)" \}\}(.*?)\{\{ end \}\}', cases, re.DOTALL))
-    text = "".join(found[m["role"]].replace("{{ .Content }}", m["content"]) for m in messages) + opening
-    return text.replace('{{ "{{" }}', "{{")
+    turns = [found.get(m["role"], "").replace("{{ .Content }}", m["content"]) for m in messages]
+    return ("".join(turns) + opening).replace('{{ "{{" }}', "{{")
 
 
 def conversation(count, system=True):
@@ -41,37 +41,81 @@ def conversation(count, system=True):
     return messages[:-1]
 
 
-@pytest.mark.parametrize("name", ["chatml", "thinking off", *sorted(path.name for path in TEMPLATES.iterdir())])
-def test_ollama_writes_what_the_template_writes(tokenizer, name):
-    options = {"enable_thinking": False} if name == "thinking off" else None
-    text = (TEMPLATES / name).read_text(encoding="utf-8") if (TEMPLATES / name).is_file() else CHATML
-    tokenizer.chat_template, tokenizer.has_chat_template = text, True
-    found = turns(tokenizer, options)
-    assert found is not None or name not in ("chatml", "thinking off", "qwen3_5.jinja")
-    if found is None:
-        return
-    for count in (1, 2, 4):
-        for system in (True, False):
-            messages = conversation(count, system)
-            expected = conversation_text(tokenizer, messages, "", options)
-            assert as_ollama(found.template(), messages) == expected.removeprefix(tokenizer.bos_token or "")
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "open_at", "arguments": {"day": "Monday"}}}
+HISTORIES = [
+    *(conversation(count, system) for count in (1, 2, 4) for system in (True, False)),
+    [*conversation(1), {"role": "assistant", "content": "<think>\nIt is 2.\n</think>\n\n2."}, *conversation(1, False)],
+    [*conversation(1), {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "at 8"}],
+    [*conversation(1), *[{"role": "tool", "content": "at 8"}, {"role": "tool", "content": "at 9"}]],
+    [*conversation(1), {"role": "assistant", "content": "  code\n"}, {"role": "user", "content": "\n  why? \n"}],
+    [*conversation(2), {"role": "assistant", "content": "2."}, *conversation(1)],
+]
+REASONING, RESULTS, CALLS = "the reasoning of earlier answers", "results of tools", "calls of tools"
+SPACE, LATER = "white space around a message", "a later system message"
+MESSAGES = "messages"
+
+
+@pytest.mark.parametrize("options", [None, {"enable_thinking": False}], ids=["chatml", "thinking off"])
+def test_ollama_writes_what_the_template_writes(tokenizer, options):
+    tokenizer.chat_template = CHATML
+    found, differing = turns(tokenizer, options)
+    assert differing == []
+    for messages in HISTORIES:
+        expected = conversation_text(tokenizer, messages, "", options)
+        assert as_ollama(found.template(), messages) == expected.removeprefix(tokenizer.bos_token or "")
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("name", "expected"),
     [
-        "{% if messages | length > 3 %}long{% endif %}" + CHATML,
-        CHATML.replace("m.content", "m.content | lower"),
-        CHATML.replace("m.content", "m.content if m.role != 'system' else ''"),
-        "{{ raise_exception('no') }}",
-        "one {{ messages[0].content }}",
+        ("qwen3", {REASONING, RESULTS, CALLS}),
+        ("qwen3_5", {REASONING, RESULTS, CALLS, SPACE}),
+        ("qwen3_8", {RESULTS, CALLS, SPACE}),
+        ("deepseek_v3_1", {REASONING, RESULTS, CALLS, LATER}),
+        ("glm_4_5", {MESSAGES}),
+        ("olmo3", {MESSAGES}),
+        ("kimi_k2_thinking", {MESSAGES}),
     ],
 )
-def test_a_template_that_is_more_is_left_to_ollama_and_said(tokenizer, tmp_path, template):
+def test_a_history_of_its_own_kind_is_left_to_ollama_by_name(tokenizer, tmp_path, name, expected):
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    found, differing = turns(tokenizer)
+    assert (found, set(differing)) == (None, expected)
+    note = write_modelfile(tmp_path / "m", tmp_path / "x.gguf", tokenizer)[-1]
+    assert all(each in note for each in expected)
+    assert "TEMPLATE" not in (tmp_path / "m").read_text()
+
+
+CONTENT = "{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if messages | length > 3 %}long{% endif %}" + CHATML, MESSAGES),
+        (CHATML.replace("m.content", "m.content | lower"), MESSAGES),
+        (CHATML.replace("m.content", "m.content if m.role != 'system' else ''"), MESSAGES),
+        ("{{ raise_exception('no') }}", MESSAGES),
+        ("one {{ messages[0].content }}", MESSAGES),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), REASONING),
+        (CHATML.replace("m.content", "m.content | trim"), SPACE),
+        (
+            CHATML.replace(CONTENT, CONTENT + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"),
+            CALLS,
+        ),
+        (CHATML.replace(CONTENT, "{% if m.role == 'tool' and loop.last %}!{% endif %}" + CONTENT), RESULTS),
+        (CHATML.replace(CONTENT, "{% if m.role != 'system' or loop.first %}" + CONTENT + "{% endif %}"), LATER),
+    ],
+)
+def test_a_template_that_is_more_is_left_to_ollama_and_named(tokenizer, tmp_path, template, expected):
     tokenizer.chat_template = template
-    assert turns(tokenizer) is None
-    said = write_modelfile(tmp_path / "m", tmp_path / "x.gguf", tokenizer)
-    assert "compare what it answers" in said[-1]
+    found, differing = turns(tokenizer)
+    assert found is None
+    assert expected in differing
+    assert len(differing) == 1 or expected in (MESSAGES, RESULTS)
+    note = write_modelfile(tmp_path / "m", tmp_path / "x.gguf", tokenizer)[-1]
+    assert expected in note
+    assert "compare what it answers" in note
     text = (tmp_path / "m").read_text()
     assert text.startswith("FROM ./x.gguf\nPARAMETER stop ")
     assert "TEMPLATE" not in text

@@ -19,6 +19,7 @@ from ..layers import LayerInfo, gated_delta_layers
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
+from ..options.config import TrainConfig
 from ..patches.whole_rows import whole_rows
 from .batch_loss import Arrays, LossFunction, arrays, loss_of
 from .by_layer.layer_step import by_layers
@@ -28,7 +29,7 @@ from .distributed import World
 from .ending.nonfinite import FirstOutput, damage, first_output, watched
 from .preferences.figures import line, means
 from .reports.screen import Screen
-from .setup import Run, training
+from .setup import batch_order, training
 from .tree import number
 
 # The loss up to which its perplexity is a number of 64 bits.
@@ -158,25 +159,38 @@ class Evaluation:
 
 
 def say_loss(
-    name: str, run: Run, examples: Sequence[Example], screen: Screen, weights: LayerWeights | None = None
+    name: str,
+    model: nn.Module,
+    config: TrainConfig,
+    examples: Sequence[Example],
+    world: World,
+    screen: Screen,
+    weights: LayerWeights | None = None,
 ) -> float:
-    """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures.
+    """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
 
-    Layers read their weights from `weights`, where these stay on the disk.
+    Args:
+        name: The split, as lines name it.
+        model: The model.
+        config: The options of the run.
+        examples: The examples of the split.
+        world: The ranks of the run.
+        screen: Where the lines are printed.
+        weights: Where layers read their weights, if these stay on the disk.
 
     Raises:
         NoResultError: The loss is not finite.
     """
     # Nothing is differentiated, so nothing needs to be recomputed.
-    config = dataclasses.replace(run.config, grad_checkpoint=False)
+    config = dataclasses.replace(config, grad_checkpoint=False)
     with (
-        training(run.model, config, compare=weights is None) as trained,
-        by_layers(run.model, config, trained, weights) as (trained, passes),
+        training(model, config, compare=weights is None) as trained,
+        by_layers(model, config, trained, weights) as (trained, passes),
     ):
         by_pass = None if passes is None else passes.evaluate
         figures, layers = trained.figures, trained.layers
-        evaluation = Evaluation(run.model, trained.loss, run.world, figures, by_pass, layers, weights)
-        loss = evaluation(run.order(examples), config.test_batches)
+        evaluation = Evaluation(model, trained.loss, world, figures, by_pass, layers, weights)
+        loss = evaluation(batch_order(examples, config, world), config.test_batches)
     assert loss is not None
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
