@@ -21,7 +21,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.train.setup import choose_loss
 
-pytest.importorskip("mlx_vlm", minversion="0.7")
+pytest.importorskip("mlx_vlm")
 pytestmark = pytest.mark.skipif(
     Version(mlx_lm.__version__) < Version("0.32"), reason="models that older versions do not have"
 )

@@ -15,7 +15,7 @@ from ...ops.functional import undisturbed
 from ...patches import patched
 from ..generate import Sampling
 from ..load import Loaded
-from .inputs import Picture, single_frames
+from .inputs import Picture
 
 
 def stream_with_pictures(
@@ -64,8 +64,7 @@ def _inputs(prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[P
         inputs["image_grid_thw"] = mx.array([image.grid for image in images])
     if videos:
         inputs["pixel_values_videos"] = mx.array(np.concatenate([video.patches for video in videos]))
-        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
-        inputs["video_grid_thw"] = mx.array(single_frames([video.grid for video in videos]))
+        inputs["video_grid_thw"] = mx.array([video.grid for video in videos])
     return inputs
 
 

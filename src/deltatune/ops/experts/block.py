@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
+from ..functional import is_floating, not_differentiated_again, refuse_second_derivative
 from ..pointwise import exponentials, scored_swiglu, silu
 from ..tracing import trace
 from .gradient_sums import GradientSums, WithLowRank
@@ -149,7 +149,7 @@ class _Block:
         """Return y, and what the backward pass is to find computed: of each chunk its order and its `InnerRows`."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
-        result_dtype = promoted(x.dtype, scores.dtype)
+        result_dtype = mx.result_type(x.dtype, scores.dtype)
         dtype = mx.float32 if self.in_fp32 else result_dtype
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), dtype)
         for_backward: list[mx.array] = []

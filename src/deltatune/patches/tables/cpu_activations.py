@@ -1,6 +1,6 @@
 """Replaces activations on CPUs on which MLX takes exponentials one at a time (ops/pointwise/exponentials.py).
 
-Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2; mlx-vlm 0.5.0, 0.6.2, 0.6.17 and 0.7.10.
+Versions read: mlx 0.32.2 to 0.32.4; mlx-lm 0.32.0 to 0.32.2; mlx-vlm 0.7.0 and 0.7.10.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ _RECORD: dict[str, Any] = {
     "reason": "on a CPU that is not Apple's it takes exponentials one at a time, in five times the time",
     "without": "Training on this CPU is slower then; nothing else changes.",
 }
-_OF_MLX: dict[str, Any] = {"package": "mlx", "tried": ">=0.31.2,<=0.32.4", **_RECORD}
-_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", "tried": ">=0.5.0,<=0.7.10", **_RECORD}
-_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", "tried": ">=0.31.3,<=0.32.2", **_RECORD}
+_OF_MLX: dict[str, Any] = {"package": "mlx", **_RECORD}
+_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", **_RECORD}
+_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
 _ACTIVATION: dict[str, Any] = {"name": "swiglu", "signature": "", "replacement": _swiglu, "check": IS_SWIGLU}
 _GATED_NORM: dict[str, Any] = {"replacement": _gated_norm, "check": IS_GATED_NORM}
 
