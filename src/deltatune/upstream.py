@@ -31,8 +31,6 @@ _NO_FUSE = 2
 DEEPSTACK = "_deepstack_process"
 SHARED_EXPERT_SCALE = "_shared_expert_scale"
 COMBINE = "_combine"
-# MLX: which GELU an nn.GELU computes.
-GELU_KIND = "_approx"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
 RESIDUAL_WEIGHTS_OF_LAYER = ("_attn_res_w_eff", "_mlp_res_w_eff")
 RESIDUAL_WEIGHTS_OF_MODEL = ("_output_res_w_eff",)
