@@ -32,7 +32,7 @@ help:
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
 	@echo "make on-metal             whole programs on a stand-in for a Mac, with real head sizes (hours)"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
-	@echo "make compat               try older versions of mlx, mlx-lm and mlx-vlm, an environment each (9 GB in .compat)"
+	@echo "make compat               try the oldest and newest mlx, mlx-lm and mlx-vlm, an environment each (4 GB in .compat)"
 	@echo "make families             train a tiny model of every type of mlx-lm and mlx-vlm in every way (half an hour)"
 	@echo "make newest               the tests and the self-test with the newest mlx, mlx-lm and mlx-vlm"
 	@echo "make branches             the same with their main branches, mlx's compiled here"

@@ -18,7 +18,7 @@ import deltatune  # noqa: F401  (before mlx)
 # isort: split
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
-from deltatune.demo.text_demo import ask
+from deltatune.demo.flow import ask
 from deltatune.options.config import LoraConfig
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen

@@ -26,7 +26,7 @@ import mlx.optimizers
 
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
-from deltatune.demo.text_demo import ask
+from deltatune.demo.flow import ask
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import ready

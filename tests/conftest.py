@@ -29,16 +29,14 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx; every test modul
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
-from packaging.version import Version
 
 import mlx_headers
 import numpy_threads
 import vision
 from deltatune.machine import blas
-from families import FAMILIES, NESTED, SINCE_0_32, VOCABULARY, with_noise
+from families import FAMILIES, NESTED, VOCABULARY, with_noise
 from other_models import other_model  # noqa: F401  (a fixture)
 from slowest_first import slowest_first
 
@@ -109,9 +107,7 @@ def pytest_collection_finish() -> None:
 
 
 def family_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """The config.json of a tiny `family`; `overrides` are text options. Skips the test where mlx-lm is too old."""
-    if family in SINCE_0_32 and Version(mlx_lm.__version__) < Version("0.32"):
-        pytest.skip(f"mlx-lm {mlx_lm.__version__} has no {family}")
+    """The config.json of a tiny `family`; `overrides` are text options."""
     flat = copy.deepcopy(FAMILIES[family]) | overrides
     if family not in NESTED:
         return flat

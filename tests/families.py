@@ -78,7 +78,6 @@ _KIMI_EXPERTS = {
 
 # Families whose text options stand under `text_config`, as in their released checkpoints.
 NESTED = {"qwen3_5", "qwen3_5_moe", "kimi_k3"}
-SINCE_0_32 = {"olmo_hybrid", "bailing", "kimi_k3"}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5"} | _QWEN3_5,

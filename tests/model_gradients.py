@@ -78,5 +78,5 @@ def _norms(arrays: dict[str, mx.array]) -> dict[str, float]:
 
 
 def without_gradient(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """`function` without a gradient: routers of older versions let gradients reach the indices of experts."""
+    """`function` without a gradient: routers of mlx-vlm before 0.7.5 let gradients reach the indices of experts."""
     return lambda *arguments, **options: mx.stop_gradient(function(*arguments, **options))

@@ -84,7 +84,6 @@ SLOWEST = (
     "on_metal/test_front_end.py",
     "ops/pointwise/test_pointwise.py",
     "test_cli.py",
-    "demo/vision/test_run.py",
     "ops/test_cross_entropy.py",
     "models/test_spare_rows.py",
     "train/test_vision_quantized.py",

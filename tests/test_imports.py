@@ -68,7 +68,7 @@ def test_the_package_itself_imports_the_machine_alone():
 
 def test_only_patches_and_models_name_upstream():
     # These are programs of their own, to show what mlx-lm or mlx-vlm alone makes of the adapter.
-    alone = ("demo.reload", "demo.vision.reload")
+    alone = ("demo.reload",)
     upstream = [each for each in imports() if each.imported.partition(".")[0] in ("mlx_lm", "mlx_vlm")]
     assert upstream
     wrong = [each for each in upstream if tree.group_of(each.importer) not in ("patches", "models")]

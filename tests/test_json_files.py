@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from console import called
-from deltatune.demo.text_demo import MODEL
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.json_fields import FIELDS, FieldKind
 from deltatune.json_files import check_fields, read_json

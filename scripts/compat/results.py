@@ -61,13 +61,11 @@ def check(versions: Versions, python: Path) -> Result:
     for run, arguments in RUNS.items():
         report = FOLDER / f"{versions.name}.{run}.xml"
         report.unlink(missing_ok=True)
-        plugin = ["-p", versions.plugin] if versions.plugin and run != "metal" else []
         command = [
             str(python),
             "-m",
             "pytest",
             *arguments,
-            *plugin,
             f"--junitxml={report}",
             "-o",
             "junit_family=xunit1",

@@ -11,7 +11,7 @@ import pytest
 
 from console import SCRIPT, called
 from deltatune.commands.chat import Chat, ChatOptions
-from deltatune.demo.text_demo import MODEL
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.train import dialogue

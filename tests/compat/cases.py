@@ -6,12 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_vlm
 import numpy as np
 from mlx.utils import tree_flatten
-from packaging.version import Version
 
-from deltatune.models.vision.split import _COMPARED_SHAPES, _COUNTS_SEVERAL_IMAGES, _example, vision_spec
+from deltatune.models.vision.split import _example, vision_spec
 from model_gradients import relative_errors, rounding_bound
 
 TEXT = ("qwen3_5", "qwen3_5_moe")
@@ -26,12 +24,8 @@ def tokens(length: int, seed: int = 0) -> mx.array:
 
 
 def images(model: Any) -> tuple[mx.array, dict[str, mx.array]]:
-    """A row [1, T] with four images of unequal shapes, and what upstream's call takes with it.
-
-    One image where mlx-vlm reads behind the end of the row to count several.
-    """
-    several = Version(mlx_vlm.__version__) >= _COUNTS_SEVERAL_IMAGES
-    row, pictures = _example(vision_spec(model), _COMPARED_SHAPES if several else _COMPARED_SHAPES[:1])
+    """A row [1, T] with four images of unequal shapes, and what upstream's call takes with it."""
+    row, pictures = _example(vision_spec(model))
     grids = [picture.grid for picture in pictures]
     pixels = np.concatenate([picture.patches for picture in pictures])
     return mx.array(row[None]), {"pixel_values": mx.array(pixels), "image_grid_thw": mx.array(grids)}

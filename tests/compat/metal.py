@@ -1,9 +1,8 @@
-"""Stand-ins for Metal, for versions and code paths that no other machine imports or runs. In tests only.
+"""Stand-ins for Metal, for code paths that no other machine runs. In tests only.
 
-`pytest -p metal_builds`: custom kernels can be built, Metal is absent: mlx-vlm 0.6.2 builds some when it is imported.
-`pytest -p metal_present`: Metal is declared present as well, so that upstream takes its kernels. Those that a forward
-pass of the four families reaches are computed by array operations, and refuse a gradient in MLX's own words; any other
-one raises. Both are to be loaded before the first import of mlx-lm or mlx-vlm.
+`pytest -p metal_present`: Metal is declared present, so that upstream takes its kernels. Those that a forward pass of
+the four families reaches are computed by array operations, and refuse a gradient in MLX's own words; any other one
+raises. It is to be loaded before the first import of mlx-lm or mlx-vlm.
 """
 
 from __future__ import annotations
@@ -28,16 +27,11 @@ def declared() -> bool:
     return _declared
 
 
-def builds() -> None:
-    """Let custom kernels be built."""
-    mx.fast.metal_kernel = _kernel
-
-
 def present() -> None:
     """Declare Metal present; arrays are computed where they were."""
     global _declared
     _declared = True
-    builds()
+    mx.fast.metal_kernel = _kernel
     cpu, stream = mx.Device(mx.cpu), mx.new_stream
     # A compiled function around a stand-in would be built for this machine.
     mx.disable_compile()
@@ -46,9 +40,8 @@ def present() -> None:
     mx.default_device = lambda: default[0]
     mx.set_default_device = lambda device: default.__setitem__(0, device)
     mx.new_stream = lambda _: stream(cpu)
-    if hasattr(mx, "new_thread_local_stream"):
-        local = mx.new_thread_local_stream
-        mx.new_thread_local_stream = lambda _: local(cpu)
+    local = mx.new_thread_local_stream
+    mx.new_thread_local_stream = lambda _: local(cpu)
     mx.set_wired_limit = lambda limit: limit
     about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
     about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}

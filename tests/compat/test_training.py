@@ -65,7 +65,6 @@ def test_text(tiny_checkpoint, texts, tmp_path, record_property, monkeypatch, fa
     check(tiny_checkpoint(family), texts, tmp_path, record_property, monkeypatch)
 
 
-@pytest.mark.filterwarnings("default:.*miscounts several images:deltatune.patches.PatchWarning")
 @pytest.mark.parametrize("family", VISION)
 def test_images(tiny_vision_checkpoint, pictures, tmp_path, record_property, monkeypatch, family):
     check(tiny_vision_checkpoint(family), pictures, tmp_path, record_property, monkeypatch)

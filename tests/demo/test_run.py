@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deltatune import cli
-from deltatune.demo import flow, task, text_demo
+from deltatune.demo import assets, flow, task
 from deltatune.demo.screen import DemoScreen
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -22,7 +22,7 @@ def short(tmp_path_factory):
     """The exit code, output folder, printed text and losses of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
-    code = text_demo.run_demo(output, iterations=12, questions=8, screen=screen)
+    code = flow.run_demo(output, iterations=12, questions=8, screen=screen)
     return code, output, file.getvalue(), screen.losses
 
 
@@ -38,7 +38,7 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
     _, output, shown, _ = short
     assert "8 of 8 answers are the same" in shown
     assert (output / "adapters.safetensors").is_file()
-    assert json.loads((output / "adapter_config.json").read_text())["model"] == str(text_demo.MODEL)
+    assert json.loads((output / "adapter_config.json").read_text())["model"] == str(assets.MODEL)
 
 
 def test_the_command_to_try_next_runs(short, run):
@@ -53,7 +53,7 @@ def test_the_command_to_try_next_runs(short, run):
 
 def test_the_page_has_the_numbers_of_the_demo():
     page = " ".join((Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8").split())
-    assert f"answers {text_demo.QUESTIONS} messages" in page
+    assert f"answers {flow.QUESTIONS} messages" in page
     assert f"Its answers to the first {flow.RELOADED} messages must equal those of step 3." in page
     assert f"at least {flow.ENOUGH:.0%}".replace("%", " %") in page
 
@@ -61,7 +61,7 @@ def test_the_page_has_the_numbers_of_the_demo():
 def test_what_mlx_lm_answers_comes_from_the_adapter(short):
     _, output, _, _ = short
     items = task.draw(0, 4, task.known_name, held_out=False)
-    assert text_demo.ask_mlx_lm(output, items) != text_demo.ask(load(text_demo.MODEL), items).answers
+    assert flow.ask_mlx_lm(output, items) != flow.ask(load(assets.MODEL), items).answers
 
 
 def test_the_report_holds_figures_curves_and_every_message(short):
@@ -76,7 +76,7 @@ def test_the_report_holds_figures_curves_and_every_message(short):
 
 def test_right_means_equal_to_the_last_character():
     item = task.draw(0, 1, task.known_name, held_out=False)[0]
-    score = text_demo.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
+    score = flow.Score([item] * 3, [item.answer, item.answer + " ", item.answer.lower()], 1.0)
     assert score.right == [True, False, False]
     assert score.accuracy == pytest.approx(1 / 3)
 
@@ -84,6 +84,6 @@ def test_right_means_equal_to_the_last_character():
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        text_demo.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
+        flow.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
     assert cli.main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
     assert "choose another --output" in capsys.readouterr().err

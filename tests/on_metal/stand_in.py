@@ -143,12 +143,12 @@ def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
 def ended(command: list[str]) -> int:
     """Run a command and return its exit code."""
     from deltatune import cli
-    from deltatune.demo import text_demo
+    from deltatune.demo import flow
 
     if command[0] != "short demo":
         return cli.main(command)
     _, output, iterations, questions = command
-    return text_demo.run_demo(output, iterations=int(iterations), questions=int(questions))
+    return flow.run_demo(output, iterations=int(iterations), questions=int(questions))
 
 
 def main() -> None:

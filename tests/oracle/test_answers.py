@@ -9,7 +9,7 @@ import pytest
 import deltatune
 from console import called
 from deltatune.data.chats.answer_parser import AnswerParser
-from deltatune.demo.text_demo import MODEL
+from deltatune.demo.assets import MODEL
 from deltatune.models.load import load
 
 trl = pytest.importorskip("trl")

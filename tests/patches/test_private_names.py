@@ -57,6 +57,8 @@ def test_a_patch_whose_private_name_is_gone_is_left_alone(module, cls, name, why
         # The record of the versions that read the name, which newer ones no longer need.
         records = [record for record in records if record.tried == ">=0.7.1,<0.7.5"]
         monkeypatch.setattr(evidence, "installed", lambda package: "0.7.4")
+    if name not in vars(owner):
+        pytest.skip("this mlx-vlm does not have the name")
     assert patch.apply(records).complete
     patch.revert()
     evidence.forget()

@@ -14,8 +14,6 @@ DEPTHS = (4, 8)
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3"])
 def test_depth_adds_no_constants_and_with_checkpoints_nothing_else(family):
     """A compiled step holds the closures of its gradients; one array in a closure would keep a whole graph alive."""
-    if family == "kimi_k3":
-        pytest.importorskip("mlx_lm", "0.32")
     cases = output_of(Path(__file__).parent / "counted_step.py", family, *DEPTHS)
     assert max(case["kept"] for case in cases) < 50, cases
     _, shallow, deep = (case["beyond"] for case in cases)

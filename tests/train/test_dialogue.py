@@ -7,7 +7,7 @@ import pytest
 
 import deltatune
 from deltatune.data.prompts import conversation_tokens
-from deltatune.demo.text_demo import MODEL
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.lora.without import can_be_without, without_adapters

@@ -112,7 +112,7 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
 
 
 def test_mlx_lm_refuses_the_adapter_itself(train, tiny_checkpoint, tmp_path):
-    """Without the merge it would read beyond the table, so it must stop: at loading, or in 0.31 at the first token."""
+    """Without the merge it would read beyond the table, so it must stop at loading."""
     path = with_new_tokens(tiny_checkpoint("qwen3_5"), tmp_path / "model")
     folder = train(path, "out", iters=1)
 
@@ -120,7 +120,7 @@ def test_mlx_lm_refuses_the_adapter_itself(train, tiny_checkpoint, tmp_path):
         model = mlx_lm.utils.load(str(path), adapter_path=str(folder))[0]
         mx.eval(model(PROMPT))
 
-    with pytest.raises((ValueError, TypeError), match=r"new_rows: not an adapter parameter|unhashable"):
+    with pytest.raises(ValueError, match="new_rows: not an adapter parameter"):
         answer()
 
 

@@ -13,26 +13,13 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="train the bundled model on the bundled data and show its accuracy before and after"
     )
-    parser.add_argument(
-        "kind",
-        nargs="?",
-        choices=("text", "vision"),
-        default="text",
-        help="the demo to run: text is about messages (default), vision about pictures",
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder for its files (default: demo-out, or demo-vision-out for vision)"
-    )
+    parser.add_argument("--output", metavar="DIR", default="demo-out", help="folder for its files (default: demo-out)")
     parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo that the arguments name and return its exit code."""
+    """Run the demo and return its exit code."""
     startup.leave_torch_out()
-    if arguments.kind == "vision":
-        from ..demo.vision import run_demo as run_vision_demo
-
-        return run_vision_demo(arguments.output or "demo-vision-out")
     from ..demo import run_demo
 
-    return run_demo(arguments.output or "demo-out")
+    return run_demo(arguments.output)

@@ -1,5 +1,5 @@
 """`make demo` fine-tunes the bundled model on the bundled task, and shows its answers before and after."""
 
-from .text_demo import run_demo
+from .flow import run_demo
 
 __all__ = ["run_demo"]

@@ -51,14 +51,14 @@ class DemoScreen(Screen):
             return nullcontext()
         return self.console.status(Text(f"{text} …", style="dim"), spinner="dots", spinner_style="cyan")
 
-    def answers(self, rows: Sequence[tuple[str | Text, str, str, bool]]) -> None:
-        """Print rows of message or picture, answer before, answer after, and whether the latter is right."""
+    def answers(self, rows: Sequence[tuple[str, str, str, bool]]) -> None:
+        """Print rows of message, answer before, answer after, and whether the latter is right."""
         table = Table.grid(padding=(0, 1))
         table.add_column(style="dim", width=6)
         table.add_column(overflow="fold")
         for message, before, after, right in rows:
             table.add_row("", "")
-            table.add_row("", Text(message, style="bold") if isinstance(message, str) else message)
+            table.add_row("", Text(message, style="bold"))
             table.add_row("before", Text(before or "(nothing)", style="red"))
             table.add_row("after", Text.assemble((after, "green" if right else "red"), "  ✓" if right else "  ✗"))
         self._padded(table, INDENT + 1)

@@ -34,11 +34,6 @@ class CafeMessage:
     tool: str
     held_out: bool
 
-    @property
-    def group(self) -> str:
-        """The kind of message; the screen shows one example of each."""
-        return self.tool
-
 
 def _call(tool: str, **arguments: str | int) -> str:
     return json.dumps({"tool": tool, **arguments}, separators=(",", ":"))

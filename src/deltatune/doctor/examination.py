@@ -233,7 +233,6 @@ def _import_what_is_patched() -> list[str]:
             if module in defining:
                 absent.append(f"{module} is not installed ({error})")
         except RuntimeError as error:
-            # mlx-vlm 0.6.2 builds a Metal kernel when it is imported.
             absent.append(f"{module} cannot be imported on this machine ({error})")
     return absent
 

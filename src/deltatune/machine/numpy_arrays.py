@@ -17,6 +17,5 @@ def as_numpy(array: mx.array) -> np.ndarray:
     Raises:
         RuntimeError: The numbers cannot be computed, or copied off the GPU.
     """
-    # mlx before 0.32.1 has no __array__, so that a buffer is all there is.
     numbers: Any = array
-    return numbers.__array__() if hasattr(array, "__array__") else np.asarray(numbers)
+    return numbers.__array__()

@@ -47,12 +47,6 @@ def is_finite(array: mx.array) -> bool:
     return not is_floating(array) or bool(mx.isfinite(array).all().item())
 
 
-@cache
-def promoted(one: mx.Dtype, other: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of a sum of arrays of two dtypes (mx.result_type, which mlx 0.31.2 does not have)."""
-    return (mx.zeros((), one) + mx.zeros((), other)).dtype
-
-
 @contextmanager
 def holding(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[None]:
     """Within the context, `module` holds `arrays` as its parameters at `paths`."""

@@ -30,7 +30,7 @@ from ..ops.trial import candidates
 from . import callers
 from .holders import attribute_of, defined_function, owner_of
 from .patch_record import SETTLED, Function, Patch
-from .versions import contains, installed, is_older, latest
+from .versions import contains, installed, latest
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     candidates = [patch for patch in records if patch.settled is None or not contains(patch.settled, version)]
     candidates.sort(key=lambda patch: _distance(patch, version))
     upstream = defined_function(first)
-    if not candidates or (upstream is None and is_older(version, [patch.tried for patch in candidates])):
+    if not candidates:
         return None
     if upstream is None:
         return _absent(first, version)

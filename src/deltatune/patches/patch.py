@@ -21,7 +21,7 @@ from .holders import LoadedModules, defined_function, holders, rebind
 from .importing import ImportWatch
 from .patch_record import Function, Patch
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
-from .versions import installed, is_older, latest
+from .versions import installed, latest
 
 # What replaces each target now.
 _in_force: dict[str, Fitting] = {}
@@ -165,7 +165,7 @@ def _moved_away(records: list[Patch]) -> LeftAlone | None:
     patch = next((patch for patch in records if patch.needed_for), None)
     package, *parts = records[0].module.split(".")
     version = installed(package)
-    if patch is None or version is None or is_older(version, [patch.tried for patch in records]):
+    if patch is None or version is None:
         return None
     if any(record.settled is not None for record in records):
         return None

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .versions import TRIED
+
 Function = Callable[..., Any]
 # Takes the original and the replacement, and returns what speaks against the replacement, or None.
 Check = Callable[[Function, Function], str | None]
@@ -24,8 +26,6 @@ class Patch:
 
     Args:
         package: The package that defines the function, by the name it is imported under.
-        tried: The versions of the package that the record was tried with, such as ">=0.32.0,<=0.32.2". They choose
-            between records, and `deltatune` says where another version is installed; the evidence decides.
         module: The module that defines the function.
         name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
         signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
@@ -38,11 +38,12 @@ class Patch:
         replacement: Takes the original function and returns the one to put in its place.
         needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
             Without any, the replacement saves time or memory alone.
+        tried: The versions of the package that the record was tried with; TRIED's, unless others are given. They choose
+            between records, and `deltatune` says where another version is installed; the evidence decides.
         settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
     package: str
-    tried: str
     module: str
     name: str
     signature: str
@@ -52,7 +53,11 @@ class Patch:
     replacement: Callable[[Function], Function]
     check: Check
     needed_for: tuple[str, ...] = ()
+    tried: str = ""
     settled: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tried", self.tried or TRIED[self.package])
 
     @property
     def target(self) -> str:
@@ -77,7 +82,6 @@ def core_record(
     """The record of a function of mlx.core. Those are compiled and show no signature, so `check` decides alone."""
     return Patch(
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.core",
         name=name,
         signature="",

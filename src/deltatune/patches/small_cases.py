@@ -272,7 +272,7 @@ def same_layer(
             try:
                 return difference(gradient)
             except ValueError as error:
-                # Routers of older versions let a gradient reach the chosen experts' indices, which newer MLX refuses.
+                # Routers of mlx-vlm before 0.7.5 let a gradient reach the chosen experts' indices, which MLX refuses.
                 if "with respect to indices" not in str(error):
                     raise
                 return difference(gradient=False)

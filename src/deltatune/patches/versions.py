@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+# The versions that the records were tried with. pyproject.toml asks for the lowest ones, scripts/compat tries them.
+TRIED = {"mlx": ">=0.32.2,<=0.32.4", "mlx_lm": ">=0.32.0,<=0.32.2", "mlx_vlm": ">=0.7.0,<=0.7.10"}
+
 
 def installed(package: str) -> str | None:
     """The version that the imported package itself states (mlx states it in mlx.core). Metadata may be another's."""
@@ -25,10 +28,3 @@ def contains(versions: str, version: str) -> bool:
 def latest(tried: Iterable[str]) -> str:
     """The latest version that any of the specifiers names."""
     return str(max(Version(specifier.version) for versions in tried for specifier in SpecifierSet(versions)))
-
-
-def is_older(version: str, tried: Iterable[str]) -> bool:
-    """Whether a version is older than every one that the specifiers name."""
-    return all(
-        Version(version) < Version(specifier.version) for versions in tried for specifier in SpecifierSet(versions)
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import reduce, wraps
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from ..ops.attention.call import AttentionCall
 from ..ops.attention.choice import choose
 from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
-from ..ops.functional import is_floating, promoted
+from ..ops.functional import is_floating
 from ..ops.tracing import trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
 from . import callers
@@ -151,7 +151,7 @@ def _arrays(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array] | N
         return None
     if not all(x.ndim == 4 and x.size for x in heads) or not _is_usual(mask, q.shape[:3], k.shape[2]):
         return None
-    dtype = reduce(promoted, [x.dtype for x in heads])
+    dtype = mx.result_type(*[x.dtype for x in heads])
     return [x.astype(dtype) for x in heads]
 
 

@@ -14,7 +14,6 @@ from console import called
 from deltatune.data.rows.sources import load_hugging_face
 from deltatune.data.vision.image_files import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
-from deltatune.demo.vision.vision_demo import MODEL
 from deltatune.errors import UserError
 
 pytest.importorskip("mlx_vlm")
@@ -210,7 +209,10 @@ def test_a_huge_image_is_refused_before_it_is_decoded():
         open_image(with_sums(bytes(content)), "data:3")
 
 
-def test_the_loss_of_transparent_and_turned_pictures_is_that_of_the_same_pictures_as_they_look(tmp_path):
+def test_the_loss_of_transparent_and_turned_pictures_is_that_of_the_same_pictures_as_they_look(
+    tmp_path, tiny_vision_checkpoint
+):
+    checkpoint = tiny_vision_checkpoint("qwen3_5")
     pixels = np.zeros((48, 48, 4), np.uint8)
     pixels[8:16, 8:16, 3] = pixels[24:40, 28:36, 3] = 255
     clear = Image.fromarray(pixels)
@@ -228,7 +230,7 @@ def test_the_loss_of_transparent_and_turned_pictures_is_that_of_the_same_picture
             asked = {"prompt": "What is in the tray?", "completion": "two black squares"}
             rows.append(json.dumps(asked | {"image": f"{name}.png"}))
         (folder / "test.jsonl").write_text("\n".join(rows))
-        done = called("eval", "--model", MODEL, "--data", folder, "--batch-size", 2)
+        done = called("eval", "--model", checkpoint, "--data", folder, "--batch-size", 2)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines()[-1])
     assert printed[0] == printed[1]

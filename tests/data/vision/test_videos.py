@@ -16,7 +16,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.train.setup import vision_processors
 from films import write_video
 
-pytest.importorskip("mlx_vlm", minversion="0.7")
+pytest.importorskip("mlx_vlm")
 av = pytest.importorskip("av")
 
 IMAGE, VIDEO = 5, 6

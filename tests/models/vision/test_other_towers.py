@@ -6,11 +6,9 @@ import shutil
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
-from packaging.version import Version
 
 import other_towers
 from deltatune.errors import UserError
@@ -21,10 +19,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.train.setup import choose_loss
 
-pytest.importorskip("mlx_vlm", minversion="0.7")
-pytestmark = pytest.mark.skipif(
-    Version(mlx_lm.__version__) < Version("0.32"), reason="models that older versions do not have"
-)
+pytest.importorskip("mlx_vlm")
 
 
 @pytest.mark.parametrize("family", ["glm5_next", "kimi_vl", "kimi_k25", "kimi_k3"])

@@ -17,7 +17,7 @@ from deltatune.models.load import load
 from deltatune.models.vision import split as taken_apart
 from deltatune.models.vision.inputs import Picture, single_frames, token_positions, vision_batch
 from deltatune.models.vision.split import has_vision, split_vision, vision_arrays, vision_spec
-from deltatune.patches import PatchWarning, patched
+from deltatune.patches import patched
 from model_gradients import gradients
 
 pytest.importorskip("mlx_vlm")
@@ -287,23 +287,3 @@ def one_message(model, folder, capsys, words):
     assert cli.main(["train", "--model", str(model), "--data", str(folder), "--adapter-path", str(folder / "out")]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(rf"deltatune: [^\n]*{words}[^\n]*pip install torch torchvision[^\n]*\n", error)
-
-
-def test_a_version_that_miscounts_images_is_announced_and_given_the_right_positions(tiny_vision_model, monkeypatch):
-    import mlx_vlm
-
-    model = tiny_vision_model("qwen3_5")
-    own, asked = model.language_model.get_rope_index, []
-    kind = type(model.language_model)
-
-    def miscounted(self, tokens, grids=None, *arguments, **options):
-        asked.append(len(grids))
-        return own(tokens, grids, *arguments, **options)
-
-    monkeypatch.setattr(kind, "get_rope_index", miscounted)
-    monkeypatch.setattr(mlx_vlm, "__version__", "0.5.0")
-    with pytest.warns(PatchWarning, match=r"mlx-vlm 0\.5\.0 miscounts several images"):
-        split_vision(model)
-    assert asked
-    assert set(asked) == {1}, "upstream was asked for several"
-    assert "get_rope_index" not in vars(model.language_model)

@@ -15,7 +15,6 @@ from deltatune.machine import backend
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.patches.tables import experts
-from deltatune.patches.versions import contains
 from model_gradients import without_gradient
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
@@ -99,7 +98,7 @@ def test_whole_families(tiny_model, served, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forgotten_train_has_its_gradient(tiny_model, family):
-    """Its forward pass is upstream's bit for bit. In mlx-lm 0.31.3 it has no gradient."""
+    """Its forward pass is upstream's bit for bit."""
     block = blocks(tiny_model(family))[-1]
     x, dy = (mx.random.normal((2, 23, 64), key=mx.random.key(seed)) for seed in (7, 8))
     block.eval()
@@ -118,10 +117,7 @@ def test_a_forgotten_train_has_its_gradient(tiny_model, family):
     + [("mlx_vlm", f, n) for f, n in experts._VLM_BLOCKS.items() if f in ("qwen3_5_moe", "qwen3_next")],
 )
 def test_blocks(served, package, family, name, trains):
-    record = next(p for p in experts.PATCHES if p.package == package and p.name == f"{name}.__call__")
-    version = pytest.importorskip(package).__version__
-    if not contains(record.tried, version):
-        pytest.skip(f"{package} {version} keeps its own {name}: the record is for {record.tried}")
+    pytest.importorskip(package)
     mx.random.seed(0)
     block = small_block(package, family, name)
     if trains == "adapters":

@@ -9,13 +9,13 @@ import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -23,8 +23,8 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.patches import Patch, PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import Fitting, fitting, signature_text
-from deltatune.patches.tables import LOWEST_MLX_VLM, mlx_lm, mlx_vlm, mlx_vlm_experts
-from deltatune.patches.versions import contains
+from deltatune.patches.tables import mlx_lm, mlx_vlm, mlx_vlm_experts
+from deltatune.patches.versions import TRIED, contains
 
 pytest.importorskip("mlx_vlm")
 import vision
@@ -70,8 +70,7 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
     with monkeypatch.context() as upstream:
         # The loop over tokens takes the place of the scan, whose differences of cumulative logs cost 6e-5.
         own = sys.modules.get("mlx_vlm.models.qwen3_5.gated_delta")
-        if hasattr(own, "gated_delta_chunked"):
-            upstream.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
+        upstream.setattr(own, "gated_delta_chunked", own.gated_delta_ops)
         # Older versions let gradients reach the indices of the chosen experts, which newer MLX refuses.
         upstream.setattr(mx, "argpartition", without_gradient(mx.argpartition))
         expected_loss, expected = gradients(fresh(model).language_model, losses, rows)
@@ -175,7 +174,6 @@ def test_another_function_of_that_name_is_reported(tiny_vision_model, monkeypatc
     language = sys.modules["mlx_vlm.models.qwen3_5.language"]
     upstream = language.gated_delta_update
     monkeypatch.setattr(language, "gated_delta_update", lambda *arguments, **more: upstream(*arguments, **more))
-    # Where the function is mlx-lm's, only the trace of the model reports it.
     warned = pytest.warns(PatchWarning, match="so it stays|does not call deltatune")
     with warned, patched(model, strict=False) as report:
         assert not report.complete
@@ -201,55 +199,22 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
     assert all(count == 9 and set(options) <= known for count, options in seen)
 
 
-def test_the_lowest_version_is_the_same_everywhere():
-    """In the extra `vision`, in the records, and in what `make compat` tries."""
+def test_the_lowest_versions_are_the_same_everywhere():
+    """In pyproject.toml, in the records, and in what `make compat` tries."""
     root = Path(__file__).parents[3]
-    asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vision"]
-    assert f"mlx-vlm>={LOWEST_MLX_VLM}" in asked
-    lowest = Version(LOWEST_MLX_VLM)
-    for record in mlx_vlm.PATCHES:
-        assert not any(SpecifierSet(record.tried).contains(old) for old in ("0.4.4", "0.4.99")), record.target
-    tried = re.findall(r'Versions\("[^"]+", "[^"]+", "([^"]+)"', (root / "scripts/compat/versions.py").read_text())
-    assert min(map(Version, tried)) == lowest
-
-
-class Rotary:
-    """Stands for MRoPERotaryEmbedding of 0.6.2: one form is a kernel without a gradient, the other is plain."""
-
-    def __init__(self, fused: bool):
-        self.fused_apply, self.calls = fused, []
-
-    def apply_rotary(self, q, k, position_ids, *, unsqueeze_dim=1, cast_output=True):
-        self.calls.append(self.fused_apply)
-        turn = mx.cos(position_ids.astype(mx.float32))[:, None, :, None]
-        if self.fused_apply:
-            return mx.stop_gradient(q * turn), mx.stop_gradient(k * turn)
-        return q * turn, k * turn
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_fused_rotation_has_the_gradient_of_the_plain_one(fused):
-    record = next(p for p in mlx_vlm.PATCHES if p.name.endswith("apply_rotary"))
-    ours = record.replacement(Rotary.apply_rotary)
-    assert signature_text(ours) == record.signature
-    positions = mx.arange(5)[None]
-    q, k = mx.random.normal((1, 2, 5, 4)), mx.random.normal((1, 2, 5, 4))
-
-    def loss(function: Callable, module: Rotary):
-        return lambda q, k: sum((x**2).sum() for x in function(module, q, k, positions))
-
-    expected = mx.grad(loss(Rotary.apply_rotary, Rotary(False)), argnums=(0, 1))(q, k)
-    module = Rotary(fused)
-    actual = mx.grad(loss(ours, module), argnums=(0, 1))(q, k)
-    assert module.fused_apply is fused
-    assert module.calls[0] is fused
-    assert all(mx.allclose(e, a) for e, a in zip(expected, actual, strict=True))
-    if fused:
-        assert mx.abs(mx.grad(loss(Rotary.apply_rotary, Rotary(True)))(q, k)).max().item() == 0
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["vision"]]
+    floors = {Requirement(line).name: Requirement(line).specifier for line in asked}
+    sets = re.findall(r'Versions\("([^"]+)", "([^"]+)", "([^"]+)"', (root / "scripts/compat/versions.py").read_text())
+    for place, (package, versions) in enumerate(TRIED.items()):
+        lowest = min(Version(specifier.version) for specifier in SpecifierSet(versions))
+        (floor,) = floors[package.replace("_", "-")]
+        assert Version(floor.version) == lowest
+        assert min(Version(each[place]) for each in sets) == lowest
 
 
 @pytest.mark.parametrize(
-    ("family", "block", "newest"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 2), ("qwen3_vl_moe", "Qwen3VLMoE", 3)]
+    ("family", "block", "newest"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 1), ("qwen3_vl_moe", "Qwen3VLMoE", 2)]
 )
 def test_routers_of_older_versions_give_upstreams_values_and_gradients(
     tiny_vision_model, monkeypatch, family, block, newest

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import activations, gated_delta, qwen3_5, qwen3_next
+from mlx_lm.models import activations, gated_delta, olmo_hybrid, qwen3_5, qwen3_next
 
 from deltatune import patches
 from deltatune.machine import backend
@@ -44,10 +44,6 @@ def on_cuda(monkeypatch):
     return served
 
 
-# mlx-lm 0.31.3 has neither normalize_qk nor olmo_hybrid.
-OLDER = not hasattr(gated_delta, "normalize_qk")
-
-
 def draw(*shapes):
     keys = mx.random.split(mx.random.key(5), len(shapes))
     return [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
@@ -57,10 +53,6 @@ def results():
     g, x, q, k = draw((2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32), (2, 5, 2, 32))
     found = [activations.swiglu(g, x), qwen3_next.swiglu(g, x)]
     found += [qwen3_next.Qwen3NextRMSNormGated(32)(x, g), qwen3_next.Qwen3NextRMSNormGated(32)(x)]
-    if OLDER:
-        return found
-    from mlx_lm.models import olmo_hybrid
-
     found += gated_delta.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
     found += qwen3_5.normalize_qk(q, k, inv_scale=32**-0.5, eps=1e-6)
     return [*found, olmo_hybrid.RMSNormGated(32)(x, g)]
@@ -74,8 +66,7 @@ def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
     for one, other in zip(found, wanted, strict=True):
         assert np.abs(np.array(one) - np.array(other)).max() < 2e-6
     if on_cuda is not None:
-        newer = [] if OLDER else ["norm"] * 4 + ["gated norm"]
-        assert on_cuda == ["swiglu"] * 2 + ["gated norm"] + newer
+        assert on_cuda == ["swiglu"] * 2 + ["gated norm"] + ["norm"] * 4 + ["gated norm"]
 
 
 def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
@@ -148,5 +139,5 @@ def test_a_decoder_never_enters_the_kernels(on_cuda):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_have_none_of_these():
-    """An Apple GPU and a CPU have functions of their own in place of some (kept_inputs.py, cpu_activations.py)."""
+    """An Apple GPU has functions of its own in place of some (kept_inputs.py)."""
     assert not set(pointwise.PATCHES) & set(patches._of_device())

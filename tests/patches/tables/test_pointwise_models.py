@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from host_machine import HostMachine
 from mlx.utils import tree_flatten
-from mlx_lm.models import gated_delta
 
 from deltatune import patches
 from deltatune.machine import backend
@@ -22,7 +21,6 @@ from deltatune.ops.trial import first_use
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm
 from last_place import parameters_one_unit_off
-from model_gradients import without_gradient
 
 # Kernels run on the host machine, beside upstream's own functions: neither is a BLAS's.
 pytestmark = pytest.mark.any_blas
@@ -108,9 +106,8 @@ def gradients(model, rows, owner):
 @pytest.mark.parametrize("family", SERVED)
 def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, family, packed):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
-    # Experts stay upstream's. mlx-lm 0.31.3 lets gradients reach their indices.
+    # Experts stay upstream's.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
-    monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
     model = tiny_model(family, **({} if family == "kimi_linear" else {"linear_value_head_dim": 16}))
     model.train()
     rows = mx.random.randint(0, 320, (2, 22), key=mx.random.key(1))
@@ -121,8 +118,7 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     found, actual = gradients(model, rows, owner)
     convolution = "conv, silu and norms" if family in TOGETHER else "conv and silu"
     wanted_passes = SERVED[family] | NORMS | {f"{convolution} of documents" if packed else convolution}
-    # mlx-lm 0.31.3 has the norms of q and k inline.
-    assert served == (wanted_passes if hasattr(gated_delta, "normalize_qk") else wanted_passes - {"norm"})
+    assert served == wanted_passes
     assert found == pytest.approx(wanted, rel=1e-6)
     assert expected.keys() == actual.keys()
     # A kernel rounds a value in up to four places where upstream does not, by half a unit each: two units in all. Their

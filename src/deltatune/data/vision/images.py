@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,15 +31,6 @@ class ImageReader:
     folder: Path
     limits: Mapping[str, int]
 
-    def _processed(self, image: Any, limits: Mapping[str, int]) -> Any:
-        """Return what the processor makes of an image within limits of its own, or else within the processor's."""
-        # The limits are also set on a copy of the processor, since mlx-vlm before 0.6 ignores the limits of a call.
-        limited = copy.copy(self.processor)
-        for name, value in limits.items():
-            if hasattr(limited, name):
-                setattr(limited, name, value)
-        return limited([image], **limits)
-
     def _scaled(self, image: Any, options: Mapping[str, int]) -> tuple[Any, dict[str, int]]:
         """Return an image in the size that its row asks for, and limits that leave it so."""
         unit = self.processor.patch_size * self.processor.merge_size
@@ -55,7 +45,7 @@ class ImageReader:
         try:
             if options:
                 image, limits = self._scaled(image, options)
-            processed = self._processed(image, limits)
+            processed = self.processor([image], **limits)
         except ImportError as error:
             raise UserError(f"{source}: the model's image processor: {needs_torch(error) or reason(error)}") from error
         except (ValueError, TypeError) as error:

@@ -1,11 +1,11 @@
-"""Probes for known faults of MLX, mlx-vlm and BLAS, which run a small case here instead of comparing versions."""
+"""Probes for known faults of MLX and BLAS, which run a small case here instead of comparing versions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ...errors import first_line
-from . import fused_rotary, one_row_blas, ragged_gather, scatter_add, sorted_gather
+from . import one_row_blas, sorted_gather
 from .fault import PRESENT, Fault
 
 __all__ = ["Fault", "faults"]
@@ -13,12 +13,9 @@ __all__ = ["Fault", "faults"]
 # In the order in which a training run would meet them.
 PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
     (one_row_blas.NAME, one_row_blas.find),
-    (scatter_add.NAME, scatter_add.find),
     (sorted_gather.FORWARD, sorted_gather.find_forward),
     (sorted_gather.GRADIENT, sorted_gather.find_gradient),
     (sorted_gather.VIEWS, sorted_gather.find_views),
-    (ragged_gather.NAME, ragged_gather.find),
-    (fused_rotary.NAME, fused_rotary.find),
 )
 
 

@@ -22,7 +22,7 @@ def _bound() -> float:
 def find_forward() -> Fault:
     """Probe rows whose axis was made by expand_dims, which broadcasts make as well.
 
-    Metal before mlx 0.32.1 (mlx pull request 3960) and CUDA read wrong rows.
+    CUDA reads wrong rows, as Metal did before mlx 0.32.1 (mlx pull request 3960).
     """
     x = mx.random.normal((8, _INNER), key=mx.random.key(0))
     weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))

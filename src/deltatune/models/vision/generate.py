@@ -15,7 +15,7 @@ from ...ops.functional import undisturbed
 from ...patches import patched
 from ..generate import Sampling, finite
 from ..load import Loaded
-from .inputs import Picture, single_frames
+from .inputs import Picture
 
 
 def stream_with_pictures(
@@ -68,8 +68,7 @@ def _inputs(prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[P
         inputs["image_grid_thw"] = mx.array([image.grid for image in images])
     if videos:
         inputs["pixel_values_videos"] = mx.array(np.concatenate([video.patches for video in videos]))
-        # The prompt has text between frames, and mlx-vlm before 0.7 does not split a video into frames itself.
-        inputs["video_grid_thw"] = mx.array(single_frames([video.grid for video in videos]))
+        inputs["video_grid_thw"] = mx.array([video.grid for video in videos])
     return inputs
 
 
@@ -95,38 +94,3 @@ def _stopping(loaded: Loaded) -> Iterator[None]:
         yield
     finally:
         criteria.eos_token_ids = before
-
-
-def answer_pictures(loaded: Loaded, prompt: str, pictures: Sequence[str], max_tokens: int) -> list[str]:
-    """Answer one prompt for each of several pictures, always taking the likeliest token.
-
-    All pictures run at once, each in a conversation of its own.
-
-    Args:
-        loaded: A model that was loaded for images. It is left in inference mode.
-        prompt: The user's message.
-        pictures: The path of each picture.
-        max_tokens: The largest number of tokens in an answer.
-
-    Returns:
-        The text of each answer.
-    """
-    from mlx_vlm.generate import batch_generate
-    from transformers.utils import logging
-
-    loaded.model.eval()
-    verbosity = logging.get_verbosity()
-    # Transformers would warn of an argument that mlx-vlm passes, once for each picture.
-    logging.set_verbosity_error()
-    try:
-        with without_kernels(), patched():
-            response = batch_generate(
-                loaded.model,
-                loaded.processor,
-                images=list(pictures),
-                prompts=[prompt] * len(pictures),
-                max_tokens=max_tokens,
-            )
-    finally:
-        logging.set_verbosity(verbosity)
-    return response.texts

@@ -6,26 +6,21 @@ the two parts are compared with upstream's forward pass before training begins.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from packaging.version import Version
 
 from ...errors import UserError
 from ...ops.functional import undisturbed
-from ...patches import PatchWarning
-from .inputs import Grid, Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
+from .inputs import Picture, VisionBatch, VisionSpec, single_frames, token_positions, vision_batch
 from .tower import TowerInputs, run_tower
 
 # The largest difference from upstream's logits, relative to the largest logit.
 _TOLERANCE = {mx.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
-# mlx-vlm 0.5.0 miscounts the tokens of several images in a row; this version is known to count them right.
-_COUNTS_SEVERAL_IMAGES = Version("0.6.2")
 # The frames, rows and columns of the images in the comparison, in patches (rescaled to the model's merge size).
 _COMPARED_SHAPES = ((1, 4, 6), (1, 6, 4), (2, 4, 4))
 
@@ -146,52 +141,24 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
 
 
 def _compare_with_upstream(model: Any, split: VisionSplit) -> None:
-    """Compare both on a row of text and images of several shapes, calling upstream as its own generation does.
-
-    mlx-vlm before 0.6.2 computes positions right only for a single image in a row. With such a version, the comparison
-    uses upstream's positions for a row with one image, and deltatune's for the row with several.
-    """
-    import mlx_vlm
-
-    spec = vision_spec(model)
+    """Compare both on a row of text and images of several shapes, calling upstream as its own generation does."""
     limit = _TOLERANCE.get(model.vision_tower.patch_embed.proj.weight.dtype, _HALF_TOLERANCE)
-    miscounts = Version(mlx_vlm.__version__) < _COUNTS_SEVERAL_IMAGES
-    difference = _difference(model, split, _example(spec, _COMPARED_SHAPES), own_positions=not miscounts)
-    if miscounts:
-        difference = max(
-            difference, _difference(model, split, _example(spec, _COMPARED_SHAPES[:1]), own_positions=True)
-        )
+    difference = _difference(model, split)
     if not difference <= limit:
         raise UserError(
             f"{type(model).__module__}: on a small image, its logits differ by {difference:.1e} of their size between "
             f"mlx-vlm and deltatune, and rounding explains at most {limit:.0e}, so it cannot be trained on images. "
             "Install a version of mlx-vlm that deltatune knows."
         )
-    if miscounts:
-        warnings.warn(
-            f"mlx-vlm {mlx_vlm.__version__} miscounts several images in one row, and then gives their tokens other "
-            "positions than Hugging Face does. Training uses the right positions, but generating from several images "
-            f"with this version does not. Install mlx-vlm {_COUNTS_SEVERAL_IMAGES} or later to generate from them.",
-            PatchWarning,
-            stacklevel=3,
-        )
 
 
-def _difference(
-    model: Any, split: VisionSplit, example: tuple[np.ndarray, list[Picture]], own_positions: bool
-) -> float:
-    """The largest difference of our logits from upstream's, divided by the largest logit.
-
-    With `own_positions`, upstream computes the positions of tokens itself; otherwise it is given ours.
-    """
-    spec, (tokens, pictures) = vision_spec(model), example
+def _difference(model: Any, split: VisionSplit) -> float:
+    """The largest difference of our logits from upstream's, divided by the largest logit."""
+    spec = vision_spec(model)
+    tokens, pictures = _example(spec)
     grids = [picture.grid for picture in pictures]
     batch = vision_batch([(tokens, token_positions(tokens, grids, spec), pictures)], len(tokens), spec)
-    language = model.language_model
     with undisturbed(model):
-        if not own_positions:
-            # Some versions ignore positions that are passed as an argument, so their own method is replaced.
-            language.get_rope_index = lambda *_, **__: (mx.array(batch.positions), mx.zeros((1, 1), mx.int32))
         # In training mode, dropout would make the two forward passes differ.
         model.eval()
         rows = mx.array(tokens[None])
@@ -205,10 +172,10 @@ def _difference(
     return float(mx.abs(actual - expected).max() / mx.abs(expected).max())
 
 
-def _example(spec: VisionSpec, shapes: Sequence[Grid]) -> tuple[np.ndarray, list[Picture]]:
-    """A row of tokens with an image for each frame of each of `shapes`, and the images."""
+def _example(spec: VisionSpec) -> tuple[np.ndarray, list[Picture]]:
+    """A row of tokens with an image for each frame of each of _COMPARED_SHAPES, and the images."""
     random = np.random.default_rng(0)
-    grids = single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in shapes])
+    grids = single_frames([(f, r // 2 * spec.merge, c // 2 * spec.merge) for f, r, c in _COMPARED_SHAPES])
     pictures = [Picture(random.standard_normal((int(np.prod(grid)), spec.values), np.float32), grid) for grid in grids]
     tokens = [1]
     for picture in pictures:

@@ -19,8 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, not_differentiated_again, promoted, refuse_second_derivative
-from ..pointwise import exponentials, scored_swiglu, silu
+from ..functional import is_floating, not_differentiated_again, refuse_second_derivative
+from ..pointwise import scored_swiglu, silu
 from ..tracing import trace
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
@@ -46,7 +46,7 @@ def swiglu(up: mx.array, gate: mx.array) -> mx.array:
     """Return silu(gate) * up, for arrays of one shape and dtype."""
     if backend.device() == "cuda" and silu.serves(gate, up):
         return silu.swiglu(gate, up)
-    return exponentials.swiglu(gate, up)
+    return gate * mx.sigmoid(gate) * up
 
 
 def expert_block(
@@ -149,7 +149,7 @@ class _Block:
         """Return y, and what the backward pass is to find computed: of each chunk its order and its `InnerRows`."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
-        result_dtype = promoted(x.dtype, scores.dtype)
+        result_dtype = mx.result_type(x.dtype, scores.dtype)
         dtype = mx.float32 if self.in_fp32 else result_dtype
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), dtype)
         for_backward: list[mx.array] = []

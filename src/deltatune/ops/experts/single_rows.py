@@ -8,7 +8,7 @@ import mlx.core as mx
 def single_rows(x: mx.array) -> mx.array:
     """Return x [..., 1, K] with row-major strides; it is copied only if its rows do not follow one another in memory.
 
-    MLX's products on CUDA (and on Metal before mlx 0.32.1) use the stride of the axis of size 1 as the distance between
+    MLX's products on CUDA, and older ones on Metal, use the stride of the axis of size 1 as the distance between
     rows. That stride means nothing: expand_dims makes it 1, a broadcast makes it 0, and arithmetic keeps either.
     """
     return mx.unflatten(x.reshape(-1), 0, x.shape)

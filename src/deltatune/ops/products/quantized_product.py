@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...machine import backend
-from ..functional import is_floating, promoted
+from ..functional import is_floating
 from ..pointwise import unpacking
 from ..tracing import trace
 
@@ -187,7 +187,7 @@ def _cast(stored: Sequence[mx.array], dtype: mx.Dtype) -> list[mx.array]:
 
 
 def _result_dtype(x: mx.array, scales: mx.array) -> mx.Dtype:
-    return promoted(x.dtype, scales.dtype) if is_floating(scales) else x.dtype
+    return mx.result_type(x.dtype, scales.dtype) if is_floating(scales) else x.dtype
 
 
 def unpacked(

@@ -1,14 +1,12 @@
 """Replaces MLX's attention where rows are trained or scored whole, and what tells such calls from a decoder's.
 
 Every model of mlx-lm and mlx-vlm ends in mx.fast.scaled_dot_product_attention, whichever function of its package it
-calls, so that one record reaches all of them. Versions read: mlx-lm 0.31.3, 0.32.0 to 0.32.2; mlx-vlm 0.5.0, 0.6.2,
-0.6.4, 0.6.8, 0.6.12, 0.6.17, 0.7.0, 0.7.3, 0.7.6, 0.7.8, 0.7.10.
+calls, so that one record reaches all of them. Versions read: mlx-lm 0.32.0 to 0.32.2; mlx-vlm 0.7.0,
+0.7.3, 0.7.6, 0.7.8, 0.7.10.
 """
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -19,7 +17,6 @@ from ...ops.attention import attention_naive
 from ..patch_record import Function, Patch, core_record
 from ..small_cases import alike, describe_difference, drawn, results
 from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
-from . import LOWEST_MLX_VLM
 
 _REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
 _UNMARKED = (
@@ -133,9 +130,7 @@ def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
             function(model=nn.Module(), dataset=[], batch_size=1, num_batches=-1, loss=loss, iterate_batches=batches)
         )
 
-    # mlx-lm 0.31.3 shows a bar.
-    with redirect_stderr(io.StringIO()):
-        return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
+    return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
 
 
 _MARK: dict[str, Any] = {
@@ -153,7 +148,6 @@ _MASK: dict[str, Any] = {
 }
 _TOWER: dict[str, Any] = {
     "package": "mlx_vlm",
-    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "module": "mlx_vlm.models.base",
     "signature": "",
     "holders": (),
@@ -168,14 +162,12 @@ PATCHES = (
     core_record("value_and_grad", marking, _differentiates_alike, **_MARK),
     core_record("grad", marking, _differentiates_alike, **_MARK),
     core_record("vjp", whole, _vjp_alike, **_MARK),
-    Patch(**_MASK, package="mlx_lm", tried=">=0.31.3,<=0.32.2", module="mlx_lm.models.base"),
-    # Earlier versions import mlx-lm's function.
-    Patch(**_MASK, package="mlx_vlm", tried=">=0.6.4,<=0.7.10", settled="<0.6.4", module="mlx_vlm.models.cache"),
+    Patch(**_MASK, package="mlx_lm", module="mlx_lm.models.base"),
+    Patch(**_MASK, package="mlx_vlm", module="mlx_vlm.models.cache"),
     Patch(**_TOWER, name="ensure_fused_sdpa", replacement=_without_padding, check=_attends(None)),
     Patch(**_TOWER, name="chunked_attention", replacement=_in_one_piece, check=_attends(2)),
     Patch(
         package="mlx_lm",
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.tuner.trainer",
         name="evaluate",
         # Its defaults are functions, which have no fixed text.

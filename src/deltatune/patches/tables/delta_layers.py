@@ -6,7 +6,7 @@ of the split, and the backward pass joins the three gradients and cuts the state
 one kernel reads the projection and writes three arrays, and one goes back. On an Apple GPU MLX's operations stay, but
 their gradient keeps the projection alone, and computes the rest again (ops/recomputation.py).
 
-Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+Versions read: mlx-lm 0.32.0 to 0.32.2.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from ..small_cases import (
     serving,
 )
 
+_EPS = 1e-6
+
 
 class _Projected(NamedTuple):
     """What a layer computes from its input: q, k and v beside one another [B, T, C], z [B, T, Hv, Dv], b and a."""
@@ -63,10 +65,10 @@ def _of_qwen3_next(layer: Any, x: mx.array) -> _Projected:
     return _Projected(mx.concatenate([part.reshape(*x.shape[:2], -1) for part in (q, k, v)], axis=-1), z, b, a)
 
 
-def _norms(layer: Any, eps: float, of_sum: bool) -> conv.NormedHeads:
-    """The norms of a layer whose `eps` is added to the sum of the squares or, if not `of_sum`, to their mean."""
+def _norms(layer: Any) -> conv.NormedHeads:
+    """The norms of a layer's queries and keys; upstream adds its eps to the sum of the squares."""
     size = layer.head_k_dim
-    return conv.NormedHeads(layer.num_k_heads, size, 1 / size, size**-0.5, eps / size if of_sum else eps)
+    return conv.NormedHeads(layer.num_k_heads, size, 1 / size, size**-0.5, _EPS / size)
 
 
 def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
@@ -128,7 +130,7 @@ def _last_rows(before: mx.array | None, x: mx.array, count: int) -> mx.array:
 
 
 def _next_token(
-    layer: Any, project: Callable[[Any, mx.array], _Projected], of_sum: bool, x: mx.array, cache: RecurrentRows
+    layer: Any, project: Callable[[Any, mx.array], _Projected], x: mx.array, cache: RecurrentRows
 ) -> mx.array | None:
     """The layer's output for one token of each row [B, 1, D], by one kernel; None where upstream's code serves."""
     taps = layer.conv1d
@@ -138,7 +140,7 @@ def _next_token(
     projections = [layer[name] for name in names if name in layer]
     parts = project(layer, x) if len(projections) < len(names) else token_projections(projections, x)
     projected = tuple(part.reshape(x.shape[0], -1) for part in parts)
-    kind = DeltaToken(_norms(layer, 1e-6, of_sum), layer.num_v_heads, layer.head_v_dim, layer.norm.eps)
+    kind = DeltaToken(_norms(layer), layer.num_v_heads, layer.head_v_dim, layer.norm.eps)
     weights = taps.weight[..., 0], layer.A_log, layer.dt_bias, layer.norm.weight
     before, state = cache.handed
     arrays = TokenArrays(projected, before, state, *weights)
@@ -148,17 +150,17 @@ def _next_token(
     return layer.out_proj(y[:, None])
 
 
-def _layer(project: Callable[[Any, mx.array], _Projected], of_sum: bool) -> Callable[[Function], Function]:
+def _layer(project: Callable[[Any, mx.array], _Projected]) -> Callable[[Function], Function]:
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:  # noqa: N807
             if isinstance(cache, RecurrentRows):
-                y = _next_token(self, project, of_sum, inputs, cache)
+                y = _next_token(self, project, inputs, cache)
                 return upstream(self, inputs, mask, cache) if y is None else y
             if not _trained_here(self, inputs, cache):
                 return upstream(self, inputs, mask, cache)
             qkv, z, b, a = project(self, inputs)
             before, state = (None, None) if cache is None else (cache[0], cache[1])
-            heads = _Heads(self, _norms(self, 1e-6, of_sum), before, trace.current().segments)
+            heads = _Heads(self, _norms(self), before, trace.current().segments)
             if not heads.serves(qkv):
                 return upstream(self, inputs, mask, cache)
             if mask is not None:
@@ -198,25 +200,21 @@ def _same_next_token(upstream: Function, ours: Function) -> str | None:
     return describe_difference(actual, expected, BOUND, "upstream's next token")
 
 
-def _records(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> tuple[Patch, Patch]:
-    """The records of a layer: mlx-lm 0.31.3 adds eps to the mean of the squares, later versions add it to their sum."""
-    record: dict[str, Any] = {
-        "holders": (),
-        "reason": "its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
-        "without": "Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
-        "package": "mlx_lm",
-        "module": f"mlx_lm.models.{module}",
-        "name": f"{name}.__call__",
-        "signature": "(self, inputs, mask=None, cache=None)",
-        "check": _same,
-    }
-    return (
-        Patch(**record, tried="==0.31.3", replacement=_layer(project, of_sum=False)),
-        Patch(**record, tried=">=0.32.0,<=0.32.2", replacement=_layer(project, of_sum=True)),
+def _record(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> Patch:
+    return Patch(
+        package="mlx_lm",
+        module=f"mlx_lm.models.{module}",
+        name=f"{name}.__call__",
+        signature="(self, inputs, mask=None, cache=None)",
+        holders=(),
+        reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
+        without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
+        replacement=_layer(project),
+        check=_same,
     )
 
 
 PATCHES = (
-    *_records("qwen3_5", "GatedDeltaNet", _of_qwen3_5),
-    *_records("qwen3_next", "Qwen3NextGatedDeltaNet", _of_qwen3_next),
+    _record("qwen3_5", "GatedDeltaNet", _of_qwen3_5),
+    _record("qwen3_next", "Qwen3NextGatedDeltaNet", _of_qwen3_next),
 )

@@ -6,7 +6,7 @@ get a `DeferredExperts` in place of the experts' outputs, so that the operator w
 an array [tokens, k, D] never exists. Where routers are watched (ops.experts.routing), these blocks report what their
 router computed and chose.
 
-Versions read: mlx-lm 0.31.3, 0.32.0, 0.32.2; mlx-vlm 0.6.17, 0.7.10.
+Versions read: mlx-lm 0.32.0, 0.32.2; mlx-vlm 0.7.0, 0.7.1, 0.7.10.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ _RECORD: dict[str, Any] = {
     "reason": "three gathered products keep all their intermediates: slow on a CPU, and memory grows with tokens x k",
     "without": "These experts then train with upstream's code: right, but slow on a CPU, and it needs more memory.",
 }
-_LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm", "tried": ">=0.31.3,<=0.32.2"}
+_LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm"}
 _VLM: dict[str, Any] = {**_RECORD, "package": "mlx_vlm"}
 _CALL = "(self, x, indices)"
 _COMBINING_CALL = "(self, x, indices, weights=None, shared=None, residual=None)"
@@ -275,10 +275,7 @@ _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 PATCHES: tuple[Patch, ...] = (
     *_switch_records(_LM, "mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
     *(_block_record(_LM, f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.6.17"),
-    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried="==0.7.10"),
-    *(
-        _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, tried=">=0.6.17,<=0.7.10")
-        for module, name in _VLM_BLOCKS.items()
-    ),
+    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
+    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried=">=0.7.1,<=0.7.10"),
+    *(_block_record(_VLM, f"mlx_vlm.models.{module}.language", name) for module, name in _VLM_BLOCKS.items()),
 )

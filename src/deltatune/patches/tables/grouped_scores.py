@@ -3,7 +3,7 @@
 Gemma 2 computes its scores itself, as [B, key heads, query heads of each, T, T]. A mask [T, T] fits them, and one that
 differs between the rows of a batch, [B, 1, T, T], fits another axis than that of the rows, or none.
 
-Versions read: mlx-lm 0.32.2; mlx-vlm 0.6.17, 0.7.0, 0.7.10.
+Versions read: mlx-lm 0.32.2; mlx-vlm 0.7.0, 0.7.10.
 """
 
 from __future__ import annotations
@@ -39,13 +39,6 @@ _RECORD: dict[str, Any] = {
 }
 
 PATCHES = (
-    Patch(**_RECORD, package="mlx_lm", tried=">=0.31.3,<=0.32.2", module="mlx_lm.models.gemma2"),
-    # Earlier versions have no Gemma 2 of their own.
-    Patch(
-        **_RECORD,
-        package="mlx_vlm",
-        tried=">=0.6.17,<=0.7.10",
-        settled="<0.6.17",
-        module="mlx_vlm.models.gemma2.language",
-    ),
+    Patch(**_RECORD, package="mlx_lm", module="mlx_lm.models.gemma2"),
+    Patch(**_RECORD, package="mlx_vlm", module="mlx_vlm.models.gemma2.language"),
 )

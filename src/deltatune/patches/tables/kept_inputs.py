@@ -4,7 +4,7 @@ MLX's gradient of an activation, a gated norm or a convolution keeps every array
 functions here compute these arrays again (ops/recomputation.py). On NVIDIA GPUs kernels do so (pointwise.py), and on a
 CPU it takes more time than it is worth.
 
-Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2; mlx-vlm 0.5.0, 0.6.2, 0.6.17 and 0.7.10.
+Versions read: mlx 0.32.2 to 0.32.4; mlx-lm 0.32.0 to 0.32.2; mlx-vlm 0.7.0 and 0.7.10.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ _RECORD: dict[str, Any] = {
     "reason": "its gradient keeps arrays that are cheap to compute again",
     "without": "Training needs more memory then; nothing else changes.",
 }
-_OF_MLX: dict[str, Any] = {"package": "mlx", "tried": ">=0.31.2,<=0.32.4", **_RECORD}
-_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", "tried": ">=0.5.0,<=0.7.10", **_RECORD}
-_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", "tried": ">=0.31.3,<=0.32.2", **_RECORD}
+_OF_MLX: dict[str, Any] = {"package": "mlx", **_RECORD}
+_OF_MLX_VLM: dict[str, Any] = {"package": "mlx_vlm", **_RECORD}
+_OF_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **_RECORD}
 
 PATCHES = (
     Patch(**_OF_MLX, module="mlx.nn.layers.activations", name="silu", signature="", replacement=_silu, check=IS_SILU),

@@ -4,7 +4,7 @@ Upstream scores a query and a key in two parts: q . k of most channels in MLX's 
 channels that carry positions as a mask of floats, [B, H, T, T]. In training both are one product here, of keys as long
 as all channels together: 192 for values of 128, in the released models.
 
-Versions read: mlx-lm 0.31.3, 0.32.0 to 0.32.2.
+Versions read: mlx-lm 0.32.0 to 0.32.2.
 """
 
 from __future__ import annotations
@@ -93,26 +93,22 @@ _RECORD: dict[str, Any] = {
     "check": same_layer(layer_input, causal, inside=whole_rows),
     "without": "Memory of these layers then grows with the square of the length.",
 }
-_SINCE_0_32 = ">=0.32.0,<=0.32.2"
 
 PATCHES = (
     Patch(
         **_RECORD,
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.kimi_linear",
         name="KimiMLAAttention.__call__",
         replacement=_training(_kimi_linear),
     ),
     Patch(
         **_RECORD,
-        tried=_SINCE_0_32,
         module="mlx_lm.models.kimi_k3",
         name="KimiK3MLAAttention.__call__",
         replacement=_training(_kimi_k3),
     ),
     Patch(
         **_RECORD,
-        tried=_SINCE_0_32,
         module="mlx_lm.models.bailing_moe_v3",
         name="BailingMLA.__call__",
         replacement=_training(_bailing),

@@ -54,7 +54,6 @@ def _loads_alike(upstream: Function, ours: Function) -> str | None:
 PATCHES = (
     Patch(
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.base",
         name="Module.load_weights",
         signature="(self, file_or_weights, strict=True)",

@@ -1,6 +1,6 @@
 """Replaces functions of mlx-lm: the recurrence, and what has to keep packed documents separate.
 
-Versions read: 0.31.3, 0.32.0, 0.32.1, 0.32.2.
+Versions read: 0.32.0, 0.32.1, 0.32.2.
 """
 
 from __future__ import annotations
@@ -143,27 +143,13 @@ ATTENTION_MASK: dict[str, Any] = {
     "check": same_masks,
 }
 
-_UPDATE_RECORD: dict[str, Any] = {
-    "package": "mlx_lm",
-    "module": "mlx_lm.models.gated_delta",
-    "name": "gated_delta_update",
-    "without": LOOP,
-    "needed_for": (TRAINING, PACKING),
-}
-
 PATCHES = (
     Patch(
-        **_UPDATE_RECORD,
-        tried="==0.31.3",
-        signature=f"({UPDATE_PLAIN})",
-        holders=tuple(f"mlx_lm.models.{name}" for name in ("qwen3_5", "qwen3_next", "kimi_linear")),
-        reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
-        replacement=recurrence.update,
-        check=same_update([{}]),
-    ),
-    Patch(
-        **_UPDATE_RECORD,
-        tried=">=0.32.0,<=0.32.2",
+        package="mlx_lm",
+        module="mlx_lm.models.gated_delta",
+        name="gated_delta_update",
+        without=LOOP,
+        needed_for=(TRAINING, PACKING),
         signature=f"({UPDATE_PLAIN.replace('use', '*, use')}, lower_bound=None, allow_neg_eigval=False)",
         holders=tuple(
             f"mlx_lm.models.{name}"
@@ -176,12 +162,10 @@ PATCHES = (
     Patch(
         **ATTENTION_MASK,
         package="mlx_lm",
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.base",
     ),
     Patch(
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
         signature="(self, x)",

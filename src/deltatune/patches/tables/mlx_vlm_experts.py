@@ -13,7 +13,6 @@ import mlx.core as mx
 from ...upstream import SHARED_EXPERT_SCALE
 from ..patch_record import TRAINING, Function, Patch
 from ..small_cases import layer_input, same_layer
-from . import LOWEST_MLX_VLM
 from .experts import weighted_block
 
 
@@ -81,7 +80,7 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
         signature=signature,
         holders=(),
         reason="gradients reach the indices of the chosen experts, which mlx >= 0.32.1 refuses",
-        without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with older versions.",
+        without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with 0.32.0.",
         needed_for=(TRAINING,),
         replacement=lambda upstream: weighted_block(replacement(upstream)),
         # Upstream's own gradient is what fails.
@@ -92,9 +91,8 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
 _PLAIN, _QWEN3_5 = "(self, x)", ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock")
 
 PATCHES = (
-    _record(f">={LOWEST_MLX_VLM},<0.7.1", *_QWEN3_5, _PLAIN, _with_shared_expert(_gate, True)),
-    _record(">=0.6.2,<0.6.17", *_QWEN3_5, "(self, x, target_verify=False)", _with_shared_expert(_gate, True)),
+    _record("==0.7.0", *_QWEN3_5, _PLAIN, _with_shared_expert(_gate, True)),
     _record(">=0.7.1,<0.7.5", *_QWEN3_5, _PLAIN, _with_shared_expert(_scale, True)),
-    _record(f">={LOWEST_MLX_VLM},<0.7.5", "qwen3_vl_moe", "Qwen3VLMoESparseMoeBlock", _PLAIN, _experts_alone),
-    _record(">=0.6.8,<0.7.5", "qwen3_next", "Qwen3NextSparseMoeBlock", _PLAIN, _with_shared_expert(_gate, False)),
+    _record(">=0.7.0,<0.7.5", "qwen3_vl_moe", "Qwen3VLMoESparseMoeBlock", _PLAIN, _experts_alone),
+    _record(">=0.7.0,<0.7.5", "qwen3_next", "Qwen3NextSparseMoeBlock", _PLAIN, _with_shared_expert(_gate, False)),
 )

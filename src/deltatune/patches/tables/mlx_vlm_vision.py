@@ -15,7 +15,6 @@ import mlx.nn as nn
 from ...upstream import DEEPSTACK
 from ..patch_record import ALWAYS, SETTLED, TRAINING, Check, Function, Patch
 from ..small_cases import WIDTH, SmallConfig, built, describe_difference, drawn
-from . import LOWEST_MLX_VLM
 
 
 def _merger(activation: Function) -> Function:
@@ -74,7 +73,6 @@ def _adds_features(upstream: Function, ours: Function) -> str | None:
 
 _DEEPSTACK: dict[str, Any] = {
     "package": "mlx_vlm",
-    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
     "holders": (),
     "reason": "upstream looks for the image tokens on the host, which a compiled step cannot do",
@@ -85,7 +83,6 @@ _DEEPSTACK: dict[str, Any] = {
 }
 _RECORD: dict[str, Any] = {
     "package": "mlx_vlm",
-    "tried": f">={LOWEST_MLX_VLM},<=0.7.10",
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
     "signature": "(self, x)",
     "holders": (),

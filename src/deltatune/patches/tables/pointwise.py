@@ -1,6 +1,6 @@
 """Replaces activations and norms with kernels that read memory once, on NVIDIA GPUs, where mx.compile fuses nothing.
 
-Versions read: mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+Versions read: mlx-lm 0.32.0 to 0.32.2.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ PATCHES = (
     Patch(
         **RECORD,
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.activations",
         name="silu",
         signature="",
@@ -210,7 +209,6 @@ PATCHES = (
     Patch(
         **RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.embedding",
         name="Embedding.__call__",
         signature="(self, x)",
@@ -219,7 +217,6 @@ PATCHES = (
     ),
     Patch(
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.linear",
         name="Linear.__call__",
         signature="(self, x)",
@@ -231,7 +228,6 @@ PATCHES = (
     ),
     Patch(
         **_MLX_LM,
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.activations",
         name="swiglu",
         signature="",
@@ -240,11 +236,9 @@ PATCHES = (
     ),
     Patch(
         **_MLX_LM,
-        tried=">=0.32.0,<=0.32.2",
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
         signature="(q, k, *, inv_scale, eps)",
-        settled="==0.31.3",  # In this version each model has the code inline.
         replacement=_normalize_qk,
         check=alike(
             layer_input,
@@ -254,7 +248,6 @@ PATCHES = (
     ),
     Patch(
         **_MLX_LM,
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextRMSNormGated.__call__",
         signature="(self, hidden_states, gate=None)",
@@ -263,7 +256,6 @@ PATCHES = (
     ),
     Patch(
         **_MLX_LM,
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextAttention.__call__",
         signature="(self, x, mask=None, cache=None)",
@@ -272,7 +264,6 @@ PATCHES = (
     ),
     Patch(
         **_MLX_LM,
-        tried=">=0.31.3,<=0.32.2",
         module="mlx_lm.models.olmo_hybrid",
         name="RMSNormGated.__call__",
         signature="(self, x, gate)",

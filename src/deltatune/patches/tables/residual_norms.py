@@ -3,7 +3,7 @@
 MLX's gradient of a norm sums a gradient for the weight over all tokens, also where the weight is frozen, and a layer's
 two sums pass over memory by themselves, forward and backward.
 
-Versions read: mlx 0.31.2 to 0.32.4; mlx-lm 0.31.3 and 0.32.0 to 0.32.2.
+Versions read: mlx 0.32.2 to 0.32.4; mlx-lm 0.32.0 to 0.32.2.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def _same(build: Any) -> Check:
 def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: Any = first_layer) -> Patch:
     return Patch(
         package="mlx_lm",
-        tried=">=0.31.3,<=0.32.2",
         module=f"mlx_lm.models.{module}",
         name=f"{name}.__call__",
         signature="(self, x, mask=None, cache=None)",
@@ -114,7 +113,6 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
 PATCHES = (
     Patch(
         package="mlx",
-        tried=">=0.31.2,<=0.32.4",
         module="mlx.nn.layers.normalization",
         name="RMSNorm.__call__",
         signature="(self, x)",

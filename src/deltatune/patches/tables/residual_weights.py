@@ -66,10 +66,9 @@ def _stale(build: Build, arguments: Callable[[Function], tuple[Any, ...]]) -> Ch
     return check
 
 
-def _records(package: str, versions: str, module: str, model_signature: str) -> tuple[Patch, ...]:
+def _records(package: str, module: str, model_signature: str) -> tuple[Patch, ...]:
     shared: dict[str, Any] = {
         "package": package,
-        "tried": versions,
         "module": module,
         "holders": (),
         "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
@@ -96,11 +95,6 @@ def _records(package: str, versions: str, module: str, model_signature: str) -> 
 
 
 PATCHES = (
-    *_records("mlx_lm", ">=0.32.0,<=0.32.2", "mlx_lm.models.kimi_k3", "(self, inputs, cache=None)"),
-    *_records(
-        "mlx_vlm",
-        ">=0.7.0,<=0.7.10",
-        "mlx_vlm.models.kimi_k3.language",
-        "(self, inputs, cache=None, inputs_embeds=None)",
-    ),
+    *_records("mlx_lm", "mlx_lm.models.kimi_k3", "(self, inputs, cache=None)"),
+    *_records("mlx_vlm", "mlx_vlm.models.kimi_k3.language", "(self, inputs, cache=None, inputs_embeds=None)"),
 )

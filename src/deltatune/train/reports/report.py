@@ -33,19 +33,6 @@ _SCRIPT = Path(__file__).with_name("report.js")
 _RELOADED_EVERY_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class Png:
-    """A picture in a table.
-
-    Attributes:
-        content: The bytes of a PNG file.
-        text: The alternative text.
-    """
-
-    content: bytes
-    text: str
-
-
 @dataclass
 class ReportTable:
     """A table of the report.
@@ -53,7 +40,7 @@ class ReportTable:
     Attributes:
         title: Its heading.
         columns: The headings of its columns.
-        rows: Its rows; a cell is a Png or any value that str() can show.
+        rows: Its rows; a cell is any value that str() can show.
         note: A text below the heading.
         folded: Whether a click on its heading shows or hides the table.
         shown: Whether a folded table is shown at first.
@@ -352,7 +339,4 @@ def _cell(value: Any) -> str:
         return f"<td>{ {True: 'yes', False: 'no', None: '–'}[value] }</td>"
     if isinstance(value, int | float):
         return f"<td class=number>{value:,.6g}</td>" if isinstance(value, float) else f"<td class=number>{value:,}</td>"
-    if isinstance(value, Png):
-        content = base64.b64encode(value.content).decode("ascii")
-        return f"<td><img alt='{html.escape(value.text)}' src='data:image/png;base64,{content}'></td>"
     return f"<td>{html.escape(str(value))}</td>"

@@ -244,12 +244,12 @@ def save(
 def damage(path: Path) -> str | None:
     """Return what is wrong with a state file, as a clause that names it; None if it is undamaged.
 
-    States of formats 1 and 2 hold no checksum, so that only damage of their headers is found.
+    A file of another format, which need not hold a checksum, is not damaged; load() refuses it.
     """
     try:
         summed = checksum.check(path)
         content = _read(path)[1]
-        if not summed and content["format"] >= 3:
+        if not summed and content["format"] == FORMAT:
             return f"{path} is damaged (its checksum is missing)"
     except FileNotFoundError:
         return f"{path} is missing"
@@ -269,16 +269,12 @@ def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Pro
     if problem := damage(path):
         raise UserError(f"{problem}: it is no state to resume from; start anew without --resume.")
     arrays, content = _read(path)
-    if content["format"] not in range(1, FORMAT + 1):
+    if content["format"] != FORMAT:
         raise UserError(
-            f"{path} has state format {content['format']}, and this deltatune reads 1 to {FORMAT}; start anew."
+            f"{path} has state format {content['format']}, and this deltatune reads format {FORMAT}: continue the run "
+            "with the deltatune that saved it, or start anew without --resume."
         )
-    saved = content["identity"]
-    if content["format"] < FORMAT:
-        # Format 1 holds paths in place of content, and format 2 holds a digest of fewer numbers of the weights.
-        shared = saved.keys() & identity.keys()
-        saved, identity = ({key: value for key, value in one.items() if key in shared} for one in (saved, identity))
-    compare(path, saved, identity)
+    compare(path, content["identity"], identity)
     mx.eval(arrays)
     return arrays, Progress(**content["progress"])
 

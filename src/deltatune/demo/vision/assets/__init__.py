@@ -1,5 +1,0 @@
-"""The path of the vision demo's bundled model."""
-
-from pathlib import Path
-
-MODEL = Path(__file__).parent / "model"

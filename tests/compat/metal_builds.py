@@ -1,5 +1,0 @@
-"""pytest -p metal_builds (metal.py)."""
-
-import metal
-
-metal.builds()
