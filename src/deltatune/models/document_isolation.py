@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from ..errors import UserError, first_line
 from ..layers import describe, logits_of
+from ..machine.numpy_arrays import as_numpy
 from ..ops.segments import segments
 from .drawn_weights import drawn_weights
 
@@ -213,4 +214,4 @@ def _distances(logits: mx.array, others: mx.array) -> list[float]:
     """Return how far the logits of each token [T, V] are from others, relative to the mean size of these."""
     distances = mx.abs(logits - others).mean(axis=1) / mx.abs(others).mean()
     # What is not a number is not below a limit either.
-    return [distance if math.isfinite(distance) else math.inf for distance in distances.tolist()]
+    return [distance if math.isfinite(distance) else math.inf for distance in map(float, as_numpy(distances))]
