@@ -1,5 +1,19 @@
 """The exception for mistakes that the user can correct, and how other errors are quoted in messages."""
 
+from collections.abc import Sequence
+
+
+class NotFiniteError(ArithmeticError):
+    """A model gave a token a probability that is not finite.
+
+    Attributes:
+        rows: The tokens that the model had read, or several such rows, one of which it was.
+    """
+
+    def __init__(self, *rows: Sequence[int]):
+        super().__init__("a probability is not finite")
+        self.rows = rows
+
 
 class UserError(ValueError):
     """A mistake that the user can correct; its message says what was expected, what came and what to do.
@@ -11,6 +25,10 @@ class UserError(ValueError):
     """
 
     everywhere: bool | None = None
+
+
+class NoResultError(UserError):
+    """A loss or an answer that is not finite, which is no result."""
 
 
 def first_line(error: BaseException) -> str:

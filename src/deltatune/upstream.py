@@ -33,6 +33,8 @@ SHARED_EXPERT_SCALE = "_shared_expert_scale"
 COMBINE = "_combine"
 # MLX: which GELU an nn.GELU computes.
 GELU_KIND = "_approx"
+# mlx-lm: the frequencies of a scaled rotary embedding.
+ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
 RESIDUAL_WEIGHTS_OF_LAYER = ("_attn_res_w_eff", "_mlp_res_w_eff")
 RESIDUAL_WEIGHTS_OF_MODEL = ("_output_res_w_eff",)
@@ -204,6 +206,12 @@ NAMES = (
         f"mlx_lm.models.kimi_k3: {', '.join((*RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL))}",
         _LEFT,
         lambda: _holds("mlx_lm.models.kimi_k3", *RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL),
+    ),
+    PrivateName(
+        "mlx_lm",
+        f"mlx_lm.models.rope_utils.YarnRoPE.{ROPE_FREQUENCIES}",
+        "Models with YaRN positions are refused.",
+        lambda: _holds("mlx_lm.models.rope_utils", f"self.{ROPE_FREQUENCIES} = "),
     ),
     PrivateName(
         "mlx_vlm",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console import called
+from console import called, deltatune
 
 QUESTION, ANSWER = {"role": "user", "content": "the dog"}, {"role": "assistant", "content": "a fox"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": '{"what": "dog"}'}}
@@ -150,3 +150,51 @@ def test_a_row_is_written_with_the_thinking_whose_prompt_begins_it(shown):
             assert "⟦a fox" in plain.replace("⟧⟦", "")
             assert "⟦jumps" in reasoned.replace("⟧⟦", "")
         assert batch(shown(rows, *flags, template=template))
+
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+DEVELOPER = [{"role": "developer", "content": "only in French"}, QUESTION, ANSWER]
+LOST = {
+    "developer": (
+        {"messages": DEVELOPER},
+        (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"),
+        "1 developer messages are in no token, because the model's chat template does not write them; give them the "
+        "role 'system'.",
+    ),
+    "beside": (
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "content": "let me look", "tool_calls": [CALL]},
+                {"role": "tool", "content": "sun", "tool_call_id": "call00000", "name": "find"},
+                ANSWER,
+            ]
+        },
+        STRICT,
+        "1 answers have text beside a call of a tool, which the model's chat template does not write, so it is not "
+        "learnt; put the text into a message of its own before the call.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_texts_that_the_template_does_not_write_are_noted(tiny_checkpoint, tmp_path, name):
+    row, template, note = LOST[name]
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--model", tiny_checkpoint("qwen3", chat_template=template), "--data", tmp_path, "--batch-size", 1]
+    for command in (["train", *flags, "--adapter-path", "none", "--show-batch"], ["eval", *flags]):
+        done = deltatune(*command)
+        assert done.returncode == 0, done.stderr
+        assert note in " ".join((done.stdout + done.stderr).split())
+        assert "French" not in done.stdout.partition("<|im_start|>")[2]
+
+
+def test_texts_that_the_template_writes_are_not_noted(tiny_checkpoint, tmp_path):
+    row = {"messages": [DEVELOPER[0] | {"role": "system"}, *DEVELOPER[1:]]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--model", tiny_checkpoint("qwen3", chat_template=LOST["developer"][1]), "--data", tmp_path]
+    done = deltatune("train", *flags, "--batch-size", 1, "--adapter-path", "none", "--show-batch")
+    assert done.returncode == 0, done.stderr
+    assert "only in French" in done.stdout
+    assert "in no token" not in done.stdout + done.stderr

@@ -298,6 +298,7 @@ ELSEWHERE = {
     "--clear-cache-threshold": f"{CLI}::test_sizes",
     "--compare": "commands/test_chat::test_base_and_adapter_answer_as_generate_does",
     "--data": f"{CLI}::test_a_data_flag_overrides_the_data_set_of_the_yaml_file",
+    "--decay-norm-and-bias": "train/updates/test_weight_decay::test_the_option_lets_norms_decay_too",
     "--dequantize": "models/test_merged_checkpoint::test_quantising_again_is_measured",
     "--dropout": "lora/test_linear::test_dropout_drops_inputs_of_the_update_alone",
     "--extra-eos-token": "commands/test_answer_ends::test_training_names_both_tokens_and_generation_stops_at_either",

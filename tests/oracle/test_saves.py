@@ -147,6 +147,76 @@ def test_a_model_that_was_trained_as_a_whole(kind, tmp_path):
     assert np.abs(their_logits(their_model(tmp_path / "full", kind)) - ours).max() < TOLERANCE
 
 
+# So large an eps that a gradient near 0 moves a number by no more than its own size.
+DECAY = {"betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        ("text qwen3_5", False),
+        ("text qwen3_next", False),
+        ("text olmo_hybrid", False),
+        ("text kimi_linear", False),
+        # MLX holds the norms of the others as 1 + w, and would let that decay.
+        ("text olmo_hybrid", True),
+        ("text kimi_linear", True),
+    ],
+)
+def test_weight_decay_takes_what_the_trainer_of_transformers_takes(kind, whole, tmp_path):
+    """And A_log is left out, which transformers' rule of names forgets."""
+    import torch
+    import transformers
+
+    base = saved(tmp_path / "base", kind)
+    settings = {**DECAY, "betas": list(DECAY["betas"]), "bias_correction": True}
+    options = TrainConfig(
+        model=str(base),
+        data="rows",
+        adapter_path=str(tmp_path / "full"),
+        fine_tune_type="full",
+        num_layers=-1,
+        batch_size=2,
+        iters=3,
+        optimizer="adamw",
+        optimizer_config={"adamw": settings},
+        learning_rate=1e-2,
+        val_batches=0,
+        decay_norm_and_bias=whole,
+    )
+    model, config = load_model(base)
+    prepare(model, options)
+    rows = [Example(row.astype(np.int32), np.arange(len(row)) > 0, f"row {at}") for at, row in enumerate(TOKENS)]
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    Trainer(model, tokenizer, options, Splits(rows), model_config=config, screen=Screen(shown=False)).run()
+    ours = dict(their_model(tmp_path / "full", kind).named_parameters())
+
+    theirs = their_model(base, kind)
+    before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
+    # The router's correction and what stands outside the layers do not train here.
+    trained = {
+        name: value for name, value in theirs.named_parameters() if not torch.equal(ours[name].detach(), before[name])
+    }
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, theirs))
+    groups = [
+        [value for name, value in trained.items() if (name in decayed and not name.endswith("A_log")) == decays]
+        for decays in (True, False)
+    ]
+    assert all(groups)
+    if whole:
+        groups = [[*groups[0], *groups[1]], []]
+    both = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in both if group["params"]], lr=1e-2, **DECAY)
+    theirs.train()
+    for _ in range(3):
+        tokens = torch.from_numpy(TOKENS)
+        optimizer.zero_grad()
+        theirs(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    for name, value in trained.items():
+        assert (value.detach() - ours[name].detach()).abs().max() < TOLERANCE, name
+
+
 # Makes an adapter by PEFT and saves it beside the logits of the adapted model.
 _PEFT = """
 import json, sys

@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
-from deltatune.machine.environment import ATTENTION
 from deltatune.ops.segments import attention_mask
 from deltatune.ops.tracing import trace
 from deltatune.ops.tracing.known_masks import rule_of
@@ -24,7 +23,7 @@ ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses
 @pytest.fixture(autouse=True)
 def blocked(monkeypatch) -> Iterator[None]:
     """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
-    monkeypatch.setenv(ATTENTION, "blocked")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     whole_rows.reset()
     yield
     revert()

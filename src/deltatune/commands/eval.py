@@ -165,7 +165,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)
-    for line in [run.splits.rule, *run.splits.notes]:
+    for line in [run.splits.rule, *run.splits.notes, *run.faults]:
         screen.say(line)
     with contextlib.ExitStack() as stack:
         weights = None

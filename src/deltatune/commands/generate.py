@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from mimetypes import guess_type
 from pathlib import Path
@@ -23,7 +24,7 @@ from .answering import (
 from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ..data.vision.prompt import PromptPictures
     from ..models.load import Loaded
@@ -111,7 +112,7 @@ def generate(options: GenerateOptions) -> str:
     from ..data.prompts import Question, prompt_tokens
     from ..models.adapted_base import load_with_adapter
     from ..models.vocabulary import check_prompt
-    from ..train.dialogue import stopped_at_nan
+    from ..train.ending.nonfinite import explained
 
     if options.seed is not None:
         mx.random.seed(options.seed)
@@ -141,9 +142,14 @@ def generate(options: GenerateOptions) -> str:
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
+
+    def again(row: Sequence[int]) -> Iterator[Any]:
+        return _answer(dataclasses.replace(options, max_tokens=1), loaded, row, pictures)
+
     with contextlib.ExitStack() as stack:
         weights = placed(options, loaded, tokens, pictures, stack) if bounded else None
-        for last in stopped_at_nan(answer, loaded, weights):
+        stack.enter_context(explained(loaded, weights, again))
+        for last in answer:
             print(last.text, end="", flush=True)
             parts.append(last.text)
     print()
@@ -160,7 +166,7 @@ def generate(options: GenerateOptions) -> str:
 
 
 def _answer(
-    options: GenerateOptions, loaded: Loaded, tokens: list[int], pictures: PromptPictures | None
+    options: GenerateOptions, loaded: Loaded, tokens: Sequence[int], pictures: PromptPictures | None
 ) -> Iterator[Any]:
     """Return the pieces of the answer to a prompt of these tokens; each is computed when it is asked for."""
     from ..models.generate import stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import passed_on
 from ..train.dialogue import refuse_nan
-from ..train.ending.nonfinite import refuse_damaged
+from ..train.ending.nonfinite import explained
 from ..train.evaluate import evaluating
 from .answering import Reading
 
@@ -51,7 +50,7 @@ class HarnessModel(TemplateLM):
         reading: Layers that read their weights, where so many prompts as rows are answered at once, too; None where all
             stay in memory.
 
-    What is asked of damaged weights ends with a UserError.
+    A likelihood that is not finite ends with a UserError.
     """
 
     def __init__(
@@ -109,13 +108,12 @@ class HarnessModel(TemplateLM):
         # Rows of like length share a batch, the longest first.
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        with without_kernels(), patched(), evaluating(self._model), whole_rows():
+        explaining = explained(self._loaded, self._weights)
+        with explaining, without_kernels(), patched(), evaluating(self._model), whole_rows():
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
                 texts, scored_tokens = [rows[number] for number in chosen], [counts[number] for number in chosen]
                 for number, score in zip(chosen, scored(self._model, self._split, texts, scored_tokens), strict=True):
-                    if math.isnan(score.total):
-                        refuse_damaged(self._model, self._weights)
                     answers[number] = score
         return answers
 
@@ -156,7 +154,8 @@ class HarnessModel(TemplateLM):
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
             refuse_nan(self._loaded, prompts[0], self._weights)
-            continued = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
+            with explained(self._loaded, self._weights):
+                continued = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
             for number, tokens in zip(numbers, continued, strict=True):
                 answers[number] = self._text(tokens, requests[number].args[1].get("until") or [])
         return answers

@@ -60,6 +60,8 @@ def _bounded(config: TrainConfig) -> int:
     from ..train.setup import ready
 
     run = ready(config, lazy=True)
+    for note in run.faults:
+        say(note)
     try:
         placed = placement.placed(run)
     except placement.TooLittleMemoryError as error:

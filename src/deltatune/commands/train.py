@@ -86,6 +86,8 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
             if world.main:
                 show_batch(next(training_order(run.splits, config)), run.loaded.tokenizer)
             return None
+        for line in run.faults:
+            screen.say(line)
         placed = None if config.memory is None else placement.placed(run)
         for line in run.prepare() if placed is None else placed.lines:
             screen.say(line)

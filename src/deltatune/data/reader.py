@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..machine.environment import expanded
 from ..options.config import TrainConfig
 from . import token_cache
+from .chats import unwritten
 from .example import Example
 from .preferences.preference import Preference
 from .preferences.preference_rows import PreferenceEncoder
@@ -113,7 +114,7 @@ class Reader:
             encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
         rows = _with_progress(encoder.stream(table.rows(), table.count), table)
         kinds = encoder.kinds if preferred else text.formats.kinds
-        encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten, text.prompts)
+        encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten.counts, text.prompts)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -148,11 +149,7 @@ class Reader:
         for what, meaning in MEANINGS.items():
             if count := encoded.unread[what]:
                 self.notes.append(f"{table.name}: {count:,} rows have {meaning}.")
-        if encoded.unwritten:
-            self.notes.append(
-                f"{table.name}: {encoded.unwritten:,} answers have reasoning that the model's chat template does not "
-                "write, so it is not learnt."
-            )
+        self.notes += [f"{table.name}: {unwritten.note(*counted)}" for counted in encoded.unwritten.items()]
         several = [len(row) for row in encoded.rows if len(row) > 1]
         if several:
             self.notes.append(

@@ -15,6 +15,8 @@ from ..options.values import nearest
 from ..upstream import hugging_face_tokenizer
 from .chats.chat import ChatTokenizer
 from .chats.rendering import ChatRow, Item, Rendered, Renderer
+from .chats.template_probes import REASONING
+from .chats.unwritten import MarkedCopy, UnwrittenParts
 from .example import Example
 from .rows import turn_marks
 from .rows.row_formats import (
@@ -31,11 +33,8 @@ from .rows.row_formats import (
     template_options_of,
     tools_of,
 )
-from .rows.unread_columns import MARKED_TURNS, TOOLS
+from .rows.unread_columns import MARKED_TURNS
 from .vision.messages import media_kind
-
-# The keys under which a message holds the reasoning before its answer.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class TextEncoder:
@@ -51,7 +50,7 @@ class TextEncoder:
 
     Attributes:
         formats: reads the rows, and counts their formats.
-        unwritten: how many turns so far have reasoning that the chat template does not write.
+        unwritten: counts the parts of the rows that the chat template does not write.
         prompts: how many turns so far are behind a prompt with each value of enable_thinking.
 
     Source:
@@ -71,7 +70,7 @@ class TextEncoder:
         self.formats = RowFormats(features)
         self._renderer, self._chats = Renderer(tokenizer, template_options), ChatTokenizer(tokenizer)
         self._thinking = self._renderer.options[THINKING]
-        self.unwritten, self.prompts = 0, Counter[bool]()
+        self.unwritten, self.prompts = UnwrittenParts(tokenizer), Counter[bool]()
 
     def __call__(self, row: Any, source: str) -> list[Example]:
         """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""
@@ -98,7 +97,7 @@ class TextEncoder:
         tools, options = tools_of(row, source), template_options_of(row, source)
         template = self._renderer.template(tools)
         check_roles(messages, template, source)
-        self._check_tools(messages, tools, template, source)
+        check_calls(messages, template, source)
         every = self._mask_prompt is False
         if self._last_turn and not every:
             counted = counted[-1:]
@@ -108,23 +107,12 @@ class TextEncoder:
             return Conversation(messages, tools, None, False, source, options)
         return Conversation(messages, tools, counted, counted == turns, source, options)
 
-    def _check_tools(self, messages: Messages, tools: list[Any] | None, template: str | None, source: str) -> None:
-        """Refuse calls of tools that the chat template does not write, and count rows whose tools it does not name."""
-        if template is None:
-            return
-        for number, message in enumerate(messages, 1):
-            if message.get(TOOL_CALLS) and TOOL_CALLS not in template:
-                raise UserError(
-                    f"{source}: message {number}: the model's chat template does not write calls of tools "
-                    f"({TOOL_CALLS!r}), so this one would be lost; write it into the content, or use a model whose "
-                    "template writes them."
-                )
-        self.formats.unread[TOOLS] += bool(tools) and TOOLS not in template
-
     def encode_chat(self, conversation: Conversation) -> list[tuple[Example, int]]:
         """Return the examples of one conversation, each with the number of its messages."""
-        rows = self._renderer.rows(conversation)
-        examples = next(self._examples([(conversation, rows)]))
+        (chunk,) = self._renderer.chunks(self.unwritten.with_copy(conversation))
+        examples = next(self._examples(chunk))
+        _, rows = chunk[-1]
+        assert not isinstance(rows, UserError)
         return list(zip(examples, [row.messages for row in rows], strict=True))
 
     def encode_text(self, text: PlainText) -> Example:
@@ -144,12 +132,17 @@ class TextEncoder:
                 if messages is None:
                     yield self.formats.text(row, source)
                 else:
-                    yield self.conversation(join_text_parts(messages, source), row, source)
+                    conversation = self.conversation(join_text_parts(messages, source), row, source)
+                    yield from self.unwritten.with_copy(conversation)
         except UserError as error:
             failures.append(error)
 
     def _examples(self, chunk: list[Rendered]) -> Iterator[list[Example]]:
-        """Yield the examples of each item."""
+        """Yield the examples of each item that is no marked copy."""
+        for item, rows in chunk:
+            if isinstance(item, MarkedCopy):
+                self.unwritten.learn(item, rows)
+        chunk = [(item, rows) for item, rows in chunk if not isinstance(item, MarkedCopy)]
         plain = iter(self._encode_texts([item.text for item, _ in chunk if isinstance(item, PlainText)]))
         written = [row.text for _, rows in chunk if not isinstance(rows, UserError) for row in rows]
         tokens = iter(self._chats.encode(written))
@@ -159,7 +152,7 @@ class TextEncoder:
             if isinstance(item, PlainText):
                 yield [self._text_example(item, next(plain))]
             else:
-                self.unwritten += _unwritten(item, rows)
+                self.unwritten.count(item, rows)
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
@@ -205,14 +198,6 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
     return Example(np.array(tokens, np.int32), targets, source)
 
 
-def _unwritten(conversation: Conversation, rows: list[ChatRow]) -> int:
-    """Count the turns whose reasoning stands in none of the rows, because the chat template does not write it."""
-    messages = [conversation.messages[turn] for turn in conversation.turns or []]
-    reasonings = [message.get(key) for message in messages for key in _REASONING]
-    thoughts = [thought.strip() for thought in reasonings if isinstance(thought, str) and thought.strip()]
-    return sum(not any(thought in row.text for row in rows) for thought in thoughts)
-
-
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
     """Refuse answers that say nothing: the model would learn to stop at once.
 
@@ -229,11 +214,31 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
         content = message["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         says = any(part.get("type") != "text" or part["text"].strip() for part in parts)
-        reasons = any(str(message.get(key) or "").strip() for key in _REASONING)
+        reasons = any(str(message.get(key) or "").strip() for key in REASONING)
         if not (says or reasons or message.get(TOOL_CALLS)):
             raise UserError(
                 f"{source}: message {turn + 1}: empty answer: there is nothing to learn from; remove this row, or give "
                 'the message "weight": 0.'
+            )
+
+
+def check_calls(messages: Messages, template: str | None, source: str) -> None:
+    """Refuse calls of tools where the chat template does not know of any.
+
+    Args:
+        messages: the messages of a row.
+        template: the chat template; None where code writes conversations.
+        source: what messages call the row.
+
+    Raises:
+        UserError: a message calls a tool.
+    """
+    for number, message in enumerate(messages, 1):
+        if template is not None and message.get(TOOL_CALLS) and TOOL_CALLS not in template:
+            raise UserError(
+                f"{source}: message {number}: the model's chat template does not write calls of tools "
+                f"({TOOL_CALLS!r}), so this one would be lost; write it into the content, or use a model whose "
+                "template writes them."
             )
 
 

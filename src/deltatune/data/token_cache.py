@@ -39,14 +39,14 @@ class Encoded:
         rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
         kinds: how many rows have each format.
         unread: how many rows have each column that has a meaning and is not read.
-        unwritten: how many turns have reasoning that the chat template does not write.
+        unwritten: how many messages, or rows for tools, have parts of each kind that the chat template does not write.
         prompts: how many turns are behind a prompt with each value of enable_thinking.
     """
 
     rows: list[list[Example]]
     kinds: Counter[str]
     unread: Counter[str]
-    unwritten: int
+    unwritten: Counter[str]
     prompts: Counter[bool]
 
 
@@ -124,7 +124,7 @@ def read(key: str, name: str) -> Encoded | None:
         [list(islice(examples, size)) for size in sizes.tolist()],
         Counter(about["kinds"]),
         Counter(about["unread"]),
-        about["unwritten"],
+        Counter(about["unwritten"]),
         Counter(dict(zip((True, False), about["prompts"], strict=True))),
     )
 

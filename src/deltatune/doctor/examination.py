@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.nn as nn
 
 from ..errors import UserError
+from ..json_files import read_json
 from ..layers import LayerInfo, describe
 from ..machine import packages
 from ..ops import operators
@@ -90,6 +92,7 @@ class Layers:
         forwards: Its training forwards, on text and on images.
         left_out: Sentences on what was not examined, and why.
         without_row: A sentence on the tokens that its embedding has no row for; None where it has rows for all.
+        known_faults: A sentence on each known fault of the model in mlx-lm.
     """
 
     path: str
@@ -98,6 +101,7 @@ class Layers:
     forwards: list[Forward]
     left_out: list[str]
     without_row: str | None = None
+    known_faults: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -184,7 +188,15 @@ def _layers(path: str) -> Layers:
     layers: list[LayerInfo] = describe(next(iter(models.values())))
     kinds = {kind: sum(layer.kind == kind for layer in layers) for kind in sorted({layer.kind for layer in layers})}
     forwards = [_forward(data, model) for data, model in models.items()]
-    return Layers(path, kinds, sum(layer.experts for layer in layers), forwards, left_out, without_row)
+    faults = _known_faults(folder) if "text" in models else []
+    return Layers(path, kinds, sum(layer.experts for layer in layers), forwards, left_out, without_row, faults)
+
+
+def _known_faults(folder: Path) -> list[str]:
+    from ..models.known_faults import known_faults
+
+    path = folder / "config.json"
+    return [fault.sentence for fault in known_faults(read_json(path))] if path.is_file() else []
 
 
 def _forward(data: str, model: nn.Module) -> Forward:

@@ -188,6 +188,8 @@ def _model(layers: Layers) -> RenderableType:
     table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
     for forward in layers.forwards:
         _forward(table, forward)
+    for sentence in layers.known_faults:
+        table.add_row(Text(_WARNING[0], style=_WARNING[1]), Text(sentence))
     if layers.without_row is not None:
         table.add_row(Text(_BAD[0], style=_BAD[1]), Text(layers.without_row, style="red"))
     for message in layers.left_out:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
+from ..errors import NotFiniteError
 from ..layers import gated_delta_layers, logits_of
 from ..machine import backend
 from ..machine.numpy_arrays import as_numpy
@@ -31,6 +32,8 @@ LEAST_ROOM = 256
 SHARE_FREE = 8
 # What two ways of reading a prompt may differ by, over the norm of a state: far more than they round.
 ROUNDED = 0.1
+# Stands for a token whose logit is not finite.
+NOT_FINITE = -1
 
 Sampler = Callable[[mx.array], mx.array]
 Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
@@ -95,7 +98,11 @@ class BatchDecoder:
             self._step = mx.compile(self._step)
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens that follow each prompt, without the one that ended it."""
+        """Return the tokens that follow each prompt, without the one that ended it.
+
+        Raises:
+            NotFiniteError: The logit of a token that was chosen is not finite.
+        """
         rows = [_Row(prompt) for prompt in prompts]
         waiting = deque(rows)
         while waiting or any(self._rows):
@@ -118,20 +125,25 @@ class BatchDecoder:
         self._take(before)
 
     def _launch(self) -> mx.array:
+        """Launch a step; return the tokens [B] that it chooses, with NOT_FINITE for one whose logit is not finite."""
         logits, self._arrays, self._offset = self._step(self._tokens, self._arrays, self._offset)
         if self._sampler is None:
             self._tokens = logits.argmax(axis=-1).astype(mx.int32)
         else:
             logits = logits.astype(mx.float32)
             self._tokens = self._sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.int32)
-        mx.async_eval(self._tokens, self._arrays, self._offset)
-        return self._tokens
+        logit = mx.take_along_axis(logits, self._tokens[:, None], axis=-1)[:, 0]
+        tokens = mx.where(mx.isfinite(logit), self._tokens, NOT_FINITE)
+        mx.async_eval(self._tokens, tokens, self._arrays, self._offset)
+        return tokens
 
     def _take(self, tokens: mx.array) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
         for place, (row, token) in enumerate(zip(self._rows, as_numpy(tokens), strict=True)):
             if row is None:
                 continue
+            if token == NOT_FINITE:
+                raise NotFiniteError([*row.prompt, *row.tokens])
             if token not in self._ends:
                 row.tokens.append(int(token))
             if token in self._ends or len(row.tokens) >= self._max_tokens:

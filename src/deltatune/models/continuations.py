@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import NotFiniteError
 from ..layers import logits_of
 from .head import Split
 
@@ -35,6 +37,9 @@ def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts
         split: Its parts, by which logits are computed for the tokens alone that are scored.
         rows: The tokens of each text and its continuation.
         counts: How many of them are the continuation's.
+
+    Raises:
+        NotFiniteError: A log-likelihood is not finite.
     """
     width = max(map(len, rows)) - 1
     tokens = mx.array([[*row[:-1], *[0] * (width + 1 - len(row))] for row in rows], mx.int32)
@@ -47,6 +52,8 @@ def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts
             pieces = of_piece(split, outputs[number, start:end], mx.array(list(row[start + 1 : end + 1]), mx.int32))
             mx.eval(pieces)
             total, greedy = total + float(pieces[0]), greedy and bool(pieces[1].item())
+        if not math.isfinite(total):
+            raise NotFiniteError(row)
         scores.append(Likelihood(total, greedy))
     return scores
 

@@ -5,6 +5,12 @@ Any layer of a model may let them, so this is measured before training with pack
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -13,8 +19,8 @@ from ..layers import describe, logits_of
 from ..ops.segments import segments
 from .drawn_weights import drawn_weights
 
-# Tokens of the first and of the second document of a row, and what a row is longer than a window by.
-_FIRST, _SECOND = 16, 32
+# Tokens of the first and of the second document of a row.
+_FIRST, _SECOND = 32, 16
 # The largest change that another document in the row may make in the logits of a token, relative to their mean size.
 # Between rows that differ in nothing else, the products of a document are the same: the rest is routing of experts.
 _INFLUENCE = 1e-3
@@ -23,19 +29,45 @@ _MIDDLE = 1e-5
 # The same for another place in the row, in the middle of all tokens. Rotary positions round differently there, in TF32
 # to 2**-11, and a token in a hundred may go to another expert; a table of positions gives tenths.
 _PLACE = 2e-2
-# Names of the sizes from which on layers mask, select or cut rows in another way than on short rows.
-_SIZES = ("window", "chunk_size", "topk")
+# How many times as large the third figure may be where rows exceed a length as where they do not. Rounding is the same.
+_BEYOND = 4
+# Names of the lengths beyond which layers mask, select, scale or cut rows in another way than on short rows.
+_NAMES = ("window", "chunk_size", "topk", "max_position", "floor_scale")
+# Lengths that training exceeds are lowered to this. A document alone does not exceed it, every token of one that
+# follows another does, and no multiple of it stands where a document begins.
+_LOWERED = 20
+# The same for the number and the size of the blocks of keys that a layer selects.
+_BLOCKS, _BLOCK = 2, 10
+# A length that no row exceeds.
+_RAISED = 64
+
+
+class _Length(NamedTuple):
+    """A number that layers read.
+
+    Attributes:
+        owner: The table that holds it.
+        name: Its name there.
+        tokens: The number of tokens beyond which it makes a difference.
+        lowered: A value that short rows exceed.
+    """
+
+    owner: dict[str, Any]
+    name: str
+    tokens: int
+    lowered: int = _LOWERED
 
 
 def check_packing(model: nn.Module, longest: int) -> None:
     """Verify that packed documents get the logits that each of them gets alone.
 
     The model runs with drawn weights in fp32, so that neither its own weights nor its dtype can hide an influence, on
-    rows that are longer than the windows of its layers. The second document of a row must have the same logits whatever
-    the first one contains, and those that it has at the start of a row. Call it while the patches are applied.
+    short rows. The lengths in its config that training exceeds, such as windows, are lowered so that these rows exceed
+    them too. The second document of a row must have the same logits whatever the first one contains, and those that it
+    has in a row of its own. Call it while the patches are applied.
 
     Args:
-        model: The model. It holds the same arrays afterwards.
+        model: The model. It holds the same arrays and lengths afterwards.
         longest: The length of the longest row that will be trained, in tokens.
 
     Raises:
@@ -49,61 +81,134 @@ def check_packing(model: nn.Module, longest: int) -> None:
             f"packing: layers {', '.join(mamba)} are Mamba layers, whose state cannot restart between documents. "
             "Train this model without packing."
         )
-    first, second = _lengths(model, longest)
-    influences = []
+    lengths = _lengths(model)
     with drawn_weights(model, [layer.module for layer in layers]):
-        # Rounding alone sends a token to other experts once in a thousand models: a leak is there in every draw.
-        for draw in range(2):
-            try:
-                influence, middle, place = _measure(model, first, second, draw)
-            except ValueError as error:
-                raise UserError(
-                    f"packing: {type(model).__module__} cannot compute a packed row, since it reads its mask in "
-                    f"another shape ({first_line(error)}). Train this model without packing."
-                ) from error
-            if influence < _INFLUENCE and middle < _MIDDLE and place < _PLACE:
-                return
-            influences.append(max(influence, place))
-    # What is not finite is no number below a limit either.
+        influence = _influence(model, lengths, longest)
+        if influence is None:
+            return
+        shorter = {length.tokens for length in lengths if length.tokens < longest}
+        separate = max((tokens for tokens in shorter if _influence(model, lengths, tokens) is None), default=None)
+    rows = f"on rows of {_FIRST + _SECOND} tokens"
+    advice = "Train this model without packing."
+    if separate is not None:
+        names = sorted({length.name for length in lengths if length.tokens == separate})
+        rows = f"on rows longer than {' and '.join(names)}, here {_LOWERED} in place of {separate:,}"
+        advice = (
+            f"Train this model without packing, or on rows of at most {separate:,} tokens (--max-seq-length, half of "
+            "it for pairs)."
+        )
     raise UserError(
-        f"packing: a document that follows another in its row gets logits {min(influences):.1%} off those that it has "
-        f"alone (measured in fp32 with drawn weights, on rows of {first + second:,} tokens), so a layer of "
-        f"{type(model).__module__} sees across documents or counts positions from the row's start. Train this model "
-        "without packing."
+        f"packing: a document that follows another in its row gets logits {influence:.1%} off those that it has "
+        f"alone (measured in fp32 with drawn weights, {rows}), so a layer of {type(model).__module__} sees across "
+        f"documents or counts positions from the row's start. {advice}"
     )
 
 
-def _lengths(model: nn.Module, longest: int) -> tuple[int, int]:
-    """Return the lengths of the two documents: longer than every window together, as far as training has such rows."""
-    owners = [owner for module in model.modules() for owner in (module, *vars(module).values())]
-    sizes = [
-        size
-        for owner in owners
-        if hasattr(owner, "__dict__")
-        for name, size in vars(owner).items()
-        if type(size) is int and any(word in name for word in _SIZES)
-    ]
-    shortest = _FIRST + _SECOND
-    needed = max([shortest, *(min(size + _FIRST, longest) for size in sizes if size < longest)])
-    return _FIRST, needed - _FIRST
+def _lengths(model: nn.Module) -> list[_Length]:
+    """Return the lengths that short rows do not exceed: of the modules, of their configs, and of tables in these."""
+    found: list[_Length] = []
+    visited: set[int] = set()
+    waiting: list[Any] = list(model.modules())
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in visited:
+            continue
+        visited.add(id(owner))
+        entries = owner if type(owner) is dict else vars(owner)
+        found += _among(entries)
+        tables = [*entries.values(), *(owner.values() if isinstance(owner, nn.Module) else ())]
+        waiting += [table for table in tables if type(table) is dict or _is_config(table)]
+    return found
 
 
-def _measure(model: nn.Module, first: int, second: int, draw: int) -> tuple[float, float, float]:
-    """Return how far another first document, and another place in the row, change the logits of the second document.
+def _is_config(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+
+
+def _among(entries: dict[str, Any]) -> Iterator[_Length]:
+    """Yield the lengths among the entries of a module, a config or a table."""
+    sizes = {
+        name: int(value)
+        for name, value in entries.items()
+        if isinstance(name, str) and type(value) in (int, float) and math.isfinite(value)
+    }
+    for name, size in sizes.items():
+        block = name.replace("topk_blocks", "block_size")
+        if block != name and block in sizes:
+            tokens = size * sizes[block]
+            yield _Length(entries, name, tokens, _BLOCKS)
+            yield _Length(entries, block, tokens, _BLOCK)
+        elif any(word in name for word in _NAMES) and size > _LOWERED:
+            yield _Length(entries, name, size)
+
+
+def _influence(model: nn.Module, lengths: Sequence[_Length], longest: int) -> float | None:
+    """Return how far the logits of packed documents are off, on rows within lengths and beyond; None if they are right.
+
+    Args:
+        model: The model, with drawn weights.
+        lengths: The lengths that layers read.
+        longest: The longest row of training, in tokens, which exceeds some of them.
+
+    Raises:
+        UserError: The model cannot compute a packed row.
+    """
+    exceeded = [length for length in lengths if length.tokens < longest]
+    influences = []
+    # Rounding alone sends a token to other experts once in a thousand models: a leak is there in every draw.
+    for draw in range(2):
+        try:
+            with _with_lengths([(length, max(length.owner[length.name], _RAISED)) for length in lengths]):
+                influence, middle, place = _measure(model, draw)
+            limit = _PLACE
+            if exceeded and place < limit:
+                limit = _BEYOND * place + _MIDDLE
+                with _with_lengths([(length, length.lowered) for length in exceeded]):
+                    beyond = _measure(model, draw)
+                influence, middle, place = map(max, (influence, middle, place), beyond)
+        except ValueError as error:
+            raise UserError(
+                f"packing: {type(model).__module__} cannot compute a packed row, since it reads its mask in "
+                f"another shape ({first_line(error)}). Train this model without packing."
+            ) from error
+        if influence < _INFLUENCE and middle < _MIDDLE and place < limit:
+            return None
+        influences.append(max(influence, place))
+    # What is not finite is no number below a limit either.
+    return min(influences)
+
+
+@contextmanager
+def _with_lengths(lengths: Sequence[tuple[_Length, int]]) -> Iterator[None]:
+    """Within the context, layers read the values given for some lengths."""
+    before = [length.owner[length.name] for length, _ in lengths]
+    for length, value in lengths:
+        length.owner[length.name] = value
+    try:
+        yield
+    finally:
+        for (length, _), value in zip(lengths, before, strict=True):
+            length.owner[length.name] = value
+
+
+def _measure(model: nn.Module, draw: int) -> tuple[float, float, float]:
+    """Return how far another first document, and another place in a row, change the logits of the second document.
 
     The first figure is that of the token that another document changes most, the second that of the token in the
     middle, the third that of the token in the middle at another place.
     """
     keys = mx.random.split(mx.random.key(draw), 3)
     one, other, tested = (
-        mx.random.randint(1, 60, (1, length), key=key) for length, key in zip((first, first, second), keys, strict=True)
+        mx.random.randint(1, 60, (1, length), key=key)
+        for length, key in zip((_FIRST, _FIRST, _SECOND), keys, strict=True)
     )
-    rows = mx.concatenate([mx.concatenate(pair, axis=1) for pair in ([one, tested], [other, tested], [tested, one])])
-    followed, leading = [0] * first + [1] * second, [0] * second + [1] * first
-    with segments(mx.array([followed, followed, leading], mx.int32)):
+    rows = mx.concatenate([mx.concatenate([first, tested], axis=1) for first in (one, other)])
+    with segments(mx.array([[0] * _FIRST + [1] * _SECOND] * 2, mx.int32)):
         logits = logits_of(model, rows).astype(mx.float32)
-    after_one, after_other, alone = logits[0, first:], logits[1, first:], logits[2, :second]
+    alone = logits_of(model, tested).astype(mx.float32)[0]
+    after_one = logits[0, _FIRST:]
+    after_other = logits[1, _FIRST:]
     size = mx.abs(alone).mean()
     influence = mx.sort(mx.abs(after_one - after_other).mean(axis=1) / size)
     place = mx.sort(mx.abs(after_one - alone).mean(axis=1) / size)
-    return float(influence.max()), float(influence[second // 2]), float(place[second // 2])
+    return float(influence.max()), float(influence[_SECOND // 2]), float(place[_SECOND // 2])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +30,8 @@ def drawn_weights(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
 
     Afterwards the model holds the arrays that it held before. The arrays of adapters are not drawn, since an adapter
     computes each token by itself. Each layer holds its drawn weights while it is called, and its result is computed
-    before it returns, so that there is room for one layer's weights in fp32 and not for the model's.
+    before it returns, so that there is room for one layer's weights in fp32 and not for the model's. A layer holds the
+    same ones in every call.
 
     Args:
         model: The model.
@@ -39,11 +39,11 @@ def drawn_weights(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
     """
     table = mx.random.uniform(-1, 1, (_PERIOD,), key=mx.random.key(0))
     inside = {id(module) for layer in layers for module in layer.modules()}
-    starts = count(1)
+    places = {id(layer): place for place, layer in enumerate(layers, 1)}
 
     def drawn(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         with undisturbed(layer):
-            _draw(layer.modules(), table, next(starts))
+            _draw(layer.modules(), table, places[id(layer)])
             result = call(*arguments, **options)
             mx.eval(result)
         return result

@@ -13,6 +13,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from ..errors import NotFiniteError
 from ..layers import logits_of
 from ..machine.compiling import without_kernels
 from ..patches import patched
@@ -57,13 +58,44 @@ def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sam
     Yields:
         mlx-lm's responses: each has the `text` of a piece; the last one also has speeds, token counts and
         `finish_reason`.
+
+    Raises:
+        NotFiniteError: The probability of a token is not finite.
     """
     # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
         responses = stream_generate(
             loaded.model, loaded.tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampling.sampler()
         )
-        yield from _with_first_space(responses, loaded.tokenizer)
+        yield from _with_first_space(finite(responses, prompt), loaded.tokenizer)
+
+
+def finite(responses: Iterator[Any], prompt: Sequence[int]) -> Iterator[Any]:
+    """Yield the responses of mlx-lm or mlx-vlm to a prompt of these tokens, whose log-probabilities must be finite.
+
+    The first token is looked at before it is handed on, and each later one when the next has come: nothing waits then.
+
+    Raises:
+        NotFiniteError: That of a token is not.
+    """
+    read = list(prompt)
+    healthy: list[mx.array] = []
+    for response in responses:
+        if response.logprobs is not None:
+            healthy.append(mx.isfinite(mx.array(response.logprobs)[..., response.token]).all())
+            mx.async_eval(healthy)
+        later = len(read) > len(prompt)
+        while len(healthy) > later:
+            _refuse(healthy.pop(0), read)
+        read.append(response.token)
+        yield response
+    for last in healthy:
+        _refuse(last, read)
+
+
+def _refuse(healthy: mx.array, read: Sequence[int]) -> None:
+    if not healthy.item():
+        raise NotFiniteError(read)
 
 
 def _with_first_space(responses: Iterator[Any], tokenizer: Any) -> Iterator[Any]:

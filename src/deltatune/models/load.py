@@ -12,6 +12,7 @@ import difflib
 import inspect
 import pkgutil
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .checkpoint_files import (
     processor_template,
     weight_headers,
 )
+from .scaled_positions import check_scaling, set_yarn
 from .transformers_configs import as_written, completed, with_known_type
 from .vision import load as vision_load
 
@@ -244,6 +246,8 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     """
     config = read_config(path, trust_remote_code)
     weight_headers(path)
+    if not config.get("model_file"):
+        check_scaling(completed(config), _built)
     upstream_classes: dict[type, type] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type, Any]:
@@ -268,6 +272,7 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
         raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
     model.__class__ = upstream_classes.get(type(model), type(model))
+    set_yarn(config, model)
     return model, as_written(loaded_config, config)
 
 
@@ -319,15 +324,24 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
     """
     if not isinstance(config, dict):
         config = read_config(locate(config))
-    model_class, arguments_class = _classes(config)
+    _classes(config)
+    complete = completed(config)
+    check_scaling(complete, _built)
     mx.random.seed(seed)
     try:
-        model = model_class(arguments_class.from_dict(copy.deepcopy(completed(config))))
+        model = _built(complete)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"config.json: mlx-lm cannot build a model from it: {reason(error)}") from error
+    set_yarn(config, model)
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def _built(complete: Mapping[str, Any]) -> nn.Module:
+    """mlx-lm's model of a completed config, with random weights."""
+    model_class, arguments_class = _classes(dict(complete))
+    return model_class(arguments_class.from_dict(copy.deepcopy(dict(complete))))
 
 
 def _classes(config: dict[str, Any]) -> tuple[type, Any]:

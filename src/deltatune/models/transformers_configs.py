@@ -92,6 +92,14 @@ def completed(config: Config) -> dict[str, Any]:
     return complete
 
 
+def transformers_values(part: Config) -> dict[str, Any]:
+    """Return the options of a config, or of its text part, with transformers' own values for those that it leaves out.
+
+    Where transformers' class does not know the model or refuses the config, they are those of the config alone.
+    """
+    return {**part, **_values(_native(part))}
+
+
 def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
     """UserError where rope_parameters ask for what no option of mlx-lm's model says."""
     rope = part.get("rope_parameters")

@@ -108,6 +108,11 @@ class TrainConfig:
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
+    decay_norm_and_bias: bool = option(
+        False,
+        _OPTIMIZER,
+        "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning",
+    )
     lr_schedule: dict[str, Any] | None = option(
         None,
         _OPTIMIZER,

@@ -75,6 +75,8 @@ def examine(
     run.prepare()
     rows, length = shape(run)
     shown.shape(rows, length, run.config.max_seq_length)
+    for note in run.faults:
+        shown.fault(note)
     choice = _choice(run, limits, layout, shown.tried)
     # Where larger values are searched for, auto may checkpoint every layer.
     searched = _without_choice(run.config)

@@ -23,6 +23,9 @@ class Shown(Protocol):
     def shape(self, rows: int, length: int, max_seq_length: int) -> None:
         """Take the step that is planned."""
 
+    def fault(self, note: str) -> None:
+        """Take a note on a known fault of the model."""
+
     def tried(self, choice: Choice) -> None:
         """Take what the step needs with one choice of checkpoints."""
 
@@ -50,6 +53,9 @@ class PlanLines:
 
     def shape(self, rows: int, length: int, max_seq_length: int) -> None:
         self._before.append(f"Step: {_shape(rows, length, max_seq_length)}.")
+
+    def fault(self, note: str) -> None:
+        self._before.append(note)
 
     def tried(self, choice: Choice) -> None:
         self._before.append(tried(choice))
@@ -99,6 +105,9 @@ class PlanPanel:
 
     def shape(self, rows: int, length: int, max_seq_length: int) -> None:
         self._add("step", _shape(rows, length, max_seq_length))
+
+    def fault(self, note: str) -> None:
+        self._add("model", note.removeprefix("Note: "))
 
     def tried(self, choice: Choice) -> None:
         self._add("tried", tried(choice).partition(": ")[2])

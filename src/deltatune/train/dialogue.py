@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
@@ -19,7 +18,7 @@ from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
 from ..options.generation import AnswerOptions
 from .by_layer.layer_weights import LayerWeights
-from .ending.nonfinite import refuse_damaged
+from .ending.nonfinite import explained
 from .evaluate import inferring
 
 
@@ -55,7 +54,7 @@ def generate(
 
     Raises:
         UserError: A number is none that its option may have, the chat template refuses a prompt, the model has no row
-            for a token of it, or the model's weights are damaged.
+            for a token of it, or its probabilities are not finite.
 
     Example:
         >>> loaded = deltatune.load("path/to/model")
@@ -69,12 +68,13 @@ def generate(
     sampling = Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k)
     with inferring(loaded.model):
         if isinstance(prompt, str):
-            return "".join(
-                piece.text for piece in stopped_at_nan(stream(stopping, rows[0], max_tokens, sampling), loaded)
-            )
+            with explained(stopping):
+                return "".join(piece.text for piece in stream(stopping, rows[0], max_tokens, sampling))
         if rows:
             refuse_nan(stopping, rows[0])
-        answers = answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=sampling.sampler())
+        chosen_by = sampling.sampler()
+        with explained(stopping):
+            answers = answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=chosen_by)
     return [loaded.tokenizer.decode(tokens) for tokens in answers]
 
 
@@ -140,13 +140,13 @@ class Dialogue:
             mlx-lm's responses, as models.generate.stream does.
 
         Raises:
-            UserError: The chat template refuses the conversation, of which the question is then no part.
+            UserError: The chat template refuses the conversation, of which the question is then no part, or the
+                model's probabilities are not finite.
         """
         loaded, tokens, parts = self._loaded, self.prompt(question), list[str]()
         try:
-            with inferring(loaded.model):
-                answer = stream(loaded, tokens, self._max_tokens, self._sampling)
-                for piece in stopped_at_nan(answer, loaded, self._weights):
+            with inferring(loaded.model), explained(loaded, self._weights):
+                for piece in stream(loaded, tokens, self._max_tokens, self._sampling):
                     parts.append(piece.text)
                     yield piece
         finally:
@@ -183,20 +183,10 @@ def _of_user(question: str) -> dict[str, Any]:
 
 
 def refuse_nan(loaded: Loaded, tokens: list[int], weights: LayerWeights | None = None) -> None:
-    """Raise a UserError if damaged weights make the probabilities of the token behind a prompt NaN.
+    """Raise a UserError if the probabilities of the token behind a prompt are not finite.
 
     Layers read their weights from `weights`, where these stay on the disk.
     """
-    for _ in stopped_at_nan(stream(loaded, tokens, 1, Sampling()), loaded, weights):
-        pass
-
-
-def stopped_at_nan(answer: Iterator[Any], loaded: Loaded, weights: LayerWeights | None = None) -> Iterator[Any]:
-    """Yield the pieces of `answer`; UserError if damaged weights make the first token's probabilities NaN.
-
-    Layers read their weights from `weights`, where these stay on the disk.
-    """
-    for number, piece in enumerate(answer):
-        if number == 0 and piece.logprobs is not None and mx.isnan(mx.array(piece.logprobs)).any().item():
-            refuse_damaged(loaded.model, weights)
-        yield piece
+    with explained(loaded, weights):
+        for _ in stream(loaded, tokens, 1, Sampling()):
+            pass

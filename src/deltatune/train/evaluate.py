@@ -12,9 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..data import BatchOrder
+from ..data import Batch, BatchOrder
 from ..data.example import Example
-from ..layers import gated_delta_layers
+from ..errors import NoResultError
+from ..layers import LayerInfo, gated_delta_layers
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
@@ -24,7 +25,7 @@ from .by_layer.layer_step import by_layers
 from .by_layer.layer_weights import LayerWeights
 from .compiled import compiled
 from .distributed import World
-from .ending.nonfinite import refuse_damaged
+from .ending.nonfinite import FirstOutput, damage, first_output, watched
 from .preferences.figures import line, means
 from .reports.screen import Screen
 from .setup import Run, training
@@ -64,6 +65,8 @@ class Evaluation:
         world: The ranks of the run.
         figures: The names of what a preference loss reports besides its sums.
         by_layers: Computes the loss of a batch in the place of `loss`, with the model's layers one after another.
+        layers: The model's layers, which a message names where their output is not finite.
+        weights: What they read their weights from, where these stay on the disk.
 
     Attributes:
         figures: The means of the last evaluation, by name.
@@ -75,9 +78,14 @@ class Evaluation:
         loss: LossFunction,
         world: World,
         figures: Sequence[str] = (),
-        by_layers: Callable[[Arrays], tuple[mx.array, ...]] | None = None,
+        by_layers: Callable[..., tuple[mx.array, ...]] | None = None,
+        layers: Sequence[LayerInfo] = (),
+        weights: LayerWeights | None = None,
     ):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
+        self._by_layers = by_layers
+        self._layers = layers
+        self._weights = weights
         self.figures: dict[str, float] = {}
         self._compiled = by_layers or compiled(self._trace, [model.state])
 
@@ -96,6 +104,9 @@ class Evaluation:
 
         Returns:
             The mean loss over the targets, over all ranks; nan without targets; None if `between` ended it.
+
+        Raises:
+            NoResultError: The loss of a batch is not finite on some rank. Every rank raises it.
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
@@ -108,11 +119,35 @@ class Evaluation:
                 weight_sum += number(weight)
                 for figure in figures:
                     reported += as_numpy(figure).ravel()
+                if not math.isfinite(loss_sum):
+                    break
                 if between is not None and between(done, total):
                     return None
         loss_sum, weight_sum, *sums = self._world.sum_numbers(loss_sum, weight_sum, *reported.tolist())
+        if not math.isfinite(loss_sum):
+            raise self._refusal(batch)
         self.figures = means(self._names, sums)
         return loss_sum / weight_sum if weight_sum else float("nan")
+
+    def _refusal(self, batch: Batch) -> NoResultError:
+        """Return the error of a loss that is not finite on some rank; `batch` is the last one of this rank."""
+        if description := damage(self._model, self._weights):
+            return NoResultError(description)
+        layers, given = watched(self._layers), arrays(batch)
+        first = FirstOutput()
+        with evaluating(self._model), whole_rows():
+            if self._by_layers is None:
+                first = first_output(layers, lambda: mx.eval(self._trace(given)))
+            else:
+                self._by_layers(given, watch=lambda index, array, *, backward: first.see(layers[index][0], array))
+        names = [None, *(name for name, _ in layers)]
+        # A rank with sound rows names the layer of another.
+        name = names[int(self._world.largest(names.index(first.name)))]
+        rows = "of another rank"
+        if name == first.name:
+            rows = ", ".join(source for row in batch.sources for source in row)
+        first = dataclasses.replace(first, name=name)
+        return NoResultError(f"the loss is not finite: {first}. {first.remedy} The rows: {rows}.")
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, ...]:
         with drawing_from(mx.random.key(0)):
@@ -127,7 +162,7 @@ def say_loss(
     Layers read their weights from `weights`, where these stay on the disk.
 
     Raises:
-        UserError: If the loss is not finite because a tensor of the model is not.
+        NoResultError: The loss is not finite.
     """
     # Nothing is differentiated, so nothing needs to be recomputed.
     config = dataclasses.replace(run.config, grad_checkpoint=False)
@@ -136,11 +171,10 @@ def say_loss(
         by_layers(run.model, config, trained, weights) as (trained, passes),
     ):
         by_pass = None if passes is None else passes.evaluate
-        evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures, by_pass)
+        figures, layers = trained.figures, trained.layers
+        evaluation = Evaluation(run.model, trained.loss, run.world, figures, by_pass, layers, weights)
         loss = evaluation(run.order(examples), config.test_batches)
     assert loss is not None
-    if not math.isfinite(loss):
-        refuse_damaged(run.model, weights)
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss

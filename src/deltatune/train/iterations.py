@@ -15,7 +15,7 @@ import mlx.optimizers
 
 from ..data import Batch, BatchOrder
 from ..data.batches.peekable_order import PeekableOrder
-from ..errors import UserError
+from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
 from .by_layer.layer_weights import LayerWeights
@@ -107,10 +107,11 @@ class Iterations:
         self._ending = ending
         self._freed_memory = freed_memory
         self._loss, self._passes = trained.loss, passes
-        self._watched = [(f"{layer.path} ({layer.kind})", layer.module) for layer in trained.layers]
+        self._watched = nonfinite.watched(trained.layers)
         self._figures = trained.figures + engine.state.step.reports
         evaluate = None if passes is None else passes.evaluate
-        self._evaluation = Evaluation(parts.model, trained.loss, parts.world, trained.figures, evaluate)
+        figures, layers = trained.figures, trained.layers
+        self._evaluation = Evaluation(parts.model, trained.loss, parts.world, figures, evaluate, layers, parts.weights)
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
 
@@ -161,11 +162,12 @@ class Iterations:
             parts.screen.evaluating(done, total)
             return self._ending.stop.asked and parts.world.size == 1
 
-        loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)
+        try:
+            loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)
+        except NoResultError as error:
+            raise self._saved_before(error) from error
         if loss is None:
             return False
-        if not math.isfinite(loss):
-            self._on_every_rank(lambda: nonfinite.refuse_damaged(parts.model, parts.weights))
         progress.evaluated = progress.iteration
         record = {"iteration": progress.iteration, "val_loss": loss, "val_time": time.perf_counter() - started}
         record |= {f"val_{name}": value for name, value in self._evaluation.figures.items()}
@@ -188,10 +190,26 @@ class Iterations:
             )
         return True
 
+    def _saved_before(self, error: NoResultError) -> UserError:
+        """Save what was trained before every rank ends with an error; return the error that says so."""
+        self._ending.in_order()
+        at, folder = self.progress.iteration, self.parts.outputs.state.parent
+        if at == 0:
+            return error
+        self._saving.save_last_update()
+        return UserError(f"after iteration {at:,}: {error} The state after iteration {at:,} is saved in {folder}.")
+
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
-        answers = parts.samples.on_main(parts.world, self._ending)
+        try:
+            answers = parts.samples.on_main(parts.world, self._ending, parts.weights)
+        except NoResultError as error:
+            raise self._saved_before(error) from error
+        except UserError:
+            # Rank 0 answers, and every rank raises what it does.
+            self._ending.in_order()
+            raise
         if answers is None:
             return False
         self.progress.sampled = self.progress.iteration

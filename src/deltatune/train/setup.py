@@ -33,6 +33,7 @@ from ..models.document_isolation import check_packing
 from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
+from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate
 from ..models.vision.adapters import refused_by_mlx_vlm
@@ -49,8 +50,8 @@ from .options_check import check_options
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
 from .step import Step
-from .tree import leaves
 from .updates.optimizer import UpdateOptions
+from .updates.parameter_groups import parameter_groups
 from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -66,6 +67,7 @@ class Run:
         splits: The examples.
         world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
+        faults: A note for each known fault of the model that the rows reach.
     """
 
     config: TrainConfig
@@ -73,6 +75,7 @@ class Run:
     splits: Splits
     world: World
     image: str | None
+    faults: list[str]
 
     @property
     def model(self) -> nn.Module:
@@ -123,8 +126,17 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
+    faults = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
     asked = dataclasses.replace(config, chat_template_config=splits.template_options)
-    return Run(asked, loaded, splits, world or World(), image)
+    return Run(asked, loaded, splits, world or World(), image, faults)
+
+
+def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
+    """Yield the length of every document in tokens; the rows of a stream may be as long as the options allow."""
+    for document in splits.documents():
+        yield document.positions
+    if isinstance(splits, StreamedSplits):
+        yield config.max_seq_length
 
 
 def uses(config: TrainConfig) -> tuple[str, ...]:
@@ -257,28 +269,15 @@ def build_step(
     kind: Callable[..., Step] = Step,
 ) -> Step:
     """Build the training step that `config` describes, inside training(); `kind` is its class."""
+    groups = parameter_groups(model, optimizer, config)
     return kind(
         model,
         optimizer,
         loss,
         world,
-        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, _rates(model, config)),
+        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, groups),
         routers=router_losses(model, config, world),
     )
-
-
-def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
-    if config.loraplus_lr_ratio is None:
-        return {}
-    trained = leaves(model.trainable_parameters())
-    rates = {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}
-    if not rates:
-        raise UserError(
-            "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
-            "trains here; use fine_tune_type: lora, or leave it out."
-        )
-    return rates
 
 
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:

@@ -98,7 +98,7 @@ class Step:
         self._weighted = update.accumulate > 1 or world.size > 1
         self._accumulates = update.accumulate > 1
         parameters = model.trainable_parameters()
-        self.bundles = Bundles(parameters, optimizer, factor_dtypes(model), update.rates)
+        self.bundles = Bundles(parameters, optimizer, factor_dtypes(model), update.groups)
         # Where the model holds each trainable parameter: walking through all modules at each step takes milliseconds.
         self._places = places(model, [path for path, _ in leaves(parameters)])
         # The current bundles, and the model's parameters that are parts of them, by path.
@@ -241,12 +241,12 @@ class Step:
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:
         """Return the new parameters in joined form, the same in the model's form by path, and the norm."""
-        optimizer, rates = self.optimizer, self.bundles.rate
+        optimizer = self.optimizer
         if self._weighted:
             divisor = weight_or_one(weight)
             gradients = tree_map(lambda g: g / divisor, gradients)
         healthy = mx.isfinite(loss)
-        parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, rates)
+        parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, self.bundles.group)
         if self._launcher is not None:
             parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
             updates.restore(optimizer, state)

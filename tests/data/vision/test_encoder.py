@@ -98,6 +98,15 @@ def test_images_of_a_data_set_are_read_as_they_come(folder, processors, as_bytes
     assert len(reader.digest(value, "row 0")) == 16
 
 
+def test_parts_that_the_template_does_not_write_are_noted(write, read):
+    row = chat("0.png", user="a <image> b", tools=[{"type": "function", "function": {"name": "find"}}])
+    row["messages"][0]["name"] = "b"
+    write(row, chat("1.png"))
+    notes = read().notes
+    for unwritten in ("1 messages have a name, which", "1 rows have 'tools', which"):
+        assert any(f"{unwritten} the model's chat template" in note for note in notes), notes
+
+
 def test_sizes_are_limited(write, read):
     write(chat("0.png"))
     (free,) = read().train

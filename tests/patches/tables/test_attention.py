@@ -14,7 +14,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.machine import backend
-from deltatune.machine.environment import ATTENTION
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.patches import patched, whole_rows
@@ -41,7 +40,7 @@ def losses(model: nn.Module, rows: mx.array) -> mx.array:
 @pytest.fixture(autouse=True)
 def blocked(monkeypatch):
     """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
-    monkeypatch.setenv(ATTENTION, "blocked")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     whole_rows.reset()
 
 
@@ -243,7 +242,7 @@ def test_models_that_are_imported_later_are_reached():
 
 def test_mlxs_own_may_be_forced(tiny_model, monkeypatch):
     """It calls the function that is replaced, and not its replacement."""
-    monkeypatch.setenv(ATTENTION, "native")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "native")
     model, rows = tiny_model("gemma3_text"), tokens(2, 41)
     expected = gradients(model, losses, rows)
     with patched():

@@ -12,7 +12,6 @@ import mlx.nn as nn
 import pytest
 
 from deltatune.machine import backend
-from deltatune.machine.environment import ATTENTION
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.options.config import TrainConfig
@@ -37,7 +36,7 @@ def waiting_queue(monkeypatch) -> Iterator[None]:
 
     MLX's own attention would serve the shorter of these rows (ops/attention/choice.py).
     """
-    monkeypatch.setenv(ATTENTION, "blocked")
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     limit = mx.set_memory_limit(1)
     yield
     mx.set_memory_limit(limit)

@@ -70,7 +70,7 @@ def test_the_first_output_is_named(model, watched, index):
         layer.spoil = "output"
     assert (
         first_place(model, full_loss(model), batch(), watched)
-        == f"the output of layer {index} is the first that is not finite"
+        == f"the output of layer {index} is the first that is not finite, in float32"
     )
 
 
@@ -104,5 +104,5 @@ def test_a_tensor_that_is_not_finite_before_the_step(model):
 def test_the_batch_is_named_and_the_layers_are_as_before(model, watched):
     model.layers[2].spoil = "output"
     kinds = [type(layer) for layer in model.layers]
-    assert cause(model, full_loss(model), [batch("a:1")], watched).endswith("not finite; batch: a:1")
+    assert cause(model, full_loss(model), [batch("a:1")], watched).endswith("not finite, in float32; batch: a:1")
     assert [type(layer) for layer in model.layers] == kinds

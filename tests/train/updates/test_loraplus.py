@@ -54,6 +54,8 @@ def batch():
 
 
 def config(name, **options):
+    """The options of a run whose bias decays as the rest does, where the optimizer decays weights."""
+    options["decay_norm_and_bias"] = name in ("adamw", "adamw8bit", "muon")
     return TrainConfig(optimizer=name, optimizer_config={name: SETTINGS.get(name)}, learning_rate=RATE, **options)
 
 
@@ -107,11 +109,11 @@ def test_steps_are_those_of_two_optimizers(name):
 def test_rates_follow_the_bundles(tiny_model):
     settings = config("adamw", loraplus_lr_ratio=RATIO)
     step = build_step(tiny(), build_optimizer(settings), lambda *_: None, settings, World())
-    assert [(bundle.paths[0], bundle.rate) for bundle in step.bundles.all] == [
+    assert [(bundle.paths[0], bundle.group.rate) for bundle in step.bundles.all] == [
         ("layers.0.lora_a", 1.0),
         ("layers.0.lora_b", RATIO),
     ]
-    assert [step.bundles.rate(f"together.{index}") for index in range(2)] == [1.0, RATIO]
+    assert [step.bundles.group(f"together.{index}").rate for index in range(2)] == [1.0, RATIO]
 
 
 @pytest.mark.bad_input("{what}")

@@ -54,6 +54,7 @@ class Conversation:
         every_turn: whether these are all of the assistant's turns.
         source: where the conversation came from, for messages to the user.
         options: variables for the chat template, beside those of the run.
+        shape: a digest of its roles, keys and types, in which texts do not matter.
     """
 
     messages: Messages
@@ -62,6 +63,7 @@ class Conversation:
     every_turn: bool
     source: str
     options: dict[str, Any] = field(default_factory=dict)
+    shape: bytes = b""
 
 
 @dataclass(frozen=True)

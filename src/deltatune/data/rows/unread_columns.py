@@ -31,7 +31,6 @@ _COLUMNS = {
 TOOLS, MARKED_TURNS, MARKS_IN_TEXT = "tools", "marked turns", "marks in text"
 # What notes say that rows have, by what RowFormats.unread calls it.
 MEANINGS = {name: f"{name!r}: {meaning}" for name, meaning in _COLUMNS.items()} | {
-    TOOLS: f"{TOOLS!r}, which the model's chat template leaves out, so they are not learnt",
     MARKED_TURNS: "turns that are marked not to count, which --no-mask-prompt counts all the same",
     MARKS_IN_TEXT: "<image> or <video> in a text, and no image or video left for it, so it is learnt as text",
 }

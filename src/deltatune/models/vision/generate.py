@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ...machine.compiling import without_kernels
 from ...ops.functional import undisturbed
 from ...patches import patched
-from ..generate import Sampling
+from ..generate import Sampling, finite
 from ..load import Loaded
 from .inputs import Picture, single_frames
 
@@ -42,6 +42,9 @@ def stream_with_pictures(
 
     Yields:
         mlx-vlm's responses, each with the `text` of a piece.
+
+    Raises:
+        NotFiniteError: The probability of a token is not finite.
     """
     from mlx_vlm import stream_generate
 
@@ -53,7 +56,8 @@ def stream_with_pictures(
         "top_k": sampling.top_k,
     }
     with without_kernels(), patched(), _stopping(loaded), undisturbed(loaded.model):
-        yield from stream_generate(loaded.model, loaded.processor, "", max_tokens=max_tokens, **inputs, **options)
+        responses = stream_generate(loaded.model, loaded.processor, "", max_tokens=max_tokens, **inputs, **options)
+        yield from finite(responses, prompt)
 
 
 def _inputs(prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[Picture]) -> dict[str, Any]:

@@ -160,8 +160,11 @@ class LayerPasses:
                 )
             check_between(self._calls, forward, recorder, self.outer.arrays, self.outer.holding)
 
-    def evaluate(self, batch: Arrays, loss: LossFunction | None = None) -> Any:
-        """Return what a loss gives for a batch, without a gradient; by default the loss that is trained."""
+    def evaluate(self, batch: Arrays, loss: LossFunction | None = None, watch: Watch | None = None) -> Any:
+        """Return what a loss gives for a batch, without a gradient; by default the loss that is trained.
+
+        `watch` is shown what layers compute.
+        """
         key = mx.random.key(0)
         with self._telling(batch, None, None, trains=False) as told:
             around = self._around(batch, told, None)
@@ -174,6 +177,8 @@ class LayerPasses:
                 x = around.between(index, batch, x)
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
                 self._compute(x, key)
+                if watch is not None:
+                    watch(index, x, backward=False)
             return around.loss(loss or self.loss)(batch, x, key)
 
     def gradients(

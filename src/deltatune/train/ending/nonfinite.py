@@ -1,12 +1,14 @@
-"""Finds where a loss or gradient stopped being finite, by running the batch again uncompiled and watching each layer.
+"""Finds where a loss, gradient or probability stopped being finite, by running again uncompiled and watching layers.
 
-The training loop calls it when it has met such a loss or gradient.
+It is called when such a number was met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +16,15 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ...data import Batch
-from ...errors import UserError
+from ...errors import NoResultError, NotFiniteError, UserError
+from ...layers import LayerInfo, describe
 from ...lora.adapter import Adapter
 from ...lora.new_rows import GrownTable
-from ...ops.functional import is_finite
+from ...models.generate import Sampling, stream
+from ...models.load import Loaded
+from ...models.vision.split import has_vision
+from ...ops.functional import is_finite, is_floating
+from ...ops.watched_calls import calls_through
 from ..batch_loss import LossFunction, arrays, mean_loss_and_gradients
 from ..by_layer.layer_passes import LayerPasses
 from ..by_layer.layer_weights import LayerWeights
@@ -25,6 +32,11 @@ from ..tree import leaves
 
 # A layer to watch: its name in messages, and its module.
 Watched = tuple[str, nn.Module]
+
+_FLOAT16 = (
+    "Numbers of float16 go up to 65,504: convert the model to bfloat16 or float32 (mlx_lm.convert --dtype bfloat16)."
+)
+_OTHER = "The weights are too large: leave the adapter out if there is one, or download or convert the model again."
 
 
 def damage(model: nn.Module, weights: LayerWeights | None = None) -> str | None:
@@ -48,6 +60,86 @@ def refuse_damaged(model: nn.Module, weights: LayerWeights | None = None) -> Non
     description = damage(model, weights)
     if description is not None:
         raise UserError(description)
+
+
+@dataclass
+class FirstOutput:
+    """Looks at outputs one after another, for the first that is not finite.
+
+    Attributes:
+        name: The name of what gave it; None as long as all are finite.
+        dtype: Its dtype, or that of the last output.
+    """
+
+    name: str | None = None
+    dtype: mx.Dtype | None = None
+
+    def see(self, name: str, output: Any) -> Any:
+        """Look at an output, or a leaf of one, which is returned."""
+        if self.name is None and isinstance(output, mx.array) and is_floating(output):
+            self.dtype = output.dtype
+            if not is_finite(output):
+                self.name = name
+        return output
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return f"every layer's output is finite, in {_named(self.dtype)}, but what follows them is not"
+        return f"the output of {self.name} is the first that is not finite, in {_named(self.dtype)}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do, as a sentence."""
+        return _FLOAT16 if self.dtype == mx.float16 else _OTHER
+
+
+def _named(dtype: mx.Dtype | None) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def watched(layers: Sequence[LayerInfo]) -> list[Watched]:
+    """Return layers with their names in messages."""
+    return [(f"{layer.path} ({layer.kind})", layer.module) for layer in layers]
+
+
+def first_output(layers: Sequence[Watched], forward: Callable[[], object]) -> FirstOutput:
+    """Look at the outputs of `layers` while `forward` runs, which must not be differentiated or compiled."""
+    first, names = FirstOutput(), {id(module): name for name, module in layers}
+
+    def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return tree_map(partial(first.see, names[id(layer)]), call(*arguments, **options))
+
+    with calls_through([module for _, module in layers], around), suppress(NotFiniteError):
+        forward()
+    return first
+
+
+@contextmanager
+def explained(
+    loaded: Loaded,
+    weights: LayerWeights | None = None,
+    again: Callable[[Sequence[int]], Iterator[Any]] | None = None,
+) -> Iterator[None]:
+    """Let a NotFiniteError within the block become a NoResultError, which names the layer and its dtype.
+
+    Args:
+        loaded: The model.
+        weights: What its layers read their weights from, where these stay on the disk.
+        again: Generates one token behind a row of tokens; by default as behind a text.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        refuse_damaged(loaded.model, weights)
+        again = again or (lambda row: stream(loaded, row, 1, Sampling()))
+        tower = [("the vision tower", loaded.model.vision_tower)] if has_vision(loaded.model) else []
+        layers = [*tower, *watched(describe(loaded.model))]
+        first = FirstOutput()
+        for row in error.rows:
+            first = first_output(layers, partial(list, again(row)))
+            if first.name is not None:
+                break
+        raise NoResultError(f"the model's probabilities are not finite: {first}. {first.remedy}") from error
 
 
 def refusal(what: str, saved: str) -> UserError:
@@ -102,24 +194,27 @@ def first_place(
         layers: The layers, in forward order.
         passes: Compute the batch, where the model's weights are not all in memory.
     """
-    seen: list[tuple[str, mx.array]] = []
+    seen: list[tuple[str, mx.array, mx.Dtype]] = []
     arrived: list[tuple[str, mx.array]] = []
 
     def watch(index: int, array: mx.array, *, backward: bool) -> None:
         finite = mx.isfinite(array).all()
         mx.eval(finite)
-        (arrived if backward else seen).append((layers[index][0], finite))
+        if backward:
+            arrived.append((layers[index][0], finite))
+        else:
+            seen.append((layers[index][0], finite, array.dtype))
 
     if passes is None:
         with _watching(layers, seen, arrived):
             total, _, gradients, *_ = mean_loss_and_gradients(model, loss, arrays(batch))
-            mx.eval(total, gradients, [flag for _, flag in seen + arrived])
+            mx.eval(total, gradients, [flag for _, flag, *_ in [*seen, *arrived]])
     else:
         inputs = arrays(batch), model.trainable_parameters(), mx.random.key(0)
         total, _, gradients, *_ = passes.gradients(*inputs, watch=watch)
-    for name, finite in seen:
+    for name, finite, dtype in seen:
         if not finite.item():
-            return f"the output of {name} is the first that is not finite"
+            return str(FirstOutput(name, dtype))
     if not is_finite(total):
         return "every layer's output is finite, but the loss is not"
     for name, finite in arrived:
@@ -133,7 +228,7 @@ def first_place(
 
 @contextmanager
 def _watching(
-    layers: list[Watched], seen: list[tuple[str, mx.array]], arrived: list[tuple[str, mx.array]]
+    layers: list[Watched], seen: list[tuple[str, mx.array, mx.Dtype]], arrived: list[tuple[str, mx.array]]
 ) -> Iterator[None]:
     """Collect inside the `with` block whether outputs (`seen`) and their gradients (`arrived`) are finite, in order."""
     kinds = [type(module) for _, module in layers]
@@ -146,7 +241,9 @@ def _watching(
             module.__class__ = kind
 
 
-def _probed(name: str, kind: type, seen: list[tuple[str, mx.array]], arrived: list[tuple[str, mx.array]]) -> type:
+def _probed(
+    name: str, kind: type, seen: list[tuple[str, mx.array, mx.Dtype]], arrived: list[tuple[str, mx.array]]
+) -> type:
     @mx.custom_function
     def tap(output: mx.array) -> mx.array:
         return output
@@ -159,7 +256,7 @@ def _probed(name: str, kind: type, seen: list[tuple[str, mx.array]], arrived: li
     def watch(leaf: Any) -> Any:
         if not (isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)):
             return leaf
-        seen.append((name, mx.isfinite(leaf).all()))
+        seen.append((name, mx.isfinite(leaf).all(), leaf.dtype))
         return tap(leaf)
 
     def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:

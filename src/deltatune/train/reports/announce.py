@@ -25,6 +25,8 @@ from ..distributed import World
 from ..saved.state import Progress, exists, state_path
 from ..setup import Training
 from ..tree import leaves
+from ..updates.optimizer import build_optimizer
+from ..updates.parameter_groups import undecayed, weight_decay
 from .report import ReportTable
 from .screen import Fact
 
@@ -134,6 +136,7 @@ def facts(
     """
     opening: list[Fact | str] = [Fact("model", f"{config.model}; {layer_summary(trained.layers)}")]
     opening.append(Fact("training", what_trains(model, config)))
+    opening += _weight_decay(model, config)
     opening += [Fact(operator, by) for operator, by in served(trained.patches.serving).items()]
     if trained.patches.applied or trained.patches.left_alone:
         opening.append(Fact("patches", (str(trained.patches) if verbose else trained.patches.summary()).rstrip(".")))
@@ -167,6 +170,17 @@ def facts(
             f"steps: the last {left_over:,} will wait in the state for an update that a longer run would make."
         )
     return opening
+
+
+def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
+    """Say which trained parameters weight decay leaves out, where it would take them as any other."""
+    decay, left_out = weight_decay(build_optimizer(config)), undecayed(model)
+    if not decay or not left_out:
+        return []
+    those = f"{len(left_out):,} norms, biases and A_log"
+    if config.decay_norm_and_bias:
+        return [Fact("weight decay", f"{decay:g}, of {those} too (decay_norm_and_bias)")]
+    return [Fact("weight decay", f"{decay:g}, but of {those} none (decay_norm_and_bias lets it take them)")]
 
 
 def implementations(chosen: Rankings) -> list[str]:

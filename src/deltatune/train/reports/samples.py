@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from ...models.vision.generate import stream_with_pictures
 from ...models.vision.split import has_vision
 from ...models.vocabulary import check_prompt
 from ...options.config import TrainConfig
+from ..by_layer.layer_weights import LayerWeights
 from ..distributed import World
 from ..ending.early_end import Ending
+from ..ending.nonfinite import explained
 from ..evaluate import inferring
 from ..saved.state import Progress
 from ..setup import vision_processors
@@ -111,11 +114,12 @@ class Samples:
         at, every = progress.iteration, self._config.steps_per_sample or self._config.steps_per_eval
         return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
 
-    def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
+    def answers(self, ended: Callable[[], bool], weights: LayerWeights | None = None) -> list[dict[str, str]] | None:
         """Answer every prompt.
 
         Args:
             ended: Is called after each token; True ends the generation.
+            weights: What the model's layers read their weights from, where these stay on the disk.
 
         Returns:
             The `prompt` and the `answer` of each, or None if `ended` ended it.
@@ -123,7 +127,8 @@ class Samples:
         answers = []
         with inferring(self._loaded.model):
             for prompt in self.prompts:
-                answer = self._answer(prompt, ended)
+                with explained(self._loaded, weights, partial(self._pieces, prompt, most=1)):
+                    answer = self._answer(prompt, ended)
                 if answer is None:
                     return None
                 answers.append({"prompt": prompt.text, "answer": answer})
@@ -131,12 +136,7 @@ class Samples:
 
     def _answer(self, prompt: Prompt, ended: Callable[[], bool]) -> str | None:
         """Return the answer to a prompt, by the way that `deltatune generate` goes; None if `ended` ended it."""
-        loaded, most = self._loaded, self._config.sample_max_tokens
-        if loaded.processor is None:
-            pieces = stream(loaded, prompt.tokens, most, Sampling())
-        else:
-            images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
-            pieces = stream_with_pictures(loaded, prompt.tokens, images, videos, most, Sampling())
+        pieces = self._pieces(prompt, prompt.tokens, self._config.sample_max_tokens)
         parts = []
         with contextlib.closing(pieces):
             for piece in pieces:
@@ -145,7 +145,15 @@ class Samples:
                     return None
         return "".join(parts)
 
-    def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
+    def _pieces(self, prompt: Prompt, tokens: Sequence[int], most: int) -> Generator[Any, None, None]:
+        """Generate up to `most` tokens behind the tokens of a prompt, or more, with its pictures."""
+        loaded = self._loaded
+        if loaded.processor is None:
+            return stream(loaded, tokens, most, Sampling())
+        images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
+        return stream_with_pictures(loaded, tokens, images, videos, most, Sampling())
+
+    def on_main(self, world: World, ending: Ending, weights: LayerWeights | None = None) -> list[dict[str, str]] | None:
         """Return answers() on rank 0 and an empty list elsewhere; None if a lone process was asked to stop.
 
         Every rank must call it, and waits for rank 0.
@@ -156,7 +164,7 @@ class Samples:
             return ending.stop.asked and world.size == 1
 
         of_main: list[list[dict[str, str]] | None] = []
-        world.do_on_main(lambda: of_main.append(self.answers(ended)), "answer sample_prompts")
+        world.do_on_main(lambda: of_main.append(self.answers(ended, weights)), "answer sample_prompts")
         return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:

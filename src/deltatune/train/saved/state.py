@@ -23,6 +23,8 @@ from ...machine.atomic_files import replace_durably
 from ...ops.recomputation import Checkpoints
 from ...options.config import TrainConfig
 from ..tree import leaves
+from ..updates.optimizer import build_optimizer
+from ..updates.parameter_groups import weight_decay
 
 FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
@@ -298,6 +300,8 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError that names everything in which the run saved in `path` and this one differ."""
     # An option that did not exist yet when the run was saved had what is now its default.
     defaults = fingerprint(TrainConfig())
+    # But for this one: weight decay then took whatever trained.
+    defaults["decay_norm_and_bias"] = _decayed_norms(saved)
     models = saved.get("model"), now.get("model")
     saved = {key: value for key, value in defaults.items() if key in now} | saved
     if isinstance(saved.get("lora_parameters"), dict):
@@ -310,6 +314,14 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"--resume: {path} belongs to another run. What differs from it:{lines}\n"
             "Give the same model and options to continue that run, or another --adapter-path to start anew."
         )
+
+
+def _decayed_norms(saved: dict[str, Any]) -> bool:
+    """Whether the run with these options decayed norms and biases, if it is older than `decay_norm_and_bias`."""
+    if saved.get("fine_tune_type") != "full":
+        return False
+    own = {name: saved[name] for name in ("optimizer", "optimizer_config") if name in saved}
+    return weight_decay(build_optimizer(TrainConfig(**own))) != 0
 
 
 def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:

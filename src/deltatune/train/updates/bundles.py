@@ -22,6 +22,7 @@ from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves, parted
 from .eight_bit import SMALLEST, EightBit
+from .parameter_groups import ParameterGroup
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
@@ -29,6 +30,8 @@ from .eight_bit import SMALLEST, EightBit
 MOST_NUMBERS, MOST_NUMBERS_ON_CPU, MOST_NUMBERS_ON_CUDA = 2**18, 2**16, 2**21
 # The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
+# The group of parameters that are in no other.
+_PLAIN = ParameterGroup()
 
 # The optimizers that treat every number independently. Those that store moments in 8 bits treat blocks so; with any
 # other optimizer, no arrays are joined.
@@ -43,13 +46,13 @@ class Bundle:
         paths: The paths of the parameters in it, in order.
         shapes: Their shapes, in the same order.
         used_as: The dtype in which the model uses them; None for the dtype of the bundle.
-        rate: The factor of their learning rate.
+        group: How an update treats them.
     """
 
     paths: list[str]
     shapes: list[tuple[int, ...]]
     used_as: mx.Dtype | None
-    rate: float
+    group: ParameterGroup
 
     def join(self, flat: Mapping[str, mx.array]) -> mx.array:
         """Concatenate the bundle's parameters, which `flat` holds by path, into an array of one axis."""
@@ -80,7 +83,7 @@ class Bundles:
         parameters: The tree of trainable parameters.
         optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE, or stores moments in 8 bits.
         used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
-        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
+        groups: The groups of parameters by path; the optimizer's settings hold where the path is missing.
 
     Attributes:
         all: The bundles.
@@ -92,18 +95,18 @@ class Bundles:
         parameters: Any,
         optimizer: mlx.optimizers.Optimizer,
         used_as: Mapping[str, mx.Dtype] | None = None,
-        rates: Mapping[str, float] | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
     ):
         self.all: list[Bundle] = []
-        self._rates = rates or {}
+        self._groups = groups or {}
         device = backend.device()
         most = {"cpu": MOST_NUMBERS_ON_CPU, "cuda": MOST_NUMBERS_ON_CUDA}.get(device, MOST_NUMBERS)
         members = joining.MOST if device == "cuda" else math.inf
-        kinds: dict[tuple[mx.Dtype, mx.Dtype | None, float], tuple[Bundle, int]] = {}
+        kinds: dict[tuple[mx.Dtype, mx.Dtype | None, ParameterGroup], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters):
             if leaf.size > most or not _joins(leaf, optimizer):
                 continue
-            kind = leaf.dtype, (used_as or {}).get(path), self._rates.get(path, 1.0)
+            kind = leaf.dtype, (used_as or {}).get(path), self._groups.get(path, _PLAIN)
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room or len(bundle.paths) >= members:
                 bundle, room = Bundle([], [], *kind[1:]), most
@@ -115,10 +118,10 @@ class Bundles:
         self.all = [bundle for bundle in self.all if len(bundle.paths) > 1 or bundle.used_as is not None]
         self.members = {path for bundle in self.all for path in bundle.paths}
 
-    def rate(self, path: str) -> float:
-        """Return the factor of the learning rate for a path of a joined tree."""
+    def group(self, path: str) -> ParameterGroup:
+        """Return the group of the parameters at a path of a joined tree."""
         bundle = path.removeprefix(f"{TOGETHER}.")
-        return self._rates.get(path, 1.0) if bundle == path else self.all[int(bundle)].rate
+        return self._groups.get(path, _PLAIN) if bundle == path else self.all[int(bundle)].group
 
     def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
         """Return `tree` with bundles in place of their members; `joined` gives the bundles if they exist already."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,6 +21,7 @@ from ...options.config import TrainConfig, nearest
 from ...options.values import Range, checked, short
 from ..tree import leaves
 from .eight_bit import Adam8bit, AdamW8bit, is_stored_in_8_bits
+from .parameter_groups import ParameterGroup, settings_of
 
 Schedule = Callable[[mx.array], mx.array]
 
@@ -33,12 +33,12 @@ class UpdateOptions:
     Attributes:
         accumulate: The number of micro-batches in an update.
         clip: The largest gradient norm that is not scaled down; None for no clipping.
-        rates: The factor of a parameter's learning rate, by path; 1 where the path is missing.
+        groups: The groups of parameters by path; the optimizer's settings hold where the path is missing.
     """
 
     accumulate: int = 1
     clip: float | None = None
-    rates: Mapping[str, float] | None = None
+    groups: Mapping[str, ParameterGroup] | None = None
 
 
 OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
@@ -167,26 +167,13 @@ def clip_scale(norm: mx.array, clip: float) -> mx.array:
     return mx.minimum(clip / (norm + 1e-6), 1.0)
 
 
-@contextmanager
-def learning_rate_times(optimizer: mlx.optimizers.Optimizer, factor: float) -> Iterator[None]:
-    """Within the context, the optimizer's learning rate is `factor` times as large."""
-    rate = optimizer.state["learning_rate"] if factor != 1 else None
-    if rate is not None:
-        optimizer.state["learning_rate"] = rate * factor
-    try:
-        yield
-    finally:
-        if rate is not None:
-            optimizer.state["learning_rate"] = rate
-
-
 def apply(
     optimizer: mlx.optimizers.Optimizer,
     parameters: Any,
     gradients: Any,
     healthy: mx.array,
     clip: float | None,
-    rates: Callable[[str], float] = lambda path: 1.0,
+    group_of: Callable[[str], ParameterGroup] = lambda path: ParameterGroup(),
 ) -> tuple[Any, mx.array]:
     """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
 
@@ -198,7 +185,7 @@ def apply(
         gradients: Their gradients, in the same structure.
         healthy: A boolean scalar, such as whether the loss is finite.
         clip: The largest norm that is not scaled down; None for no clipping.
-        rates: The factor of a parameter's learning rate, by its path in the tree.
+        group_of: The group of a parameter, by its path in the tree.
 
     Returns:
         The new parameters, and the gradients' norm before clipping.
@@ -209,8 +196,8 @@ def apply(
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
-    # The step of a rate is made once, while the optimizer has that rate.
-    step_of = cache(lambda rate, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
+    # The step of a group is made once, while the optimizer has the settings of that group.
+    step_of = cache(lambda group, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
 
     choose = partial(_choose, healthy)
     last: list[mx.array] = []
@@ -219,8 +206,9 @@ def apply(
         nonlocal last
         old = dict(state)
         gradient = mx.depends([gradient], last)[0] if last else gradient
-        with learning_rate_times(optimizer, rates(path)):
-            step = step_of(rates(path), is_stored_in_8_bits(state))
+        group = group_of(path)
+        with settings_of(optimizer, group):
+            step = step_of(group, is_stored_in_8_bits(state))
             if step is not None and step.serves(parameter, gradient):
                 updated, *moments = step(parameter, gradient, *(state[name] for name in step.moments))
                 state |= dict(zip(step.moments, moments, strict=True))

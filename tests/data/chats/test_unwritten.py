@@ -1,0 +1,183 @@
+"""Each part of a conversation is in its tokens, or counted by its kind and noted."""
+
+import json
+import random
+import shutil
+from collections import Counter
+
+import pytest
+from mlx_lm.tokenizer_utils import load
+from transformers import AutoTokenizer
+
+from deltatune.data.chats.unwritten import note
+from deltatune.data.datasets import load_datasets
+from deltatune.data.rows.row_formats import Features
+from deltatune.data.text import TextEncoder
+from deltatune.errors import UserError
+from spoken_rows import in_no_token, spoken_row
+
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURN = "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
+CALL = '{"name": {{ call.function.name | tojson }}, "parameters": {{ call.function.arguments | tojson }}}'
+TEMPLATES = {
+    # As Llama 3.1's, without its refusal of several calls.
+    "the call alone": "{% for message in messages %}{% if message.tool_calls %}{% set call = message.tool_calls[0] %}"
+    f"<|im_start|>assistant\n{CALL}<|im_end|>\n{{% else %}}{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
+    # As Cohere2's: one system message, wherever it stands.
+    "one system message": "{% set found = namespace(text='') %}{% for message in messages %}"
+    "{% if message.role == 'system' and not found.text %}{% set found.text = message.content %}{% endif %}{% endfor %}"
+    "{{ found.text }}<|im_end|>\n{% for message in messages %}{% if message.role in ('user', 'assistant') %}"
+    f"{TURN}{{% for call in message.tool_calls or [] %}}{CALL}{{% endfor %}}{{% endif %}}{{% endfor %}}{PROMPT}",
+    # Upper case, a name for each message, and tools without their parameters.
+    "names and tools": "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description | upper }}"
+    "{% endfor %}{% for message in messages %}{{ message.name or '' }} "
+    f"{TURN}{{% for call in message.tool_calls or [] %}}{CALL}{{% endfor %}}{{% endfor %}}{PROMPT}",
+    # Arguments whose values are texts, and the id in place of a tool's name.
+    "ids": "{% for message in messages %}"
+    f"{TURN}{{% for call in message.tool_calls or [] %}}{{{{ call.id }}}}"
+    "{% for key, value in call.function.arguments.items() if value is string %}{{ key }}={{ value }}{% endfor %}"
+    f"{{% endfor %}}{{% endfor %}}{PROMPT}",
+}
+
+
+@pytest.fixture
+def with_template(tokenizers, tmp_path):
+    """with_template(text) -> a tokenizer with this chat template."""
+
+    def factory(template):
+        folder = tmp_path / "tokenizer"
+        tokenizers("plain")._tokenizer.save_pretrained(folder)
+        inner = AutoTokenizer.from_pretrained(folder)
+        inner.chat_template = template
+        shutil.rmtree(folder)
+        inner.save_pretrained(folder)
+        return load(folder)
+
+    return factory
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_part_is_in_the_tokens_or_counted(with_template, name):
+    tokenizer, chance, kinds, read = with_template(TEMPLATES[name]), random.Random(0), Counter(), 0
+    for number in range(60):
+        row, parts = spoken_row(chance)
+        encode = TextEncoder(tokenizer, Features(), None)
+        try:
+            examples = encode(row, f"row {number}")
+        except UserError:
+            continue
+        text = "\n".join(tokenizer.decode(example.tokens) for example in examples)
+        assert encode.unwritten.counts == in_no_token(parts, text.lower()), row
+        kinds += encode.unwritten.counts
+        read += 1
+    assert read > 40
+    expected = {
+        "the call alone": {"tools", "names", "text beside a call", "calls after the first", "reasoning"},
+        "one system message": {"tools", "names", "tool messages", "developer messages", "system messages"},
+        "names and tools": {"reasoning", "tool parameters"},
+        "ids": {"tools", "names", "names of called tools", "arguments of calls", "reasoning"},
+    }
+    assert set(kinds) >= expected[name]
+
+
+ASKED = [{"role": "user", "content": "e"}]
+TEXT = {"role": "assistant", "content": "a"}
+
+
+def counted(tokenizer, row, **options):
+    encode = TextEncoder(tokenizer, Features(), None, **options)
+    encode(row, "file:1")
+    return dict(encode.unwritten.counts)
+
+
+def test_a_lost_text_that_stands_elsewhere_is_counted(with_template):
+    tokenizer = with_template(TEMPLATES["one system message"])
+    spoken = [{"role": "developer", "content": "e"}, *ASKED, {"role": "assistant", "content": "e"}]
+    assert counted(tokenizer, {"messages": spoken}) == {"developer messages": 1}
+    assert counted(tokenizer, {"messages": [spoken[0] | {"content": " "}, *spoken[1:]]}) == {}
+
+
+def test_a_written_text_that_the_template_changes_is_not_counted(with_template):
+    tokenizer = with_template(TEMPLATES["names and tools"])
+    function = {"name": "f", "description": 'of\n"words"'}
+    arguments = {"quote": 'a "b"\n', "none": None, "empty": "", "no": False, "deep": {"list": [1.5, "x"]}}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    spoken = [*ASKED, {"role": "assistant", "content": " padded \n", "tool_calls": [call]}]
+    row = {"messages": spoken, "tools": [{"type": "function", "function": function}]}
+    assert counted(tokenizer, row) == {}
+    call["function"]["arguments"] = json.dumps(arguments)
+    assert counted(tokenizer, row) == {}
+
+
+def test_reasoning_is_looked_for_in_answers_that_count(tokenizers):
+    spoken = [*ASKED, {"role": "assistant", "content": "a", "reasoning_content": "so", "thinking": "so"}]
+    whole = {"messages": [*spoken, *spoken]}
+    within = [*ASKED, {"role": "assistant", "content": "<think>so</think>a"}]
+    assert counted(tokenizers("plain"), {"messages": within}) == {}
+    assert counted(tokenizers("plain"), whole) == {"reasoning": 2}
+    assert counted(tokenizers("plain"), whole, last_turn=True) == {"reasoning": 1}
+    assert counted(tokenizers("thinking"), whole) == {}
+
+
+def test_reasoning_within_the_content_is_looked_for(with_template):
+    within = {"messages": [*ASKED, {"role": "assistant", "content": "<think>so</think>a"}]}
+    dropping = TURN.replace("message.content", "message.content.split('</think>')[-1]")
+    template = f"{{% for message in messages %}}{dropping}{{% endfor %}}{PROMPT}"
+    assert counted(with_template(template), within) == {"reasoning": 1}
+
+
+def test_texts_under_other_keys_are_looked_for(with_template):
+    answer = TEXT | {"thoughts": "so it is", "created": "2025-11-29", "id": "m1"}
+    tokenizer = with_template(TEMPLATES["names and tools"])
+    assert counted(tokenizer, {"messages": [*ASKED, answer]}) == {"'thoughts'": 1}
+    assert note("'thoughts'", 2).startswith("2 messages have 'thoughts', which the model's chat template does not")
+
+
+@pytest.mark.bad_input("an answer of which the chat template writes nothing")
+def test_an_answer_of_which_nothing_is_written_is_refused(tokenizers):
+    silent = [*ASKED, {"role": "assistant", "content": "", "reasoning_content": "so"}]
+    with pytest.raises(UserError, match="file:1: message 2: the model's chat template writes nothing of this answer"):
+        counted(tokenizers("plain"), {"messages": silent})
+    assert counted(tokenizers("plain"), {"messages": [*silent[:1], silent[1] | {"weight": 0}, *ASKED, TEXT]}) == {}
+
+
+def test_a_row_that_only_its_copy_has_refused_is_read(with_template):
+    """A template may look at a text itself; then the row's own texts are looked for."""
+    choosy = "{% if messages[0].content != 'known' %}{{ raise_exception('unknown') }}{% endif %}"
+    tokenizer = with_template(choosy + TEMPLATES["one system message"])
+    spoken = [{"role": "system", "content": "known"}, {"role": "developer", "content": "quiet"}, *ASKED, TEXT]
+    assert counted(tokenizer, {"messages": spoken}) == {"developer messages": 1}
+
+
+@pytest.mark.bad_input("arguments of a call that are nested too deeply for the chat template")
+def test_arguments_of_any_depth_are_read_or_refused(with_template):
+    def row(depth):
+        deep = 0
+        for _ in range(depth):
+            deep = [deep]
+        call = {"type": "function", "function": {"name": "f", "arguments": {"deep": deep}}}
+        return {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    tokenizer = with_template(TEMPLATES["the call alone"])
+    assert counted(tokenizer, row(200)) == {}
+    with pytest.raises(UserError, match=r"file:1: .*nested too deeply"):
+        counted(tokenizer, row(600))
+
+
+def test_both_sides_of_a_pair_are_looked_at(with_template, folder):
+    tokenizer = with_template(TEMPLATES["one system message"])
+    prompt = [{"role": "developer", "content": "brief"}, *ASKED]
+    pair = {"prompt": prompt, "chosen": [TEXT | {"thinking": "b"}], "rejected": [TEXT | {"content": "no", "name": "n"}]}
+    config = folder(train=[pair] * 3, loss="dpo")
+    notes = load_datasets(config, tokenizer).notes
+    for kind in ("developer messages", "reasoning", "names"):
+        assert f"{config.data}/train.jsonl: {note(kind, 3)}" in notes
+
+
+def test_the_second_start_notes_the_same(with_template, folder):
+    tokenizer = with_template(TEMPLATES["one system message"])
+    row = {"prompt": [{"role": "developer", "content": "brief"}, *ASKED], "completion": [TEXT]}
+    config = folder(train=[row])
+    for _ in range(2):
+        notes = load_datasets(config, tokenizer).notes
+        assert f"{config.data}/train.jsonl: {note('developer messages', 1)}" in notes
