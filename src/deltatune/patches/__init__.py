@@ -28,6 +28,7 @@ from .tables import (
     loading,
     mlx_lm,
     mlx_vlm,
+    narrow_products,
     one_row_products,
     pointwise,
     quantized_product,
@@ -79,7 +80,7 @@ ON_CUDA: tuple[Patch, ...] = (
     *quantized_product.PATCHES,
 )
 ON_METAL: tuple[Patch, ...] = (*delta_layers.PATCHES, *kept_inputs.PATCHES, *sorted_rows.PATCHES)
-ON_CPU: tuple[Patch, ...] = quantized_product.PATCHES
+ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES)
 
 # What asks for the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()

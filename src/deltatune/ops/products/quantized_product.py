@@ -41,6 +41,10 @@ class Quantization(NamedTuple):
         """The keyword arguments of mx.dequantize."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
+    def inputs(self, w: mx.array) -> int:
+        """Return the number of inputs of a matrix with these words."""
+        return w.shape[-1] * 32 // self.bits if self.bits else 8 * w.shape[-1]
+
 
 def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
     """Whether `packed_product` is to be used for these rows on this device.
@@ -143,28 +147,28 @@ def matrix_gradients(
 def rows_times(
     x: mx.array,
     matrix: Sequence[mx.array],
-    quantization: Quantization,
+    quantization: Quantization | None,
     transpose: bool,
     *,
     onto: mx.array | None = None,
     unpack: Callable[..., mx.array] | None = None,
 ) -> mx.array:
-    """Multiply rows by a packed matrix, of which one slab of rows is unpacked after another.
+    """Multiply rows by a packed matrix, or by one in 16 bits, of which one slab of rows is unpacked after another.
 
     Args:
         x: [..., in] if `transpose`, else [..., out].
-        matrix: words and scales, and biases if there are any.
-        quantization: how the matrix is quantised; its own `transpose` does not matter.
+        matrix: words and scales, and biases if there are any; or the matrix [out, in] alone.
+        quantization: how the matrix is quantised; its own `transpose` does not matter. None for a matrix in 16 bits.
         transpose: whether the result is x W^T, or x W.
         onto: what is added to x W, without `transpose`.
         unpack: unpacks a slab, as mx.dequantize does; `unpacked` by default.
     """
     w, *stored = matrix
-    result_dtype = _result_dtype(x, stored[0])
+    result_dtype = _result_dtype(x, stored[0] if stored else w)
     dtype = mx.float32 if backend.device() == "cpu" else result_dtype
     rows = x.astype(dtype)
     stored = _cast(stored, dtype)
-    inputs = w.shape[-1] * 32 // quantization.bits if quantization.bits else 8 * w.shape[-1]
+    inputs = w.shape[-1] if quantization is None else quantization.inputs(w)
     slab_rows = max(1, SLAB_BYTES[backend.device()] // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
     results = [] if onto is None else [onto.astype(dtype)]
@@ -172,7 +176,10 @@ def rows_times(
         # A slab waits for its rows. Otherwise MLX may unpack it long before, and mx.compile, which computes equal
         # things once, would keep the slab of the forward pass for the backward pass.
         slab = mx.depends([array[..., start:stop, :] for array in (w, *stored)], [results[-1] if results else rows])
-        numbers = (unpack or unpacked)(*slab, dtype=dtype, **quantization.storage)
+        if quantization is None:
+            numbers = slab[0].astype(dtype)
+        else:
+            numbers = (unpack or unpacked)(*slab, dtype=dtype, **quantization.storage)
         if transpose:
             results.append(rows @ numbers.swapaxes(-1, -2))
         else:
