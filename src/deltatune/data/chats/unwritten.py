@@ -55,29 +55,29 @@ _FIRST_NUMBER = 931_000_000
 _KNOWN = {"role", "content", "name", TOOL_CALLS, "tool_call_id", *REASONING, *MARKS}
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """A part of a conversation.
 
     Args:
         kind: the kind as which it is counted where it alone is not written.
         mark: the word or number in its place in the copy.
-        own: the text or number in the conversation itself; "" for true and false, which templates write variously.
+        text: the text or number in the conversation itself; "" for true and false, which templates write variously.
     """
 
     kind: str
     mark: str
-    own: str
+    text: str
 
 
-class Group(NamedTuple):
+class PartGroup(NamedTuple):
     """Parts that are counted once, as `kind`, where none of them is written; `message` is None for a tool."""
 
     kind: str
     message: int | None
-    parts: list[Part]
+    parts: list[MessagePart]
 
 
-class Lost(NamedTuple):
+class LostParts(NamedTuple):
     """The kinds of the parts that are not written, each with its message, and the answers of which nothing is."""
 
     parts: tuple[tuple[str, int | None], ...]
@@ -88,7 +88,7 @@ class Lost(NamedTuple):
 class MarkedCopy(Conversation):
     """A conversation with marks in place of its parts; those of one shape are equal."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PartGroup, ...] = ()
 
 
 def note(kind: str, count: int) -> str:
@@ -118,7 +118,7 @@ class UnwrittenParts:
         self._tags = re.compile("(" + "|".join(map(re.escape, (*_TAGS, *thinking))) + ")")
         self._ends = (_THINK_END, *thinking[1:])
         # A conversation without a shape is one that cannot be copied.
-        self._lost: dict[bytes, Lost | None] = {b"": Lost((), ())}
+        self._lost: dict[bytes, LostParts | None] = {b"": LostParts((), ())}
         self._before: Conversation | None = None
         self.counts = Counter[str]()
 
@@ -152,7 +152,7 @@ class UnwrittenParts:
         lost = self._lost[conversation.shape]
         # A row of no text at all is refused by its tokens.
         if lost is None or (lost.answers and any(row.text for row in rows)):
-            by_text = _lost(self._marked(conversation), lambda part: _stands(part.own, rows))
+            by_text = _lost(self._marked(conversation), lambda part: _stands(part.text, rows))
             silent = [] if lost is None else [turn for turn in lost.answers if turn in by_text.answers]
             if silent:
                 raise UserError(
@@ -175,7 +175,7 @@ class UnwrittenParts:
         return _Marking(self._tags, self._ends).copy(conversation)
 
 
-def _lost(copy: MarkedCopy, stands: Callable[[Part], bool]) -> Lost:
+def _lost(copy: MarkedCopy, stands: Callable[[MessagePart], bool]) -> LostParts:
     """Return what is not written of a conversation."""
     parts: dict[tuple[str, int | None], None] = {}
     silent = {group.message for group in copy.groups}
@@ -186,12 +186,12 @@ def _lost(copy: MarkedCopy, stands: Callable[[Part], bool]) -> Lost:
         else:
             silent.discard(group.message)
             parts |= dict.fromkeys((part.kind, group.message) for part in missing)
-    return Lost(tuple(parts), tuple(turn for turn in copy.turns or [] if turn in silent))
+    return LostParts(tuple(parts), tuple(turn for turn in copy.turns or [] if turn in silent))
 
 
-def _stands(own: str, rows: list[ChatRow]) -> bool:
+def _stands(written: str, rows: list[ChatRow]) -> bool:
     """Whether a text stands in a row, as it is or as JSON writes it, but for white space around it."""
-    text = own.strip()
+    text = written.strip()
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     return any(form in row.text for form in forms for row in rows)
 
@@ -207,7 +207,7 @@ class _Marking:
     def __init__(self, tags: re.Pattern[str], ends: tuple[str, ...]):
         self._tags, self._ends = tags, ends
         self._count = 0
-        self._groups: list[Group] = []
+        self._groups: list[PartGroup] = []
         self._ids: dict[str, str] = {}
         self._called: dict[str, str] = {}
 
@@ -228,7 +228,7 @@ class _Marking:
         """Return the copy of a message; `counts` says whether its reasoning is looked for."""
         marked, role, calls = dict(message), message["role"], message.get(TOOL_CALLS) or []
         kind = BESIDE_A_CALL if role == ASSISTANT and calls else f"{role} messages"
-        text, thoughts = Group(kind, number, []), Group(THOUGHTS, number, [])
+        text, thoughts = PartGroup(kind, number, []), PartGroup(THOUGHTS, number, [])
         content = message["content"]
         if isinstance(content, str):
             marked["content"] = self._text(content, text, thoughts)
@@ -250,19 +250,19 @@ class _Marking:
         if isinstance(name, str) and name.strip():
             # The name beside a result is that of its call, which stands in the tokens already.
             called = self._called.get(name) if role == TOOL else None
-            named = text if text.parts else Group(NAMES, number, [])
+            named = text if text.parts else PartGroup(NAMES, number, [])
             marked["name"] = called or self._mark(named, NAMES, name)
             self._groups += [named] if named is not text else []
         self._groups += [text, thoughts] if counts or role != ASSISTANT else [text]
         for key, value in message.items():
             # A text has more than one word; the ids and choices that other programs write have not.
             if key not in _KNOWN and isinstance(value, str) and len(value.split()) > 1:
-                other = Group(repr(key), number, [])
+                other = PartGroup(repr(key), number, [])
                 marked[key] = self._mark(other, other.kind, value)
                 self._groups.append(other)
         return marked
 
-    def _text(self, text: str, group: Group, thoughts: Group) -> str:
+    def _text(self, text: str, group: PartGroup, thoughts: PartGroup) -> str:
         """Return marks in place of a text, around the tags in it; reasoning ends with a tag, too."""
         pieces = self._tags.split(text)
         ends = [at for at, piece in enumerate(pieces) if piece in self._ends]
@@ -279,7 +279,7 @@ class _Marking:
         """Return the copy of a call of a tool."""
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        group = Group(LATER_CALLS if index else CALLS, number, [])
+        group = PartGroup(LATER_CALLS if index else CALLS, number, [])
         mark = self._called[name] = self._mark(group, CALLED_NAMES, name)
         self._groups.append(group)
         if isinstance(arguments, str):
@@ -289,12 +289,12 @@ class _Marking:
         marked = {**call, "function": {**function, "name": mark, "arguments": arguments}}
         return marked | ({"id": self._call_id(call["id"], name, mark)} if "id" in call else {})
 
-    def _value(self, value: Any, group: Group) -> Any:
+    def _value(self, value: Any, group: PartGroup) -> Any:
         """Return marks in place of the keys and values of arguments; absent ones stay, and are not looked for."""
         if is_absent(value) or (isinstance(value, str) and not value.strip()):
             return value
         if isinstance(value, Mapping):
-            nowhere = Group("", None, [])
+            nowhere = PartGroup("", None, [])
             return {
                 self._mark(nowhere if is_absent(inner) else group, ARGUMENTS, key): self._value(inner, group)
                 for key, inner in value.items()
@@ -305,7 +305,7 @@ class _Marking:
             return self._mark(group, ARGUMENTS, value if isinstance(value, str) else "")
         self._count += 1
         number = _FIRST_NUMBER + self._count
-        group.parts.append(Part(ARGUMENTS, str(number), str(value)))
+        group.parts.append(MessagePart(ARGUMENTS, str(number), str(value)))
         return number if isinstance(value, int) else number + 0.5
 
     def _call_id(self, value: Any, name: str, mark: str) -> Any:
@@ -326,7 +326,7 @@ class _Marking:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping):
             return tool
-        group = Group(TOOLS, None, [])
+        group = PartGroup(TOOLS, None, [])
         self._groups.append(group)
         marked = {key: self._schema(value, group) for key, value in function.items()}
         for key, kind in (("name", TOOL_NAMES), ("description", DESCRIPTIONS)):
@@ -335,7 +335,7 @@ class _Marking:
                 marked[key] = self._mark(group, kind, value)
         return {**tool, "function": marked} if "function" in tool else marked
 
-    def _schema(self, value: Any, group: Group) -> Any:
+    def _schema(self, value: Any, group: PartGroup) -> Any:
         """Return a JSON schema with marks in place of the names of properties and of their descriptions."""
         if isinstance(value, list):
             return [self._schema(inner, group) for inner in value]
@@ -353,9 +353,9 @@ class _Marking:
                 marked["required"] = [names.get(name, name) if isinstance(name, str) else name for name in required]
         return marked
 
-    def _mark(self, group: Group, kind: str, own: str) -> str:
+    def _mark(self, group: PartGroup, kind: str, text: str) -> str:
         """Return a new mark, which is looked for as a part of the group."""
         self._count += 1
         mark = f"mk{self._count:06d}mk"
-        group.parts.append(Part(kind, mark, own))
+        group.parts.append(MessagePart(kind, mark, text))
         return mark
