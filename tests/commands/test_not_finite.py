@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from PIL import Image
 
 import deltatune
 from deltatune.errors import NotFiniteError, UserError
@@ -96,6 +97,25 @@ def test_several_answers_at_once(overflowing, monkeypatch, covered, temp):
     monkeypatch.setattr(answer, "is_covered", lambda model: covered and is_covered(model))
     with pytest.raises(UserError, match="is the first that is not finite, in float16"):
         deltatune.generate(load(overflowing), ["the fox", "a dog"], max_tokens=3, temp=temp)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "first"),
+    [("vision_tower.blocks.0.mlp", "the vision tower"), ("layers.0.mlp", "language_model.model.layers.0 (delta)")],
+)
+def test_an_answer_to_a_picture(run, tiny_vision_checkpoint, tmp_path, spoiled, first):
+    folder = shutil.copytree(tiny_vision_checkpoint("qwen3_5"), tmp_path / "model")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    for name, tensor in tensors.items():
+        large = mx.sign(tensor) * 3000 if spoiled in name and tensor.ndim == 2 else tensor
+        tensors[name] = large.astype(mx.float16)
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    Image.new("RGB", (32, 32), (200, 20, 90)).save(tmp_path / "a.png")
+    words = ["generate", "--model", folder, "--prompt", "which?", "-m", 3, "--image", tmp_path / "a.png"]
+    code, said, err = run(*words)
+    assert code == 2, said
+    assert f"the output of {first} is the first that is not finite, in float16" in err
 
 
 def test_likelihoods(overflowing):

@@ -25,9 +25,11 @@ from .flags import add_adapter, add_model, given_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from ..data.vision.prompt import PromptPictures
     from ..models.load import Loaded
+    from ..train.by_layer.layer_weights import LayerWeights
 
 
 def add(commands: Any) -> None:
@@ -112,7 +114,6 @@ def generate(options: GenerateOptions) -> str:
     from ..data.prompts import Question, prompt_tokens
     from ..models.adapted_base import load_with_adapter
     from ..models.vocabulary import check_prompt
-    from ..train.ending.nonfinite import explained
 
     if options.seed is not None:
         mx.random.seed(options.seed)
@@ -142,13 +143,9 @@ def generate(options: GenerateOptions) -> str:
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
     check_prompt(loaded.model, loaded.tokenizer, tokens)
     answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
-
-    def again(row: Sequence[int]) -> Iterator[Any]:
-        return _answer(dataclasses.replace(options, max_tokens=1), loaded, row, pictures)
-
     with contextlib.ExitStack() as stack:
         weights = placed(options, loaded, tokens, pictures, stack) if bounded else None
-        stack.enter_context(explained(loaded, weights, again))
+        stack.enter_context(_explained(options, loaded, pictures, weights))
         for last in answer:
             print(last.text, end="", flush=True)
             parts.append(last.text)
@@ -176,6 +173,16 @@ def _answer(
     if pictures:
         return stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, most, sampling)
     return stream(loaded, tokens, most, sampling)
+
+
+def _explained(
+    options: GenerateOptions, loaded: Loaded, pictures: PromptPictures | None, weights: LayerWeights | None
+) -> AbstractContextManager[None]:
+    """Let the error of probabilities that are not finite name the layer, by reading the prompt and the answer again."""
+    from ..train.ending.nonfinite import explained
+
+    one = dataclasses.replace(options, max_tokens=1)
+    return explained(loaded, weights, lambda row: _answer(one, loaded, row, pictures))
 
 
 def _prompt(text: str) -> str:

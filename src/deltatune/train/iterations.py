@@ -203,7 +203,7 @@ class Iterations:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
         try:
-            answers = parts.samples.on_main(parts.world, self._ending, parts.weights)
+            answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:
             raise self._saved_before(error) from error
         except UserError:

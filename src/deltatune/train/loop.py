@@ -118,7 +118,8 @@ class Trainer:
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
-        samples = Samples(model, tokenizer, config, plain_text=splits.plain_text, processor=processor)
+        plain = splits.plain_text
+        samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)

@@ -75,6 +75,7 @@ class Samples:
         plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
             the message of a user, if the tokenizer has a chat template.
         processor: mlx-vlm's processor, which a model with a vision tower needs.
+        weights: What the model's layers read their weights from, where these stay on the disk.
 
     Raises:
         UserError: A prompt cannot be read, or not by this model.
@@ -88,7 +89,9 @@ class Samples:
         *,
         plain_text: bool = False,
         processor: Any = None,
+        weights: LayerWeights | None = None,
     ):
+        self._weights = weights
         self._tokenizer, self._config, self._plain = tokenizer, config, plain_text
         stopping = ending_answers(tokenizer) if config.sample_prompts and not plain_text else tokenizer
         self._loaded = Loaded(model, stopping, {}, Path(config.model or ""), processor)
@@ -114,12 +117,11 @@ class Samples:
         at, every = progress.iteration, self._config.steps_per_sample or self._config.steps_per_eval
         return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
 
-    def answers(self, ended: Callable[[], bool], weights: LayerWeights | None = None) -> list[dict[str, str]] | None:
+    def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
         """Answer every prompt.
 
         Args:
             ended: Is called after each token; True ends the generation.
-            weights: What the model's layers read their weights from, where these stay on the disk.
 
         Returns:
             The `prompt` and the `answer` of each, or None if `ended` ended it.
@@ -127,7 +129,7 @@ class Samples:
         answers = []
         with inferring(self._loaded.model):
             for prompt in self.prompts:
-                with explained(self._loaded, weights, partial(self._pieces, prompt, most=1)):
+                with explained(self._loaded, self._weights, partial(self._pieces, prompt, most=1)):
                     answer = self._answer(prompt, ended)
                 if answer is None:
                     return None
@@ -153,7 +155,7 @@ class Samples:
         images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
         return stream_with_pictures(loaded, tokens, images, videos, most, Sampling())
 
-    def on_main(self, world: World, ending: Ending, weights: LayerWeights | None = None) -> list[dict[str, str]] | None:
+    def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
         """Return answers() on rank 0 and an empty list elsewhere; None if a lone process was asked to stop.
 
         Every rank must call it, and waits for rank 0.
@@ -164,7 +166,7 @@ class Samples:
             return ending.stop.asked and world.size == 1
 
         of_main: list[list[dict[str, str]] | None] = []
-        world.do_on_main(lambda: of_main.append(self.answers(ended, weights)), "answer sample_prompts")
+        world.do_on_main(lambda: of_main.append(self.answers(ended)), "answer sample_prompts")
         return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:

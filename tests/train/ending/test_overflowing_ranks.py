@@ -1,0 +1,32 @@
+"""Validation rows that overflow on one rank: every rank ends, and rank 0 names the layer."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+
+
+def test_one_rank_overflows_and_rank_0_names_the_layer(launch, options, tiny_checkpoint, data_folder, tmp_path):
+    """A token of the second row alone has an embedding from which the first layer overflows."""
+    source = tiny_checkpoint("qwen3_5", dtype=mx.float16, num_hidden_layers=2, full_attention_interval=2)
+    model = shutil.copytree(source, tmp_path / "model")
+    data = shutil.copytree(data_folder, tmp_path / "data")
+    rows = [{"text": "a dog"}, {"text": "a fox"}]
+    (data / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "train.jsonl").write_text("".join(json.dumps({"text": "a dog"}) + "\n" for _ in range(4)))
+    (data / "test.jsonl").unlink()
+    tokenizer = mlx_lm.load(str(source))[1]
+    tokens = sorted(set(tokenizer.encode("a fox")) - set(tokenizer.encode("a dog")))
+    tensors = mx.load(str(model / "model.safetensors"))
+    # The largest number of float16, to which the first layer adds a little.
+    tensors["language_model.model.embed_tokens.weight"][mx.array(tokens)] = 65504.0
+    name = "language_model.model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name] * 3000
+    mx.eval(tensors)
+    mx.save_safetensors(str(model / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    changed = {"model": str(model), "data": str(data), "batch_size": 2, "adapter_path": str(tmp_path / "out")}
+    done = launch(options | changed)
+    assert (done.stdout + done.stderr).count("exited with code 2") == 2
+    assert done.stderr.count("is the first that is not finite, in float16") == 1
+    assert "language_model.model.layers.0 (delta)" in done.stderr
