@@ -185,7 +185,7 @@ def test_cached_features_stay_within_the_bound(of_large_pictures, many_pictures,
     assert code == 0
     assert planned + kept <= memory
     assert kept == 8 * FEATURES if more else kept < 3 * FEATURES
-    assert more == 0 or re.search(r"features of images take up to \d+ MB of the rest", said)
+    assert more == 0 or re.search(r"features of images take up to [\d.]+ [MG]B of the rest", said)
 
 
 def adapters(folder):
