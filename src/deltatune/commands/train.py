@@ -97,7 +97,9 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
         checked = check(run, force=config.force) if placed is None else placed.checked()
         for fact in checked.said:
             screen.say(fact)
-        result = trainer.run(checkpoints=checked.checkpoints, memory_limit=checked.memory_limit)
+        result = trainer.run(
+            checkpoints=checked.checkpoints, memory_limit=checked.memory_limit, feature_bytes=checked.feature_bytes
+        )
         _say_saved(screen, config, result, trainer.outputs)
         return result
 

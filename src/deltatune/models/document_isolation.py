@@ -17,7 +17,6 @@ import mlx.nn as nn
 
 from ..errors import UserError, first_line
 from ..layers import describe, logits_of
-from ..machine.numpy_arrays import as_numpy
 from ..ops.segments import segments
 from .drawn_weights import drawn_weights
 
@@ -212,6 +211,6 @@ def _behind_others(model: nn.Module, one: mx.array, other: mx.array, tested: mx.
 
 def _distances(logits: mx.array, others: mx.array) -> list[float]:
     """Return how far the logits of each token [T, V] are from others, relative to the mean size of these."""
-    distances = mx.abs(logits - others).mean(axis=1) / mx.abs(others).mean()
+    distances: Any = (mx.abs(logits - others).mean(axis=1) / mx.abs(others).mean()).tolist()
     # What is not a number is not below a limit either.
-    return [distance if math.isfinite(distance) else math.inf for distance in map(float, as_numpy(distances))]
+    return [distance if math.isfinite(distance) else math.inf for distance in distances]

@@ -150,11 +150,13 @@ class Checked:
         said: what to tell the user: the plan, or why there is none on this version of MLX.
         checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
         memory_limit: the bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
+        feature_bytes: what cached features of images may take, for Trainer.run; None for its default.
     """
 
     said: list[Fact | str]
     checkpoints: Checkpoints | None
     memory_limit: int | None = None
+    feature_bytes: int | None = None
 
 
 def check(run: Run, *, force: bool = False) -> Checked:

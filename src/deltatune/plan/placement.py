@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..layers import describe
 from ..machine import backend, disk_rate, host_memory
 from ..models.checkpoint_files import weight_files
+from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
 from ..train.by_layer.inputs_on_host import InputsOnHost
@@ -61,6 +62,7 @@ class Placement:
         on_host: whether the host's memory, not the disk, gives them to a GPU.
         inputs: the bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
         inputs_on_host: whether they go to the host's memory, not to the disk.
+        features: what cached features of a frozen vision tower may take: of `memory`, or of the host's beside a GPU.
     """
 
     memory: int
@@ -75,6 +77,7 @@ class Placement:
     on_host: bool = False
     inputs: int = 0
     inputs_on_host: bool = False
+    features: int = 0
 
     @property
     def on_disk(self) -> int:
@@ -108,9 +111,11 @@ class Placement:
 
     def said(self, unit: str = "iteration") -> list[Fact | str]:
         """Return what to tell the user; this reads from the disk for a second. Every `unit` is a pass."""
+        where = "the host's memory" if backend.device() == "cuda" else "the rest"
+        kept = f"; features of images take up to {size(self.features)} of {where}" if self.features else ""
         if not self.streamed:
             text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}"
-            return [Fact("memory", f"{text}; all weights stay in memory")]
+            return [Fact("memory", f"{text}; all weights stay in memory{kept}")]
         memory = (
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
             f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
@@ -121,7 +126,7 @@ class Placement:
             inputs += " as well" if self.inputs_on_host == self.on_host else ""
         if self.on_host:
             text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
-            return [Fact("memory", text)]
+            return [Fact("memory", f"{text}{kept}")]
         file = max(weight_files(self.folder), key=lambda file: file.stat().st_size)
         rate = disk_rate.measured(file)
         speed = f"at the {size(int(rate))} a second measured now"
@@ -136,7 +141,7 @@ class Placement:
             written = f" and {size(self.inputs)} written" if self.inputs else ""
             read = f"{size(self.read + self.inputs)} read{written} for each {unit}"
             disk = f"{read}, {seconds:.1f} s {speed}; {self._hidden(seconds, unit)}"
-        return [Fact("memory", f"{memory}on the disk{inputs}"), Fact("disk", disk)]
+        return [Fact("memory", f"{memory}on the disk{inputs}{kept}"), Fact("disk", disk)]
 
     def _hidden(self, seconds: float, unit: str) -> str:
         """Say when a pass does not wait for the disk, from which it reads for so many seconds."""
@@ -177,8 +182,8 @@ class Placed(NamedTuple):
     stored: StoredWeights
 
     def checked(self) -> Checked:
-        """Return what is said, and the memory limit of a step as a whole; one by layers has its own."""
-        return Checked(self.placement.said(), None, self._brake())
+        """Return what is said, what cached features may take, and the memory limit of a step that is not by layers."""
+        return Checked(self.placement.said(), None, self._brake(), self.placement.features)
 
     def limit(self) -> int:
         """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
@@ -255,8 +260,21 @@ def placed(run: Run) -> Placed:
                 raise _with_advice(error, run, batch, plan, layout) from None
             both = (placement.on_disk + inputs) * run.world.size
             placement = dataclasses.replace(placement, inputs_on_host=placement.on_host and fits_on_host(both))
-    products, dtype = plan.products, _most_used_dtype(model)
-    return Placed(dataclasses.replace(placement, products=products, dtype=dtype, inputs=inputs), lines, stored)
+    placement = dataclasses.replace(
+        placement,
+        products=plan.products,
+        dtype=_most_used_dtype(model),
+        inputs=inputs,
+        features=_feature_bytes(model, memory - placement.bytes),
+    )
+    return Placed(placement, lines, stored)
+
+
+def _feature_bytes(model: nn.Module, spare: int) -> int:
+    """Return what cached features may take of so many bytes that a plan leaves, or of the host's beside a GPU."""
+    if frozen_tower(model) is None:
+        return 0
+    return CACHE_BYTES if backend.device() == "cuda" else min(spare, CACHE_BYTES)
 
 
 def _with_advice(

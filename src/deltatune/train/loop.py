@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
+from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
@@ -151,12 +152,20 @@ class Trainer:
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
         return cls(*from_run, world=run.world, screen=screen, folder=folder, weights=weights, **more)
 
-    def run(self, *, checkpoints: Checkpoints | None = None, memory_limit: int | None = None) -> Result:
+    def run(
+        self,
+        *,
+        checkpoints: Checkpoints | None = None,
+        memory_limit: int | None = None,
+        feature_bytes: int | None = None,
+    ) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
 
         Args:
             checkpoints: What is computed again where `config.grad_checkpoint` is auto (plan.fit.check).
             memory_limit: The bytes from which on MLX waits for queued work; None for its own limit (plan.fit.check).
+            feature_bytes: The main memory that cached features of images may take; None for none where layers stay on
+                the disk, and for 1 GiB elsewhere.
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
@@ -173,7 +182,11 @@ class Trainer:
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=compare))
             ending = Ending(config, parts.outputs, parts.world, parts.screen)
             between = ending.between_layers
-            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights, between))
+            if feature_bytes is None:
+                feature_bytes = CACHE_BYTES if parts.weights is None else 0
+            # An NVIDIA GPU has memory of its own, in which the features are not.
+            features = 0 if backend.device() == "cuda" else feature_bytes
+            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights, between, features))
             self._announce(trained, chosen)
             model.train()
             if backend.device() == "metal":
@@ -183,7 +196,8 @@ class Trainer:
             launcher = None
             if starts_early(model, config, parts.world):
                 launcher = stack.enter_context(Launcher())
-            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, step_of(passes, launcher))
+            kind = step_of(passes, launcher, feature_bytes)
+            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, parts.order, parts.progress, parts.world)
             saving = self._saving(training_state, chosen)
             engine = engine_of(training_state, ending, config, parts.world, launcher)

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from ..data import Batch
 from ..lora.linear import factor_dtypes
 from ..machine import backend
-from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import compiled
@@ -71,6 +71,7 @@ class Step:
         routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
         launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
             then one of several that an operation computes together.
+        feature_bytes: The main memory that the features of images may take that a frozen vision tower has seen.
 
     Attributes:
         model, optimizer: The arguments.
@@ -91,6 +92,7 @@ class Step:
         update: updates.UpdateOptions | None = None,
         routers: RouterLosses | None = None,
         launcher: Launcher | None = None,
+        feature_bytes: int = CACHE_BYTES,
     ):
         update = update or updates.UpdateOptions()
         self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
@@ -104,7 +106,8 @@ class Step:
         # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self.parameters())
-        self.tower, self.random = frozen_tower(model), [mx.random.key(0)]
+        self.tower = frozen_tower(model, feature_bytes)
+        self.random = [mx.random.key(0)]
         self.figures: list[mx.array] = []
         self._undone: BeforeUpdate | None = None
         self._launcher = launcher

@@ -88,12 +88,13 @@ def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatc
     assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
 
 
-def test_what_does_not_fit_the_cache_is_computed_anew(tower_and_spec, monkeypatch):
-    tower, spec = tower_and_spec
-    monkeypatch.setattr(frozen, "CACHE_BYTES", 10_000)
+def test_what_does_not_fit_the_cache_is_computed_anew(tiny_vision_model):
+    model = tiny_vision_model("qwen3_vl")
+    prepare(model, TrainConfig(num_layers=-1))
+    tower, spec = frozen.frozen_tower(model, 10_000), vision_spec(model)
     found = [one(tower(batch(spec).images))[0] for _ in range(2)]
     assert (found[0] == found[1]).all()
-    assert 0 < sum(each.nbytes for each in tower._cache.values()) <= 10_000
+    assert 0 < sum(each.nbytes for each in tower._cache.values()) == tower.cached_bytes <= 10_000
 
 
 def test_a_batch_without_images_needs_no_tower(tower_and_spec):

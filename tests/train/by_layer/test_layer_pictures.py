@@ -3,11 +3,14 @@
 import gc
 import json
 import re
+import shutil
 
 import mlx.core as mx
 import pytest
 from PIL import Image
 
+import counted_programs
+import vision
 from console import called, deltatune
 from deltatune.cli import main
 from deltatune.data import BatchOrder
@@ -128,6 +131,61 @@ def test_pictures_are_looked_at_within_a_bound_through_the_console_script(tiny_v
     assert bounded.returncode == 0, bounded.stderr
     assert "stay on the disk" in bounded.stderr
     assert bounded.stdout == called(*flags).stdout
+
+
+COUNTED = """
+import json, sys
+from deltatune.cli import main
+from deltatune.models.vision.frozen_tower import FrozenTower
+
+kept, plain = [0], FrozenTower.__call__
+
+def counted(tower, batch):
+    result = plain(tower, batch)
+    kept.append(tower.cached_bytes)
+    return result
+
+FrozenTower.__call__ = counted
+code = main(sys.argv[1:])
+print(json.dumps([code, max(kept)]))
+"""
+# Of the 64 tokens of a picture of 128 x 128 pixels, each with features of 64 channels for three layers.
+FEATURES = 64 * 64 * 3 * 4
+
+
+@pytest.fixture(scope="module")
+def many_pictures(tmp_path_factory):
+    """A folder of data: eight rows with a picture each."""
+    folder, rows = tmp_path_factory.mktemp("many"), []
+    for index in range(8):
+        Image.new("RGB", (128, 128), (30 * index, 20, 90)).save(folder / f"{index}.png")
+        turns = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "content": "none"}]
+        rows.append(json.dumps({"messages": turns, "images": [f"{index}.png"]}))
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_large_pictures(tiny_vision_checkpoint, tmp_path_factory):
+    """A model that looks at pictures of up to 128 x 128 pixels whole, with layers of 0.8 MB each."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    shutil.copytree(tiny_vision_checkpoint("qwen3_vl", intermediate_size=1024), folder)
+    vision.write_processor(folder, longest_edge=128 * 128)
+    return folder
+
+
+@pytest.mark.parametrize("more", [0, 1_000_000_000])
+def test_cached_features_stay_within_the_bound(of_large_pictures, many_pictures, tmp_path, more):
+    flags = run_flags(of_large_pictures, many_pictures, tmp_path / "out", **{"iters": 8, "batch-size": 1})
+    refused = called("train", *flags, "--memory", "1MB")
+    memory = round(float(re.search(r"take ([\d.]+) MB", refused.stderr)[1]) * 1e6) + more
+    said = called("plan", *flags, "--memory", memory).stdout
+    planned = float(re.search(r"([\d.]+) MB planned of", said)[1]) * 1e6
+    code, kept = counted_programs.output_of("-c", COUNTED, "train", *flags, "--memory", memory)
+    assert code == 0
+    assert planned + kept <= memory
+    assert kept == 8 * FEATURES if more else kept < 3 * FEATURES
+    assert more == 0 or re.search(r"features of images take up to [\d.]+ [MG]B of the rest", said)
 
 
 def adapters(folder):

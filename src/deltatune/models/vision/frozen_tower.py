@@ -18,15 +18,15 @@ from .inputs import VisionBatch, padded_patches
 from .split import has_vision, vision_spec
 from .tower import TowerInputs, run_tower
 
-# The most main memory that cached features take. The features of further images are computed each time.
+# The most main memory that cached features take in a run without a bound.
 CACHE_BYTES = 2**30
 
 
-def frozen_tower(model: Any) -> FrozenTower | None:
+def frozen_tower(model: Any, cache_bytes: int = CACHE_BYTES) -> FrozenTower | None:
     """The FrozenTower of a model in whose vision tower, projector included, nothing trains; else None."""
     if not has_vision(model) or tree_flatten(model.vision_tower.trainable_parameters()):
         return None
-    return FrozenTower(model)
+    return FrozenTower(model, cache_bytes)
 
 
 class FrozenTower:
@@ -38,12 +38,18 @@ class FrozenTower:
 
     Args:
         model: A vision-language model that split.py supports.
+        cache_bytes: The main memory that cached features take at most. The features of further images are computed
+            each time.
+
+    Attributes:
+        cached_bytes: The bytes of the features that are cached.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, cache_bytes: int = CACHE_BYTES) -> None:
         self._tower, self._spec = model.vision_tower, vision_spec(model)
         self._cache: dict[bytes, np.ndarray] = {}
-        self._bytes = 0
+        self.cached_bytes = 0
+        self._cache_bytes = cache_bytes
         # That of the features, which are kept as unsigned integers.
         self._dtype = mx.float32
 
@@ -73,9 +79,9 @@ class FrozenTower:
         features = mx.stack(self.frame_features(batch, index, size))[:, : count // self._spec.merge**2]
         self._dtype = features.dtype
         bits = np.array(as_numpy(features.view(mx.uint32 if features.dtype.size == 4 else mx.uint16)))
-        if self._bytes + bits.nbytes <= CACHE_BYTES:
+        if self.cached_bytes + bits.nbytes <= self._cache_bytes:
             self._cache[key] = bits
-            self._bytes += bits.nbytes
+            self.cached_bytes += bits.nbytes
         return bits
 
     def frame_features(self, batch: VisionBatch, index: int, size: int) -> list[mx.array]:

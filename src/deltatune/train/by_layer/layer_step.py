@@ -14,6 +14,7 @@ import mlx.nn as nn
 from ...data.batches.packing import row_capacity
 from ...errors import UserError
 from ...models.document_isolation import check_packing
+from ...models.vision.frozen_tower import CACHE_BYTES
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
 from ..compiled import compiled
@@ -48,9 +49,13 @@ class LayerStep(Step):
         return loss, weight, self._add(accumulated, gradients, weight, parameters)
 
 
-def step_of(passes: LayerPasses | None, launcher: Launcher | None = None) -> Callable[..., Step]:
+def step_of(
+    passes: LayerPasses | None, launcher: Launcher | None = None, feature_bytes: int = CACHE_BYTES
+) -> Callable[..., Step]:
     """Return the class of a run's step, for setup.build_step(): by layers, or whole and launched by a thread."""
-    return partial(Step, launcher=launcher) if passes is None else partial(LayerStep, passes=passes)
+    if passes is None:
+        return partial(Step, launcher=launcher, feature_bytes=feature_bytes)
+    return partial(LayerStep, passes=passes, feature_bytes=feature_bytes)
 
 
 @contextmanager
@@ -60,6 +65,7 @@ def by_layers(
     trained: Training,
     weights: LayerWeights | None,
     between: Callable[[], None] | None = None,
+    features: int = 0,
 ) -> Iterator[tuple[Training, LayerPasses | None]]:
     """Within the context, the layers of `model` read their weights from `weights` when they are called.
 
@@ -69,8 +75,9 @@ def by_layers(
         trained: What setup.training() yields.
         weights: What the weights are read from; None for a run that has all of them in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
+        features: The bytes of `config.memory` that cached features of images take, beside MLX.
 
-    MLX gives freed memory back before it would hold more than `config.memory`.
+    MLX gives freed memory back before it would hold more than the rest of `config.memory`.
 
     Yields:
         What was set up, and the passes of a step; None for a model that stays in memory as a whole.
@@ -91,7 +98,7 @@ def by_layers(
     layers = [layer.module for layer in trained.layers]
     passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
     assert config.memory is not None
-    before = mx.set_memory_limit(config.memory + weights.on_host)
+    before = mx.set_memory_limit(config.memory - features + weights.on_host)
     try:
         with passes.served():
             compiled_by = f"{trained.compiled}, one layer at a time"
