@@ -106,10 +106,11 @@ def test_longropes_own_scale_is_refused(option):
 def test_a_command_refuses_a_model_that_ignores_a_scaling(tiny_checkpoint, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in tiny_checkpoint("qwen3_moe").iterdir():
+    for file in tiny_checkpoint("qwen3").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"rope_scaling": {"type": "linear", "factor": 4.0}}))
+    content |= {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 4.0}}
+    (folder / "config.json").write_text(json.dumps(content))
     done = deltatune("generate", "--model", folder, "--prompt", "a", "--max-tokens", 1)
     assert done.returncode == 2
     assert ONE_MESSAGE in " ".join(done.stderr.split())

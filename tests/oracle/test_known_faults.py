@@ -38,7 +38,7 @@ def rotated(share: float) -> dict[str, Any]:
 
 
 # A family, options with its fault, options without it, and the length up to which rows are right.
-FAULTS: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+FAULTS: list[tuple[str, dict[str, Any], dict[str, Any] | None, int]] = [
     *((family, {"sliding_window": WINDOW}, {"sliding_window": None}, WINDOW) for family in WINDOWS),
     *((family, SLIDING, {}, WINDOW) for family in WINDOWS_OF_KINDS),
     ("starcoder2", GELU | {"sliding_window": WINDOW}, GELU | {"sliding_window": None}, WINDOW),
@@ -50,7 +50,8 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("jamba", {"num_experts_per_tok": 2}, {"num_experts_per_tok": 4}, 0),
     ("ernie4_5_moe", {"moe_k": 2}, {"moe_k": 4}, 0),
     ("falcon_h1", {"key_multiplier": 0.5}, {"key_multiplier": 1.0}, 0),
-    ("gemma", {}, GELU, 0),
+    # Transformers reads "gelu" in a config of Gemma as the approximation, too.
+    ("gemma", {}, None, 0),
     ("gpt_neox", {}, {"hidden_act": "gelu_fast"}, 0),
     ("glm", rotated(0.5), rotated(1.0), 0),
 ]
@@ -80,6 +81,8 @@ def test_a_known_fault(family, faulty, sound, length, tmp_path):
     assert beyond == [length]
     assert off[:length].max(initial=0) < TOLERANCE
     assert off[length:].max() > 5 * TOLERANCE
+    if sound is None:
+        return
     off, beyond = difference(family, tmp_path / "sound", sound)
     assert beyond == []
     assert off.max() < TOLERANCE
@@ -90,7 +93,7 @@ def test_positions_that_are_scaled_by_length(tmp_path):
 
     def longrope(original: int, short: float) -> dict[str, Any]:
         rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
-        rope |= {"short_factor": [short] * 8, "long_factor": [3.0] * 8}
+        rope |= {"partial_rotary_factor": 1.0, "short_factor": [short] * 8, "long_factor": [3.0] * 8}
         return {"rope_parameters": rope, "original_max_position_embeddings": original, "sliding_window": None}
 
     off, beyond = difference("phi3", tmp_path / "short", longrope(64, 1.0))

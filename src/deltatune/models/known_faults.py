@@ -79,7 +79,7 @@ def _exact_gelu(values: Values) -> range | None:
 
 
 def _approximate_gelu(values: Values) -> range | None:
-    return None if values.get("hidden_act") == "gelu" else _ALL
+    return None if values.get("hidden_act", "gelu") == "gelu" else _ALL
 
 
 def _key_multiplier(values: Values) -> range | None:

@@ -132,8 +132,7 @@ def ready(
 
 def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
     """Yield the length of every document in tokens; the rows of a stream may be as long as the options allow."""
-    for document in splits.documents():
-        yield document.positions
+    yield from (document.positions for document in splits.documents())
     if isinstance(splits, StreamedSplits):
         yield config.max_seq_length
 
