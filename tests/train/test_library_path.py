@@ -304,6 +304,16 @@ def test_a_file_of_adapter_weights_and_a_saved_run_are_continued(base, tmp_path,
     assert not (tmp_path / "fresh-1").exists()
 
 
+def test_the_variables_of_the_template_are_those_of_the_data(base, tmp_path):
+    """Samples and the adapter's config have the variables with which the answers of the data were written."""
+    config = TrainConfig(**base("", adapter_path=str(tmp_path / "out")))
+    loaded = load(config.model)
+    convert_to_lora(loaded.model, config.lora_parameters)
+    options = {"enable_thinking": False}
+    splits = dataclasses.replace(load_datasets(config, loaded.tokenizer), template_options=options)
+    assert Trainer(loaded.model, loaded.tokenizer, config, splits).config.chat_template_config == options
+
+
 def test_from_scratch_trains_all_weights(base):
     config = TrainConfig(**base("from scratch"))
     assert settled(config).fine_tune_type == in_python(config).config.fine_tune_type == "full"
