@@ -1,9 +1,14 @@
 """Keys that transformers 5 writes in a form of its own, or leaves out, reach the models of mlx-lm and mlx-vlm."""
 
+import json
+import shutil
+
+import mlx.core as mx
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.models.load import new_model
+from deltatune.layers import logits_of
+from deltatune.models.load import load, new_model
 from deltatune.models.transformers_configs import as_written, completed
 
 SIZES = {
@@ -56,6 +61,32 @@ def test_keys_that_transformers_leaves_out_are_its_own_defaults(family):
     assert complete["rope_theta"] == 5000.0
     assert complete["head_dim"] in (16, 128)
     assert as_written(complete, config) == config
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("image", [None, "x:1"], ids=["mlx-lm", "mlx-vlm"])
+def test_qwen3_vl_as_transformers_5_saves_it_is_loaded_by_both(tiny_vision_checkpoint, tmp_path, family, image):
+    """Nested rope_parameters, a vision model_type, and no keys at their defaults: the logits are those of old names."""
+    pytest.importorskip("mlx_vlm")
+    old = tiny_vision_checkpoint(family)
+    new = shutil.copytree(old, tmp_path / "new")
+    config = json.loads((new / "config.json").read_text())
+    text = config["text_config"]
+    rope = text.pop("rope_scaling")
+    theta = text.pop("rope_theta")
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, "mrope_section": rope["mrope_section"]}
+    text.pop("norm_topk_prob", None)
+    config["vision_config"]["model_type"] = f"{family}_vision"
+    for key in ("spatial_patch_size", "in_channels", "temporal_patch_size"):
+        config["vision_config"].pop(key, None)
+    (new / "config.json").write_text(json.dumps(config | {"transformers_version": "5.23.0"}))
+    tokens = mx.array([[7, 8, 9, 300, 11]])
+    expected = logits_of(load(old, image=image).model, tokens)
+    assert mx.array_equal(logits_of(load(new, image=image).model, tokens), expected)
+    broken = json.loads((new / "config.json").read_text())
+    broken["text_config"]["rope_parameters"]["rope_theta"] = 10.0
+    (new / "config.json").write_text(json.dumps(broken))
+    assert not mx.array_equal(logits_of(load(new, image=image).model, tokens), expected)
 
 
 def test_a_config_that_is_all_text_part_keeps_its_sizes_under_the_type_of_a_model_with_a_tower():

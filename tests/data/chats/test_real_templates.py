@@ -239,6 +239,35 @@ def test_rows_have_the_tokens_of_mlx_lm_lora(tokenizer, name):
     assert compared >= 2
 
 
+VALUES = {"city": "", "days": 0, "now": True, "late": False, "note": None, "stops": [], "more": {}, "far": 0.0}
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["mapping", "text"])
+@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+def test_arguments_that_are_empty_or_zero_keep_their_values(tokenizer, folder, name, as_text):
+    """The tokens are those of transformers for the same arguments; none is left out as an empty field."""
+    arguments = json.dumps(VALUES) if as_text else VALUES
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [CALL | {"function": {"name": "w", "arguments": arguments}}],
+        },
+    ]
+    (example,) = load_datasets(folder(train=[{"messages": messages, "tools": [TOOL]}]), tokenizer).train
+    whole = json.loads(json.dumps(messages))
+    whole[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(VALUES) if name == "deepseek_v3_1" else VALUES
+    texts = {
+        tokenizer.apply_chat_template(whole, tools=[TOOL], enable_thinking=thinks, tokenize=False)
+        for thinks in (True, False)
+    }
+    end = "<|observation|>" if name == "glm_4_5" else ""
+    text = tokenizer.decode(example.tokens.tolist())
+    assert text in {f"{one}{end}" for one in texts}
+    assert all(key in text for key in VALUES)
+
+
 def meant(name: str = ""):
     """Return the messages as a template gets them: texts, and arguments that are a mapping unless it joins texts."""
     messages = json.loads(json.dumps(CHAT))

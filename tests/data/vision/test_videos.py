@@ -1,5 +1,6 @@
 """Rows with videos give the processor's own tokens and patches, and each bad row gives one message."""
 
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from PIL import Image
 
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image
-from deltatune.data.vision.videos import Video, VideoReader, frame_count
+from deltatune.data.vision.videos import Video, VideoReader, frame_count, video_text
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import vision_processors
@@ -175,6 +176,13 @@ def test_times_are_those_of_transformers(made, processors, count, fps):
     numbers = [round(second) for second in np.linspace(0, 23, 6)]
     clip = VideoReader(processors.videos, made, {}).clip(Video("a.avi"), "x")
     assert clip.seconds == processing.Qwen3VLProcessor._calculate_timestamps(None, numbers, 8.0, 2)
+
+
+def test_times_of_ten_frames_a_second(made, processors):
+    """Qwen3VLProcessor of transformers 5 writes these, rounded from the means of pairs; 0.65 is below itself."""
+    clip = VideoReader(processors.videos, made, {}, fps=10.0).clip(Video((FRAMES * 3)[:12]), "x")
+    text = video_text(clip.seconds, ("", "", ""))
+    assert re.findall(r"<(\S+) seconds>", text) == ["0.1", "0.2", "0.5", "0.6", "0.9", "1.1"]
 
 
 def test_options_choose_frames_and_sizes(write, read, loaded):
