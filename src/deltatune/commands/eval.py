@@ -176,4 +176,4 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
             weights = placed.weights(run, stack)
             if weights is None:
                 stack.callback(mx.set_memory_limit, mx.set_memory_limit(placed.limit()))
-        return say_loss("Test", run, run.splits.test, screen, weights)
+        return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, weights)

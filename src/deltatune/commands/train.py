@@ -61,7 +61,6 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
     from ..plan.fit import check
     from ..train import Trainer
     from ..train.distributed import World
-    from ..train.evaluate import say_loss
     from ..train.options_check import check_options
     from ..train.reports.log import check_services
     from ..train.reports.screen import Screen
@@ -95,10 +94,6 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
         for fact in checked.said:
             screen.say(fact)
         result = trainer.run(checkpoints=checked.checkpoints, memory_limit=checked.memory_limit)
-        if weights is not None:
-            screen.say(weights.disk.said(result.seconds))
-        if config.test:
-            say_loss("Test", run, run.splits.test, screen, weights)
         _say_saved(screen, config, result, trainer.outputs)
         return result
 

@@ -185,6 +185,14 @@ def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
     return notes
 
 
+def whole_modules(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> list[str]:
+    """Return the paths of the modules that full fine-tuning trains: the chosen layers, and the modules of towers."""
+    modules = dict(model.named_modules())
+    towers = [path for path in modules if part_of(path) in parts and not list(modules[path].children())]
+    layers = chosen_layers(model, config, num_layers) if "language" in parts else []
+    return [*layers, *towers]
+
+
 def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> ConversionReport:
     report = ConversionReport()
     model.freeze()
@@ -193,9 +201,7 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
         report.notes.append("keys choose modules for adapters; full fine-tuning trains whole layers and ignores them.")
     if config.rank_pattern:
         report.notes.append("rank_pattern is for adapters; full fine-tuning ignores it.")
-    towers = [path for path in modules if part_of(path) in parts and not list(modules[path].children())]
-    layers = chosen_layers(model, config, num_layers) if "language" in parts else []
-    for path in [*layers, *towers]:
+    for path in whole_modules(model, config, num_layers, parts):
         if not is_quantized(modules[path]):
             report.converted.append(path)
         for name, module in modules[path].named_modules():

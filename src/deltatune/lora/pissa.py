@@ -88,6 +88,11 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
         return (inputs @ vt[:rank].T) * roots, roots[:, None] * (basis @ u[:, :rank]).T
 
 
+def can_start(adapter: Any) -> bool:
+    """Return whether PiSSA has a start for an adapter: a LoRALinear whose rank its weight has."""
+    return type(adapter) is LoRALinear and adapter.rank <= min(dense_weight(adapter.linear).shape)
+
+
 def with_pissa(made: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[str]]:
     """Return the adapters of `made` with a PiSSALinear for each LoRALinear that is large enough, and notes on the rest.
 
@@ -100,7 +105,7 @@ def with_pissa(made: dict[str, Any], dropout: float) -> tuple[dict[str, Any], li
     chosen, others = dict(made), []
     last: list[mx.array] = []
     for path, adapter in made.items():
-        if type(adapter) is not LoRALinear or adapter.rank > min(dense_weight(adapter.linear).shape):
+        if not can_start(adapter):
             others.append(path)
             continue
         chosen[path] = PiSSALinear.from_base(adapter.linear, adapter.rank, adapter.scale, dropout, last)

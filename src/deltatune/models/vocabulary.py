@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import UserError
 from ..layers import layer_paths, logits_of, without_pictures
 from ..lora.adapter import Adapter
-from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, row_count, table_kind
+from ..lora.new_rows import GrownEmbedding, GrownLinear, GrownTable, add_rows, grown_tables, row_count, table_kind
 from ..lora.weights import dense_rows
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
@@ -164,7 +164,7 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
     """
     tables = token_tables(loaded.model)
     rows, needed = token_rows(loaded.model), max(loaded.tokenizer.get_vocab().values()) + 1
-    first = rows if scratch_seed is not None else _first_untrained(loaded, next(iter(tables.values())), rows)
+    first = _first_new_row(loaded.model, loaded.tokenizer, scratch_seed is not None)
     if needed <= first:
         return
     total = max(rows, needed)
@@ -182,16 +182,29 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
         )
 
 
-def _first_untrained(loaded: Loaded, table: nn.Module, rows: int) -> int:
+def lacks_rows(model: nn.Module, tokenizer: Any, *, from_scratch: bool = False) -> bool:
+    """Return whether resize_embeddings() would give a model rows that it has not."""
+    needed = max(tokenizer.get_vocab().values()) + 1
+    return not grown_tables(model) and needed > _first_new_row(model, tokenizer, from_scratch)
+
+
+def _first_new_row(model: nn.Module, tokenizer: Any, from_scratch: bool) -> int:
+    table = next(iter(token_tables(model).values()))
+    rows = row_count(table)
+    return rows if from_scratch else _first_untrained(tokenizer, table, rows)
+
+
+def _first_untrained(tokenizer: Any, table: nn.Module, rows: int) -> int:
     """Return the first of the added tokens at the end of the vocabulary whose rows nobody trained; `rows` if none is.
 
     A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show what rows
     look like that nobody trained (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
     """
-    added = hugging_face_tokenizer(loaded.tokenizer).added_tokens_decoder.keys()
-    last = max(loaded.tokenizer.get_vocab().values())
+    added = hugging_face_tokenizer(tokenizer).added_tokens_decoder.keys()
+    last = max(tokenizer.get_vocab().values())
     if rows - last <= _SPARE:
         return rows
+    table = table.base if isinstance(table, Adapter) else table
     spare = dense_rows(table, last + 1, rows).astype(mx.float32)
     centre = spare.mean(axis=0)
     reach = 2 * mx.linalg.norm(spare - centre, axis=-1).max()

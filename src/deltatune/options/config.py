@@ -344,8 +344,17 @@ class TrainConfig:
             raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
             raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
+        if self.lora_parameters.init == "pissa" and self.resume_adapter_file is not None:
+            raise UserError(
+                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
+            )
         if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
             raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")
+
+    @property
+    def trained_parts(self) -> list[str]:
+        """The parts of a vision model to train, as convert_to_lora takes them."""
+        return [part.strip() for part in self.parts.split(",") if part.strip()]
 
     def _check_streaming(self) -> None:
         """Refuse what has no meaning for data that is streamed."""

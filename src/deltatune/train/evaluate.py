@@ -18,6 +18,7 @@ from ..layers import gated_delta_layers
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
+from ..options.config import TrainConfig
 from ..patches.whole_rows import whole_rows
 from .batch_loss import Arrays, LossFunction, arrays, loss_of
 from .by_layer.layer_step import by_layers
@@ -27,7 +28,7 @@ from .distributed import World
 from .ending.nonfinite import refuse_damaged
 from .preferences.figures import line, means
 from .reports.screen import Screen
-from .setup import Run, training
+from .setup import batch_order, training
 from .tree import number
 
 
@@ -120,27 +121,40 @@ class Evaluation:
 
 
 def say_loss(
-    name: str, run: Run, examples: Sequence[Example], screen: Screen, weights: LayerWeights | None = None
+    name: str,
+    model: nn.Module,
+    config: TrainConfig,
+    examples: Sequence[Example],
+    world: World,
+    screen: Screen,
+    weights: LayerWeights | None = None,
 ) -> float:
-    """Evaluate the model of `run` on `examples`, print and return the loss, and print its perplexity or figures.
+    """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
 
-    Layers read their weights from `weights`, where these stay on the disk.
+    Args:
+        name: The split, as lines name it.
+        model: The model.
+        config: The options of the run.
+        examples: The examples of the split.
+        world: The ranks of the run.
+        screen: Where the lines are printed.
+        weights: Where layers read their weights, if these stay on the disk.
 
     Raises:
         UserError: If the loss is not finite because a tensor of the model is not.
     """
     # Nothing is differentiated, so nothing needs to be recomputed.
-    config = dataclasses.replace(run.config, grad_checkpoint=False)
+    config = dataclasses.replace(config, grad_checkpoint=False)
     with (
-        training(run.model, config, compare=weights is None) as trained,
-        by_layers(run.model, config, trained, weights) as (trained, passes),
+        training(model, config, compare=weights is None) as trained,
+        by_layers(model, config, trained, weights) as (trained, passes),
     ):
         by_pass = None if passes is None else passes.evaluate
-        evaluation = Evaluation(run.model, trained.loss, run.world, trained.figures, by_pass)
-        loss = evaluation(run.order(examples), config.test_batches)
+        evaluation = Evaluation(model, trained.loss, world, trained.figures, by_pass)
+        loss = evaluation(batch_order(examples, config, world), config.test_batches)
     assert loss is not None
     if not math.isfinite(loss):
-        refuse_damaged(run.model, weights)
+        refuse_damaged(model, weights)
     if trained.objective is not None:
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss

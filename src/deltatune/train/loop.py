@@ -12,10 +12,12 @@ import mlx.nn as nn
 from ..data import Splits
 from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.peekable_order import PeekableOrder
+from ..data.preferences.preference import Preference
 from ..errors import UserError
+from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
-from ..models.vocabulary import check_examples
+from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
 from ..options.config import TrainConfig
@@ -25,6 +27,7 @@ from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
 from .engines.launcher import Launcher
+from .evaluate import say_loss
 from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
 from .learned_positions import check_positions
@@ -40,7 +43,18 @@ from .saved import content, kept_choices, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saved.saving import Saving
-from .setup import Run, Training, batch_order, build_step, training, training_order, with_iterations
+from .setup import (
+    Run,
+    Training,
+    batch_order,
+    build_step,
+    settled,
+    training,
+    training_order,
+    with_iterations,
+    with_template_options,
+)
+from .trainable import check_trainable
 from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
@@ -49,10 +63,12 @@ from .updates.routers import router_figures
 class Trainer:
     """Trains the trainable parameters of a model on `splits.train`; run() starts it.
 
-    Files are written to `config.adapter_path`: adapters, or a checkpoint after full fine-tuning.
+    Files are written to `config.adapter_path`: adapters, or a checkpoint after full fine-tuning. The options are
+    followed as `deltatune train` follows them; `memory` and `grad_checkpoint` auto need a plan (plan/).
 
     Args:
-        model: The model, with adapters (convert_to_lora) or unfrozen layers; its parameters change in place.
+        model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them (trainable.py);
+            its parameters change in place.
         tokenizer: The model's tokenizer, which is written with a checkpoint.
         config: The options of the run.
         splits: The training, validation and test examples.
@@ -72,7 +88,7 @@ class Trainer:
 
     Example:
         loaded = load(config.model)
-        convert_to_lora(loaded.model, LoraConfig(rank=8, scale=2.0))
+        convert_to_lora(loaded.model, config.lora_parameters)
         splits = load_datasets(config, loaded.tokenizer)
         result = Trainer(loaded.model, loaded.tokenizer, config, splits).run()
     """
@@ -92,7 +108,11 @@ class Trainer:
         weights: LayerWeights | None = None,
     ):
         world = world or World()
+        config = with_template_options(settled(config), splits)
         _check(model, tokenizer, config, splits)
+        if config.resume_adapter_file is not None:
+            # A continued run takes its adapters from its state, whatever it began with.
+            load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
         self.splits, self._train_order = splits, training_order(splits, config, world)
         config = with_iterations(config, self._train_order)
         if config.epochs is not None:
@@ -179,6 +199,10 @@ class Trainer:
                 iterations.run()
             result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
             parts.reporting.write(parts.progress, "ended", running=False, result=result)
+        if parts.weights is not None:
+            parts.screen.say(parts.weights.disk.said(result.seconds))
+        if config.test:
+            say_loss("Test", model, config, self.splits.test, parts.world, parts.screen, parts.weights)
         return result
 
     @property
@@ -251,16 +275,30 @@ class Trainer:
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:
-    """Refuse a run that cannot train, before anything is written or changed.
+    """Refuse a run that cannot train as its options say, before anything is written or changed.
 
     Raises:
-        UserError: If early stopping has no validation data, no parameter is trainable, or the model has no row for a
-            token of the examples, or no position.
+        UserError: If the examples or the model are not those that the options ask for, no parameter is trainable, or
+            the model has no row for a token of the examples, or no position.
     """
     if config.early_stopping is not None and not splits.valid:
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
+    if config.test and not splits.test:
+        raise UserError("test needs test data (test.jsonl), and there is none.")
+    judged = [isinstance(example, Preference) for example in (*splits.train[:1], *splits.valid[:1], *splits.test[:1])]
+    if any(preference == (config.loss == "sft") for preference in judged):
+        raise UserError(
+            f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
+            "and the same config."
+        )
+    check_trainable(model, config)
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
+    if config.resize_embeddings and lacks_rows(model, tokenizer, from_scratch=config.from_scratch):
+        raise UserError(
+            "resize_embeddings: tokens were added to the tokenizer, and the model has no rows for them: call "
+            "deltatune.models.vocabulary.resize_embeddings(loaded) before convert_to_lora."
+        )
     check_examples(model, tokenizer, splits.documents())
     check_positions(model, config.max_seq_length, splits.documents())
     if isinstance(splits, StreamedSplits):

@@ -25,7 +25,7 @@ from ..data.example import Example
 from ..data.vision.preparation import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, load_adapter_weights, pissa
+from ..lora import convert_to_lora, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load_with_adapter
@@ -123,8 +123,7 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    asked = dataclasses.replace(config, chat_template_config=splits.template_options)
-    return Run(asked, loaded, splits, world or World(), image)
+    return Run(with_template_options(config, splits), loaded, splits, world or World(), image)
 
 
 def uses(config: TrainConfig) -> tuple[str, ...]:
@@ -137,6 +136,12 @@ def settled(config: TrainConfig) -> TrainConfig:
     if config.from_scratch:
         return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
     return config
+
+
+def with_template_options(config: TrainConfig, splits: Splits) -> TrainConfig:
+    """Return the options with the variables of the chat template that the answers of the data need."""
+    options = splits.template_options
+    return config if options is None else dataclasses.replace(config, chat_template_config=options)
 
 
 def load_model(
@@ -185,17 +190,10 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
         config.lora_parameters,
         fine_tune_type=config.fine_tune_type,
         num_layers=config.num_layers,
-        parts=[part.strip() for part in config.parts.split(",") if part.strip()],
+        parts=config.trained_parts,
     )
     if config.from_scratch:
         _unfreeze_beside_layers(model)
-    if config.resume_adapter_file is not None:
-        if pissa.starts(model):
-            raise UserError(
-                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
-            )
-        # A continued run takes its adapters from its state, whatever it began with.
-        load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
     return [*report.summary(), *_new_rows(model, config), *refused_by_mlx_vlm(model)]
 
 

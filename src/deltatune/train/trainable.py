@@ -1,0 +1,112 @@
+"""Checks that a model trains what the options of its run name, by whatever way it was made trainable."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..lora import Adapter, adapters, pissa
+from ..lora.convert import whole_modules
+from ..lora.new_rows import grown_tables
+from ..lora.select import select
+from ..lora.weights import is_quantized
+from ..lora.without import without_adapters
+from ..options.config import LoraConfig, TrainConfig
+from .tree import leaves
+
+_CALL = (
+    "load the model anew and call convert_to_lora(model, config.lora_parameters, fine_tune_type=config.fine_tune_type, "
+    "num_layers=config.num_layers, parts=config.trained_parts)"
+)
+_CHOICE = {"keys", "exclude", "layers", "layer_kinds", "num_layers", "parts"}
+
+
+def check_trainable(model: nn.Module, config: TrainConfig) -> None:
+    """Check that a model trains what the options name.
+
+    The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
+    where their options are not at the defaults, which leave them to convert_to_lora.
+
+    Raises:
+        UserError: The model trains something else.
+    """
+    kind = config.fine_tune_type
+    by_path = adapters(model)
+    kinds = {getattr(adapter, "kind", "lora") for adapter in by_path.values()} or {"full"}
+    if kind != "full" and not by_path:
+        raise UserError(
+            f"fine_tune_type: {kind} trains adapters, and the model has no adapter: call convert_to_lora(model, "
+            "config.lora_parameters, fine_tune_type=config.fine_tune_type, num_layers=config.num_layers) first, or set "
+            "fine_tune_type='full'."
+        )
+    if kinds != {kind}:
+        raise UserError(
+            f"fine_tune_type: the options say {kind}, and the model trains {' and '.join(sorted(kinds))} adapters: set "
+            f"fine_tune_type to that, or {_CALL}."
+        )
+    changed = _changed(config)
+    paths = list(by_path) or whole_modules(model, config.lora_parameters, config.num_layers, config.trained_parts)
+    inside = tuple(f"{path}." for path in [*paths, *grown_tables(model)])
+    trained = [name for name, _ in leaves(model.trainable_parameters())]
+    outside = [name for name in trained if not name.startswith(inside)]
+    if outside and not config.from_scratch:
+        raise UserError(
+            f"fine_tune_type: {kind} does not train {outside[0]}, which the model does: freeze it, or {_CALL}."
+        )
+    if by_path:
+        _check_adapters(model, config, by_path, changed)
+    elif changed & _CHOICE:
+        _check_layers(model, paths, trained)
+
+
+def _changed(config: TrainConfig) -> set[str]:
+    """Return the names of the options of what trains that are not at their defaults."""
+    default, lora = LoraConfig(), config.lora_parameters
+    changed = {field.name for field in fields(lora) if getattr(lora, field.name) != getattr(default, field.name)}
+    return changed | {name for name in ("num_layers", "parts") if getattr(config, name) != getattr(TrainConfig, name)}
+
+
+def _check_layers(model: nn.Module, paths: list[str], trained: list[str]) -> None:
+    modules = dict(model.named_modules())
+    for path in paths:
+        holds = bool(leaves(modules[path].parameters())) and not is_quantized(modules[path])
+        if holds and not any(name.startswith(f"{path}.") for name in trained):
+            raise UserError(f"num_layers, layers and parts choose {path}, which does not train: {_CALL}.")
+
+
+def _check_adapters(model: nn.Module, config: TrainConfig, by_path: dict[str, nn.Module], changed: set[str]) -> None:
+    lora = config.lora_parameters
+    ours = {path: adapter for path, adapter in by_path.items() if isinstance(adapter, Adapter)}
+    ranks = dict.fromkeys(ours, lora.rank)
+    # An adapter that a layer made by itself stands in the place of its base, which cannot be chosen a second time.
+    if changed & (_CHOICE | {"rank_pattern"}) and len(ours) == len(by_path):
+        with without_adapters(model):
+            ranks = select(
+                model,
+                lora,
+                dora=config.fine_tune_type == "dora",
+                num_layers=config.num_layers,
+                parts=config.trained_parts,
+            ).ranks
+        if changed & _CHOICE and ranks.keys() != ours.keys():
+            path = sorted(ranks.keys() ^ ours.keys())[0]
+            has = "has no adapter" if path in ranks else "has an adapter"
+            names = ", ".join(sorted(changed & _CHOICE))
+            raise UserError(f"{names}: {path} {has}, which is not what the options say: {_CALL}.")
+    for path, adapter in ours.items():
+        values = {
+            "rank": (adapter.rank, ranks.get(path, adapter.rank), {"rank", "rank_pattern"}),
+            "scale": (adapter.scale, lora.scale_at(adapter.rank), {"scale", "alpha", "rslora"}),
+            "dropout": (adapter.dropout_rate, lora.dropout, {"dropout"}),
+        }
+        for name, (found, expected, options) in values.items():
+            if changed & options and not math.isclose(found, expected, rel_tol=1e-6):
+                raise UserError(
+                    f"{', '.join(sorted(changed & options))}: the options say {name} {expected:g}, and the adapter of "
+                    f"{path} has {found:g}: {_CALL}."
+                )
+        if "init" in changed and pissa.can_start(adapter):
+            raise UserError(f"init: the options say pissa, and the adapter of {path} starts at zero: {_CALL}.")
