@@ -116,14 +116,8 @@ def run_demo(
     screen.line(f"mlx_lm.load reads the adapter; {same} of {len(reloaded):,} answers are the same.")
 
     _write_report(trainer, config, result, before, after, f"{same} of {len(reloaded)}")
-    screen.end(
-        f"{before.accuracy:.1%}",
-        f"{after.accuracy:.1%}",
-        str(trainer.outputs.report),
-        f"{quote(_shorter_path(sys.executable))} -m deltatune generate --model {quote(_shorter_path(loaded.path))} "
-        f'--adapter-path {quote(str(output))} --prompt "{EXAMPLE}"',
-        time.perf_counter() - started,
-    )
+    seconds = time.perf_counter() - started
+    screen.end(f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), _again(output), seconds)
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
 
 
@@ -197,6 +191,15 @@ def _written(output: Path, questions: int) -> list[CafeMessage]:
         return task.write(output / "data", test=questions)["test"]
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
+
+
+def _again(output: Path) -> str:
+    """The command that asks the trained model another question."""
+    python, model = _shorter_path(sys.executable), _shorter_path(MODEL)
+    return (
+        f"{quote(python)} -m deltatune generate --model {quote(model)} --adapter-path {quote(str(output))} "
+        f'--prompt "{EXAMPLE}"'
+    )
 
 
 def _shorter_path(path: str | Path) -> str:
