@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltatune.data.prompts import conversation_text
-from deltatune.demo.text_demo import MODEL
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.export.modelfile import turns
 from deltatune.models.load import load

@@ -6,13 +6,13 @@ import shutil
 
 import mlx.core as mx
 import pytest
+from deltatune.demo.assets import MODEL
 from PIL import Image
 
 from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
 from deltatune.commands.train import train
 from deltatune.data.datasets import first_image
 from deltatune.data.example import Splits
-from deltatune.demo.text_demo import MODEL
 from deltatune.errors import UserError
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.train.reports.screen import Screen
@@ -80,7 +80,13 @@ RUNS = {
     },
     "a stream": {"streaming": True, "shuffle_buffer": 4},
     "pairs": {"loss": "dpo", "loss_variant": "robust", "beta": 0.3, "gamma": 1.0, "label_smoothing": 0.1, "test": True},
-    "all weights": {"fine_tune_type": "full", "num_layers": 1},
+    "all weights": {
+        "fine_tune_type": "full",
+        "num_layers": 1,
+        "optimizer": "adamw",
+        "optimizer_config": {"adamw": {"weight_decay": 0.5}},
+        "decay_norm_and_bias": True,
+    },
     "from scratch": {"from_scratch": True, "seed": 5},
     "columns": {
         "rows": [{"q": row["prompt"], "a": row["completion"]} for row in ROWS],
@@ -102,7 +108,7 @@ GIVEN = {"model", "data", "hf_dataset", "adapter_path", "batch_size", "iters", "
 
 
 @pytest.fixture
-def base(tmp_path):
+def base(tmp_path, tiny_vision_checkpoint):
     """base(name) -> the options of RUNS[name], with data that suit it."""
 
     def options(name, **more):
@@ -116,7 +122,7 @@ def base(tmp_path):
             if not model.exists():
                 with_new_tokens(MODEL, model)
         if name == "images":
-            model = pytest.importorskip("mlx_vlm") and vision_model()
+            model = tiny_vision_checkpoint("qwen3_5")
             Image.new("RGB", (64, 64), (200, 20, 20)).save(data / "a.png")
             turns = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "content": "red"}]
             rows = [{"messages": turns, "images": ["a.png"]}] * 4
@@ -129,12 +135,6 @@ def base(tmp_path):
         return given | changes
 
     return options
-
-
-def vision_model():
-    from deltatune.demo.vision import vision_demo
-
-    return vision_demo.MODEL
 
 
 def in_python(config):
