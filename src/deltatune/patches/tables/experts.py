@@ -238,6 +238,9 @@ _VLM_BLOCKS = {
     "kimi_k3": "KimiK3SparseMoE",
 }
 
+# Of versions before these, mlx_vlm_experts.py has the blocks.
+_VLM_TRIED = dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_vl_moe"), ">=0.7.5,<=0.7.10")
+
 
 def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
     reason = "the outputs of all k experts of a token are held before they are weighted and summed"
@@ -277,5 +280,8 @@ PATCHES: tuple[Patch, ...] = (
     *(_block_record(_LM, f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
     *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
     *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried=">=0.7.1,<=0.7.10"),
-    *(_block_record(_VLM, f"mlx_vlm.models.{module}.language", name) for module, name in _VLM_BLOCKS.items()),
+    *(
+        _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, tried=_VLM_TRIED.get(module, ""))
+        for module, name in _VLM_BLOCKS.items()
+    ),
 )
