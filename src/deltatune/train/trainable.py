@@ -1,4 +1,4 @@
-"""Checks that a model trains what the options of its run name, by whatever way it was made trainable."""
+"""Compares the trainable parameters of a model with the options of its run, by whatever way it was prepared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICE = {"keys", "exclude", "layers", "layer_kinds", "num_layers", "parts"}
 
 
 def check_trainable(model: nn.Module, config: TrainConfig) -> None:
-    """Check that a model trains what the options name.
+    """Compare the trainable parameters of a model with the options.
 
     The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
     where their options are not at the defaults, which leave them to convert_to_lora.
@@ -95,18 +95,18 @@ def _check_adapters(model: nn.Module, config: TrainConfig, by_path: dict[str, nn
             path = sorted(ranks.keys() ^ ours.keys())[0]
             has = "has no adapter" if path in ranks else "has an adapter"
             names = ", ".join(sorted(changed & _CHOICE))
-            raise UserError(f"{names}: {path} {has}, which is not what the options say: {_CALL}.")
+            raise UserError(f"{names}: {path} {has}, and the options say otherwise: {_CALL}.")
     for path, adapter in ours.items():
         values = {
             "rank": (adapter.rank, ranks.get(path, adapter.rank), {"rank", "rank_pattern"}),
             "scale": (adapter.scale, lora.scale_at(adapter.rank), {"scale", "alpha", "rslora"}),
             "dropout": (adapter.dropout_rate, lora.dropout, {"dropout"}),
         }
-        for name, (found, expected, options) in values.items():
-            if changed & options and not math.isclose(found, expected, rel_tol=1e-6):
+        for name, (actual, expected, options) in values.items():
+            if changed & options and not math.isclose(actual, expected, rel_tol=1e-6):
                 raise UserError(
                     f"{', '.join(sorted(changed & options))}: the options say {name} {expected:g}, and the adapter of "
-                    f"{path} has {found:g}: {_CALL}."
+                    f"{path} has {actual:g}: {_CALL}."
                 )
         if "init" in changed and pissa.can_start(adapter):
             raise UserError(f"init: the options say pissa, and the adapter of {path} starts at zero: {_CALL}.")
