@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from deltatune.demo.assets import MODEL
 
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from spoken_rows import in_no_token, spoken_row

@@ -6,13 +6,13 @@ import shutil
 
 import mlx.core as mx
 import pytest
-from deltatune.demo.assets import MODEL
 from PIL import Image
 
 from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
 from deltatune.commands.train import train
 from deltatune.data.datasets import first_image
 from deltatune.data.example import Splits
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.train.reports.screen import Screen
