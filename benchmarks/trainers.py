@@ -184,7 +184,7 @@ def deltatune(
     from deltatune.train.engines.launcher import Launcher
     from deltatune.train.freed_memory import FreedMemory
     from deltatune.train.setup import training
-    from deltatune.train.step import Step
+    from deltatune.train.step import Step, StepMachine
     from deltatune.train.updates.optimizer import build_optimizer
 
     mode = checkpoint if again is None else "auto"
@@ -201,7 +201,7 @@ def deltatune(
         model.train()
         stepped = build_optimizer(config)
         launcher = Launcher() if may_start_early(config, World()) and not waits else None
-        whole = Step(model, stepped, trained.loss, World(), launcher=launcher)
+        whole = Step(model, stepped, trained.loss, World(), machine=StepMachine(launcher))
         mx.eval(model.parameters(), stepped.state)
         peak = mx.reset_peak_memory, lambda: float(mx.get_peak_memory())
 

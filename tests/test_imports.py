@@ -13,11 +13,15 @@ MODULES = tree.modules()
 # Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
 SHARED_NAMES = {
     "attention": "softmax attention: its checks, and the patches that put it in place",
+    "call": "the arguments of a call that decide which implementation of an operator serves it",
     "choice": "which implementation of an operator serves a call",
+    "examples": "the sizes on which the doctor tries an operator's implementations",
     "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
+    "float64": "an operator and its gradients in float64 NumPy",
     "fused": "launches of an operator's kernels",
     "fused_op": "the differentiable function around an operator's kernels",
     "generate": "text from a model, through mlx-lm or mlx-vlm",
+    "implementations": "every implementation of every operator, as the doctor and the self-test try it",
     "load": "a model from its checkpoint, through mlx-lm or mlx-vlm",
     "merge": "an adapter folded into weights",
     "naive": "an operator by its definition, what its other implementations answer to",
@@ -30,6 +34,7 @@ SHARED_NAMES = {
     "task": "what a demo teaches",
     "tolerances": "how much error the operators of a folder may show",
     "trial_case": "what an operator's implementations or kernels are tried on before their first use",
+    "workloads": "calls of an operator with the sizes of released models, which the self-test compares with float64",
 }
 
 
@@ -60,10 +65,13 @@ def test_a_circle_and_an_import_upwards_are_found():
 
 
 def test_the_package_itself_imports_the_machine_alone():
-    """`import deltatune` binds the BLAS before MLX is loaded, so it loads nothing else."""
+    """`import deltatune` binds the BLAS before MLX is loaded: else it loads names of implementations alone."""
     body = ast.parse(MODULES[""].read_text()).body
     eager = [node for node in body if isinstance(node, ast.ImportFrom) and node.level]
-    assert {node.module for node in eager} == {"machine"}
+    assert {node.module for node in eager} == {"machine", "ops"}
+    assert not [
+        node for node in ast.parse(MODULES["ops"].read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
 
 
 def test_only_patches_and_models_name_upstream():

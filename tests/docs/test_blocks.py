@@ -13,6 +13,7 @@ import docs_pages
 from deltatune.commands.flags import config_from, option_fields
 from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
+from deltatune.ops import IMPLEMENTATIONS
 from deltatune.options import config
 from deltatune.train.reports.columns import Columns
 
@@ -79,7 +80,7 @@ def test_the_figures_of_the_first_fine_tune_are_as_train_prints_them():
 
 def test_the_environment_page_has_every_variable():
     page = (DOCS / "reference/environment.md").read_text(encoding="utf-8")
-    read = set()
+    read = {environment.variable(operator) for operator in IMPLEMENTATIONS}
     for path in (ROOT / "src").rglob("*.py"):
         read |= set(re.findall(r"\"(DELTATUNE_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
     assert set(re.findall(r"`(DELTATUNE_\w+)`", page)) == read

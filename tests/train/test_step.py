@@ -16,7 +16,7 @@ from deltatune.patches import patched
 from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
 from deltatune.train.engines.launcher import Launcher
-from deltatune.train.step import Step
+from deltatune.train.step import Step, StepMachine
 from deltatune.train.tree import from_host
 from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer, restore
 
@@ -210,7 +210,9 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
 def test_results_are_computed_by_operations_of_their_own(tmp_path):
     """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
     made = model(dropout=0.5)
-    step = Step(made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World(), launcher=Launcher())
+    step = Step(
+        made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World(), machine=StepMachine(Launcher())
+    )
     results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
     results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
     last = []
@@ -228,7 +230,11 @@ def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(reques
         made = model()
         launcher = Launcher() if launched else None
         step = Step(
-            made, build_optimizer(TrainConfig(optimizer=optimizer)), full_loss(made), World(), launcher=launcher
+            made,
+            build_optimizer(TrainConfig(optimizer=optimizer)),
+            full_loss(made),
+            World(),
+            machine=StepMachine(launcher),
         )
         restore(step.optimizer, tree_map(lambda leaf: leaf + 1 if leaf.ndim else leaf, step.optimizer.state))
         loss, weight, gradients = step.micro_batch(batch(0), step.zeros())

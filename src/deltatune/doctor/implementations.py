@@ -84,11 +84,11 @@ def compare_with_definitions() -> None:
 
 def _of_operator(operator: Operator) -> OperatorFindings:
     names, why = operator.order()
-    found = [_of_last(verdict) for verdict in operator.compare_last()]
+    results = [_of_last(verdict) for verdict in operator.compare_last()]
     for name in operator.fast:
         if _has_kernels(name, names):
-            found += _tried(operator, name, names)
-    return OperatorFindings(operator.name, f"{', then '.join(names)} ({why})", found)
+            results += _tried(operator, name, names)
+    return OperatorFindings(operator.name, f"{', then '.join(names)} ({why})", results)
 
 
 @dataclass
@@ -150,16 +150,16 @@ def _of_last(verdict: Verdict) -> Finding:
 
 def _tried(operator: Operator, name: str, names: Sequence[str]) -> list[Finding]:
     """Try an implementation. One that fails is not used, unless it is forced, and then training does not start."""
-    found = []
+    results = []
     for call in operator.examples():
         candidate = operator.candidates[name](call)
         if isinstance(candidate, str):
-            found.append(Finding(name, call.words, "not covered", candidate))
+            results.append(Finding(name, call.words, "not covered", candidate))
         elif candidate.checked is not None:
             verdict = candidates.verdict_anew(operator, name, candidate)
             failed = "wrong" if tuple(names) == (name,) else "refused"
-            found.append(_finding(verdict, "right" if verdict.passed else failed))
-    return found
+            results.append(_finding(verdict, "right" if verdict.passed else failed))
+    return results
 
 
 def _finding(verdict: Verdict, status: str) -> Finding:

@@ -93,9 +93,9 @@ def screen(examination: Examination) -> RenderableType:
     return Group(*parts, _verdict(examination))
 
 
-def _operator(found: OperatorFindings) -> RenderableType:
-    title = found.name.replace("_", " ").capitalize()
-    return _section(f"{title}: {found.order}", _marked(map(_finding, found.findings)))
+def _operator(operator: OperatorFindings) -> RenderableType:
+    title = operator.name.replace("_", " ").capitalize()
+    return _section(f"{title}: {operator.order}", _marked(map(_finding, operator.findings)))
 
 
 def _times(comparisons: list[Times]) -> list[RenderableType]:

@@ -89,7 +89,7 @@ def check_packing(model: nn.Module, longest: int) -> None:
             return
         shorter = {length.tokens for length in lengths if length.tokens < longest}
         separate = max((tokens for tokens in shorter if _influence(model, lengths, tokens) is None), default=None)
-    rows = f"on rows of {_FIRST + _SECOND} tokens"
+    rows = f"on rows of {_FIRST + _SECOND:,} tokens"
     advice = "Train this model without packing."
     if separate is not None:
         names = sorted({length.name for length in lengths if length.tokens == separate})
@@ -107,7 +107,7 @@ def check_packing(model: nn.Module, longest: int) -> None:
 
 def _lengths(model: nn.Module) -> list[_Length]:
     """Return the lengths that short rows do not exceed: of the modules, of their configs, and of tables in these."""
-    found: list[_Length] = []
+    lengths: list[_Length] = []
     visited: set[int] = set()
     waiting: list[Any] = list(model.modules())
     while waiting:
@@ -116,10 +116,10 @@ def _lengths(model: nn.Module) -> list[_Length]:
             continue
         visited.add(id(owner))
         entries = owner if type(owner) is dict else vars(owner)
-        found += _among(entries)
+        lengths += _among(entries)
         tables = [*entries.values(), *(owner.values() if isinstance(owner, nn.Module) else ())]
         waiting += [table for table in tables if type(table) is dict or _is_config(table)]
-    return found
+    return lengths
 
 
 def _is_config(value: Any) -> bool:

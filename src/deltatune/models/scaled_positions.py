@@ -115,7 +115,11 @@ def set_yarn(config: Config, model: nn.Module) -> None:
         return
     values = transformers_values(text_part(config))
     scalings = _scalings({"rope_parameters": values.get("rope_parameters")})
-    complete = [each for each in scalings if _type(each) == "yarn" and each.get("rope_theta") and each.get("factor")]
+    complete = [
+        scaling
+        for scaling in scalings
+        if _type(scaling) == "yarn" and scaling.get("rope_theta") and scaling.get("factor")
+    ]
     if len(complete) != 1:
         return
     for module in modules:
@@ -173,16 +177,16 @@ def _without_scaling(config: Config) -> dict[str, Any]:
 
 def _positions(model: nn.Module) -> list[Any]:
     """The class, the plain attributes and the private arrays of every module: what a scaling may change of a model."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for path, module in model.named_modules():
         attributes = [*vars(module).items(), *module.items()]
         for name, value in sorted(attributes, key=lambda item: item[0]):
             if isinstance(value, bool | int | float | str):
-                found.append((path, name, value))
+                parts.append((path, name, value))
             elif isinstance(value, mx.array) and name.startswith("_") and value.size <= _LARGEST_ARRAY:
-                found.append((path, name, value.tolist()))
-        found.append((path, type(module).__name__))
-    return found
+                parts.append((path, name, value.tolist()))
+        parts.append((path, type(module).__name__))
+    return parts
 
 
 def _yarn(options: Config, dims: int, values: Config) -> tuple[np.ndarray, float]:

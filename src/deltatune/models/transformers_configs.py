@@ -118,9 +118,10 @@ def fields_beside(part: Config) -> set[str]:
     except (ValueError, AttributeError):
         return set()
     module = sys.modules[arguments.__module__]
-    imported = [each for each in vars(module).values() if inspect.ismodule(each) and "mlx_lm.models" in each.__name__]
-    classes = [each for one in (module, *imported) for each in vars(one).values() if dataclasses.is_dataclass(each)]
-    return {field.name for each in classes for field in dataclasses.fields(each)}
+    values = vars(module).values()
+    imported = [value for value in values if inspect.ismodule(value) and "mlx_lm.models" in value.__name__]
+    names = [value for source in (module, *imported) for value in vars(source).values()]
+    return {field.name for value in names if dataclasses.is_dataclass(value) for field in dataclasses.fields(value)}
 
 
 def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:

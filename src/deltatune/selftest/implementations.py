@@ -7,7 +7,7 @@ from functools import partial
 
 from ..machine import backend
 from ..ops.trial import candidates
-from ..ops.trial.operator import Operator, Workload
+from ..ops.trial.operator import Operator, OperatorWorkload
 from .outcome import FAILED, Check, Outcome, not_run, tried
 
 
@@ -18,7 +18,7 @@ def checks(operator: Operator, quick: bool) -> Iterator[Check]:
             yield Check(f"{operator.title}, {name}: {workload.name}", partial(compare, operator, name, workload))
 
 
-def compare(operator: Operator, name: str, workload: Workload) -> Outcome:
+def compare(operator: Operator, name: str, workload: OperatorWorkload) -> Outcome:
     """Compare an implementation with float64; one that has a trial must pass it first, as before its first use."""
     if name != operator.last:
         if backend.device() == "cpu":

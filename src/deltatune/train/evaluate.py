@@ -137,13 +137,14 @@ class Evaluation:
         """Return the error of a loss that is not finite on some rank; `batch` is the last one of this rank."""
         if description := damage(self._model, self._weights):
             return NoResultError(description)
-        layers, given = watched(self._layers), arrays(batch)
+        layers = watched(self._layers)
+        inputs = arrays(batch)
         first = FirstOutput()
         with evaluating(self._model), whole_rows():
             if self._by_layers is None:
-                first = first_output(layers, lambda: mx.eval(self._trace(given)))
+                first = first_output(layers, lambda: mx.eval(self._trace(inputs)))
             else:
-                self._by_layers(given, watch=lambda index, array, *, backward: first.see(layers[index][0], array))
+                self._by_layers(inputs, watch=lambda index, array, *, backward: first.see(layers[index][0], array))
         names = [None, *(name for name, _ in layers)]
         # A rank with sound rows names the layer of another.
         name = names[int(self._world.largest(names.index(first.name)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,7 @@ from .setup import (
     with_iterations,
     with_template_options,
 )
+from .step import StepMachine
 from .trainable import check_trainable
 from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
@@ -181,22 +183,18 @@ class Trainer:
             compare = parts.weights is None
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=compare))
             ending = Ending(config, parts.outputs, parts.world, parts.screen)
-            between = ending.between_layers
             if feature_bytes is None:
                 feature_bytes = CACHE_BYTES if parts.weights is None else 0
-            # An NVIDIA GPU has memory of its own, in which the features are not.
-            features = 0 if backend.device() == "cuda" else feature_bytes
-            trained, passes = stack.enter_context(by_layers(model, config, trained, parts.weights, between, features))
+            features = _within_device(feature_bytes)
+            layers = by_layers(model, config, trained, parts.weights, ending.between_layers, features)
+            trained, passes = stack.enter_context(layers)
             self._announce(trained, chosen)
             model.train()
-            if backend.device() == "metal":
-                # MLX's own limit comes back for whatever a notebook does next.
-                stack.callback(mx.set_wired_limit, mx.set_wired_limit(backend.gpu_memory()))
+            stack.enter_context(_wired())
             freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
-            launcher = None
-            if starts_early(model, config, parts.world):
-                launcher = stack.enter_context(Launcher())
-            kind = step_of(passes, launcher, feature_bytes)
+            early = starts_early(model, config, parts.world)
+            launcher = stack.enter_context(Launcher()) if early else None
+            kind = step_of(passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, parts.optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, parts.order, parts.progress, parts.world)
             saving = self._saving(training_state, chosen)
@@ -214,11 +212,17 @@ class Trainer:
                 iterations.run()
             result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
             parts.reporting.write(parts.progress, "ended", running=False, result=result)
+        self._say_rest(result)
+        return result
+
+    def _say_rest(self, result: Result) -> None:
+        """Print for how long the run waited for the disk, and the loss on the test set."""
+        parts = self.parts
         if parts.weights is not None:
             parts.screen.say(parts.weights.disk.said(result.seconds))
-        if config.test:
-            say_loss("Test", model, config, self.splits.test, parts.world, parts.screen, parts.weights)
-        return result
+        if parts.config.test:
+            examples = self.splits.test
+            say_loss("Test", parts.model, parts.config, examples, parts.world, parts.screen, parts.weights)
 
     @property
     def model(self) -> nn.Module:
@@ -319,3 +323,21 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
     if isinstance(splits, StreamedSplits):
         splits.stream.checks.append(partial(check_examples, model, tokenizer))
         splits.stream.checks.append(partial(check_positions, model, config.max_seq_length))
+
+
+def _within_device(feature_bytes: int) -> int:
+    """Return what cached features take of the memory in which MLX computes: none beside an NVIDIA GPU."""
+    return 0 if backend.device() == "cuda" else feature_bytes
+
+
+@contextlib.contextmanager
+def _wired() -> Iterator[None]:
+    """Within the context, an Apple GPU keeps its memory wired; MLX's own limit comes back for what a notebook does."""
+    if backend.device() != "metal":
+        yield
+        return
+    before = mx.set_wired_limit(backend.gpu_memory())
+    try:
+        yield
+    finally:
+        mx.set_wired_limit(before)

@@ -55,6 +55,19 @@ class BeforeUpdate(NamedTuple):
     optimizer: dict[str, Any]
 
 
+class StepMachine(NamedTuple):
+    """What of the machine a step uses.
+
+    Attributes:
+        launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
+            then one of several that an operation computes together.
+        feature_bytes: The main memory that the features of images may take that a frozen vision tower has seen.
+    """
+
+    launcher: Launcher | None = None
+    feature_bytes: int = CACHE_BYTES
+
+
 class Step:
     """The training step of a model.
 
@@ -69,9 +82,7 @@ class Step:
         world: The ranks of the run.
         update: How updates are made; each from one micro-batch, without clipping, by default.
         routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
-        launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
-            then one of several that an operation computes together.
-        feature_bytes: The main memory that the features of images may take that a frozen vision tower has seen.
+        machine: What of the machine the step uses; the main thread and 1 GiB for features by default.
 
     Attributes:
         model, optimizer: The arguments.
@@ -91,10 +102,10 @@ class Step:
         *,
         update: updates.UpdateOptions | None = None,
         routers: RouterLosses | None = None,
-        launcher: Launcher | None = None,
-        feature_bytes: int = CACHE_BYTES,
+        machine: StepMachine | None = None,
     ):
         update = update or updates.UpdateOptions()
+        machine = machine or StepMachine()
         self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
         self._clip, self.routers = update.clip, routers
         self._weighted = update.accumulate > 1 or world.size > 1
@@ -106,13 +117,13 @@ class Step:
         # The current bundles, and the model's parameters that are parts of them, by path.
         self._joined: tuple[list[mx.array], dict[str, mx.array]] = [], {}
         optimizer.init(self.parameters())
-        self.tower = frozen_tower(model, feature_bytes)
+        self.tower = frozen_tower(model, machine.feature_bytes)
         self.random = [mx.random.key(0)]
         self.figures: list[mx.array] = []
         self._undone: BeforeUpdate | None = None
-        self._launcher = launcher
+        self._launcher = machine.launcher
         read, moments = [model.state, self.random], [optimizer.state]
-        before = None if launcher is None else launcher.before_compiling
+        before = None if machine.launcher is None else machine.launcher.before_compiling
         self._micro_batch = compiled(self._trace_micro_batch, read, [self.random], before)
         self._update = compiled(self._trace_update, moments, moments, before)
 

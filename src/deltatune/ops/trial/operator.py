@@ -29,7 +29,7 @@ class Candidate:
     trusted: bool = False
 
 
-class Workload(Protocol):
+class OperatorWorkload(Protocol):
     """A call with the sizes of a released model, and the float64 results that the self-test compares with."""
 
     @property
@@ -67,7 +67,7 @@ class Operator:
     timed_case_of: Callable[[Any], Case[Callable[..., Any]]]
     examples: Callable[[], Sequence[Any]]
     compare_last: Callable[[], list[Verdict]]
-    workloads: Callable[[bool], Sequence[Workload]]
+    workloads: Callable[[bool], Sequence[OperatorWorkload]]
 
     @property
     def title(self) -> str:

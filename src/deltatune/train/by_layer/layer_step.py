@@ -14,13 +14,11 @@ import mlx.nn as nn
 from ...data.batches.packing import row_capacity
 from ...errors import UserError
 from ...models.document_isolation import check_packing
-from ...models.vision.frozen_tower import CACHE_BYTES
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
 from ..compiled import compiled
-from ..engines.launcher import Launcher
 from ..setup import Training, with_loss
-from ..step import Step
+from ..step import Step, StepMachine
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
 
@@ -49,13 +47,11 @@ class LayerStep(Step):
         return loss, weight, self._add(accumulated, gradients, weight, parameters)
 
 
-def step_of(
-    passes: LayerPasses | None, launcher: Launcher | None = None, feature_bytes: int = CACHE_BYTES
-) -> Callable[..., Step]:
+def step_of(passes: LayerPasses | None, machine: StepMachine | None = None) -> Callable[..., Step]:
     """Return the class of a run's step, for setup.build_step(): by layers, or whole and launched by a thread."""
     if passes is None:
-        return partial(Step, launcher=launcher, feature_bytes=feature_bytes)
-    return partial(LayerStep, passes=passes, feature_bytes=feature_bytes)
+        return partial(Step, machine=machine)
+    return partial(LayerStep, passes=passes, machine=machine)
 
 
 @contextmanager

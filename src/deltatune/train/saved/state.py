@@ -316,8 +316,8 @@ def _decayed_norms(saved: dict[str, Any]) -> bool:
     """Whether the run with these options decayed norms and biases, if it is older than `decay_norm_and_bias`."""
     if saved.get("fine_tune_type") != "full":
         return False
-    own = {name: saved[name] for name in ("optimizer", "optimizer_config") if name in saved}
-    return weight_decay(build_optimizer(TrainConfig(**own))) != 0
+    options = {name: saved[name] for name in ("optimizer", "optimizer_config") if name in saved}
+    return weight_decay(build_optimizer(TrainConfig(**options))) != 0
 
 
 def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:
