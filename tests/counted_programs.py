@@ -9,6 +9,9 @@ import pytest
 
 from deltatune.machine import environment
 
+# What MLX counts in a pass by layers is at most so many times what is planned for it: how far the queue runs ahead
+# differs from CPU to CPU by an operation's results.
+PLANNED_WITHIN = 1.07
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the counter goes into the CPU allocator of Linux wheels")
 
 

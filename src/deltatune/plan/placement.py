@@ -44,9 +44,6 @@ from .process_memory import LayoutError
 from .screen import size, size_above
 from .traced_step import BatchShape
 
-# What a pass by layers holds is at most so many times what is planned for it (tests/plan/test_layers_planned.py).
-PLANNED_WITHIN = 1.07
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -352,7 +349,7 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
         least = held(planned.peak, sizes, tuple(range(len(sizes))))
         error = TooLittleMemoryError(
             f"memory: {size(memory)} is too little. With all layers on the disk but two, {placement.shape} take "
-            f"{size_above(round(PLANNED_WITHIN * least))}; give that or more, or {planned.smaller}."
+            f"{size_above(least)}; give that or more, or {planned.smaller}."
         )
         error.lacking = least - memory
         raise error

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from console import deltatune
+from counted_programs import PLANNED_WITHIN
 from deltatune import cli
 from deltatune.commands import chat
 from deltatune.commands.train import train
@@ -115,7 +116,7 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     assert main([*flags, "--memory", str(memory)]) == 0
-    assert mx.get_peak_memory() - before < memory
+    assert mx.get_peak_memory() - before < PLANNED_WITHIN * memory
     found = capsys.readouterr()
     said = found.out + found.err
     assert re.search(r"6 of 6 layers, [\d.]+ MB, stay on the disk", said)
