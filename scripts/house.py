@@ -38,14 +38,14 @@ BUDGETS = {
     "train": Budget(9_900, 8_000),
     "data": Budget(6_850, 5_300),
     "models": Budget(5_050, 3_600),
-    "patches": Budget(4_600, 3_400),
+    "patches": Budget(4_720, 3_400),
     "lora": Budget(2_710, 2_300),
-    "ops": Budget(15_350, 12_000),
+    "ops": Budget(15_500, 12_000),
     "machine": Budget(1_950, 2_500),
     "options": Budget(1_020, 1_050),
     "root": Budget(910, 450),
     "kernels": Budget(11_800, 10_800),
-    "tests": Budget(54_300, 46_000),
+    "tests": Budget(54_510, 46_000),
 }
 
 

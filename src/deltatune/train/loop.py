@@ -180,11 +180,11 @@ class Trainer:
             chosen = stack.enter_context(kept_choices.keeping(config))
             kept_choices.agree(chosen, parts.world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
-            compare = parts.weights is None
-            trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=compare))
+            whole = parts.weights is None
+            trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=whole))
             ending = Ending(config, parts.outputs, parts.world, parts.screen)
             if feature_bytes is None:
-                feature_bytes = CACHE_BYTES if parts.weights is None else 0
+                feature_bytes = CACHE_BYTES if whole else 0
             features = _within_device(feature_bytes)
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, features)
             trained, passes = stack.enter_context(layers)
@@ -192,8 +192,7 @@ class Trainer:
             model.train()
             stack.enter_context(_wired())
             freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
-            early = starts_early(model, config, parts.world)
-            launcher = stack.enter_context(Launcher()) if early else None
+            launcher = stack.enter_context(Launcher()) if starts_early(model, config, parts.world) else None
             kind = step_of(passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, parts.optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, parts.order, parts.progress, parts.world)
