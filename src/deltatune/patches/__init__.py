@@ -20,7 +20,6 @@ from .recurrence import served
 from .requirements import refuse
 from .tables import (
     attention,
-    cpu_activations,
     delta_layers,
     experts,
     grouped_scores,
@@ -81,7 +80,7 @@ ON_CUDA: tuple[Patch, ...] = (
     *quantized_product.PATCHES,
 )
 ON_METAL: tuple[Patch, ...] = (*delta_layers.PATCHES, *kept_inputs.PATCHES, *sorted_rows.PATCHES)
-ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES, *cpu_activations.PATCHES)
+ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES)
 
 # What asks for the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()

@@ -139,5 +139,5 @@ def test_a_decoder_never_enters_the_kernels(on_cuda):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_have_none_of_these():
-    """An Apple GPU and a CPU have functions of their own in place of some (kept_inputs.py, cpu_activations.py)."""
+    """An Apple GPU has functions of its own in place of some (kept_inputs.py)."""
     assert not set(pointwise.PATCHES) & set(patches._of_device())
