@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 
 from ..data.vision.media import largest_batch
 from ..data.vision.prompt import PromptPictures
@@ -106,7 +107,9 @@ def placed_answer(
     model, tokens = loaded.model, len(prompt.tokens)
     stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
     decoder = model["language_model"] if has_vision(model) else model
-    with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started():
+    # A function of mx.compile is traced once for each stream, so the plan traces on the stream that answers run on.
+    answering = mx.stream(generation_stream)
+    with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started(), answering:
 
         def peak(bound: int | None) -> int:
             with _noted(model, by_layers=bound is None) as noted:
