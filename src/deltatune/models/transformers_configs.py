@@ -14,7 +14,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import mlx_lm.utils
@@ -22,7 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import upstream
-from ..errors import UserError
+from ..errors import UserError, reason
 
 _TEXT = "text_config"
 _FULL = "full_attention"
@@ -45,6 +46,21 @@ _KINDS = {
 _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 Config = Mapping[str, Any]
+
+
+@contextmanager
+def refusing_config(refusal: str) -> Iterator[None]:
+    """Turn the errors of code that builds a model from a config into a UserError.
+
+    Args:
+        refusal: The beginning of its message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
+        raise UserError(f"{refusal}: {reason(error)}") from error
 
 
 def with_known_type(config: Config) -> dict[str, Any]:
