@@ -18,7 +18,7 @@ from ..machine import backend
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
-from .compiled import compiled
+from .compiled import Compiled
 from .distributed import World
 from .engines.launcher import PATIENCE, Launcher
 from .tree import leaves, places
@@ -124,8 +124,8 @@ class Step:
         self._launcher = machine.launcher
         read, moments = [model.state, self.random], [optimizer.state]
         before = None if machine.launcher is None else machine.launcher.before_compiling
-        self._micro_batch = compiled(self._trace_micro_batch, read, [self.random], before)
-        self._update = compiled(self._trace_update, moments, moments, before)
+        self._micro_batch = Compiled(self._trace_micro_batch, read, [self.random], before)
+        self._update = Compiled(self._trace_update, moments, moments, before)
 
     def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""

@@ -10,7 +10,7 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
 from deltatune.train.engines import early_engine
 from deltatune.train.engines.early_engine import EarlyEngine, may_start_early
@@ -112,7 +112,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
 
         if iteration == 4:
             state = [trainer.model.state, self.step.random]
-            self.step._micro_batch = compiled(out_of_memory, state, state[1:])
+            self.step._micro_batch = Compiled(out_of_memory, state, state[1:])
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
-from ..compiled import compiled
+from ..compiled import Compiled
 from ..setup import Training, with_loss
 from ..step import Step, StepMachine
 from .layer_passes import LayerPasses
@@ -34,7 +34,7 @@ class LayerStep(Step):
     def __init__(self, *of_step: Any, passes: LayerPasses, **options: Any):
         super().__init__(*of_step, **options)
         self._passes = passes
-        self._add = compiled(self.added, [])
+        self._add = Compiled(self.added, [])
 
     def on_arrays(
         self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
