@@ -35,6 +35,7 @@ from .iterations import Iterations, Parts
 from .learned_positions import check_positions
 from .options_check import check_updates
 from .preferences.reference import fill
+from .progress import Progress
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
@@ -138,7 +139,7 @@ class Trainer:
             optimizer=build_optimizer(config),
             samples=samples,
             reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
-            progress=state.Progress(),
+            progress=Progress(),
             weights=weights,
         )
 
@@ -245,7 +246,7 @@ class Trainer:
         return self.parts.reporting.about
 
     @property
-    def progress(self) -> state.Progress:
+    def progress(self) -> Progress:
         """The progress of the run, as it is saved."""
         return self.parts.progress
 

@@ -19,6 +19,7 @@ from ..batch_loss import Arrays
 from ..compiled import Compiled
 from ..setup import Training, with_loss
 from ..step import Step, StepMachine
+from .layer_calls import LayerCalls, passed_on
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
 
@@ -92,15 +93,15 @@ def by_layers(
     if config.pack:
         check_packing(model, row_capacity(config))
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
     assert config.memory is not None
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
     try:
-        with passes.served():
+        # The rest of the model runs without the weights of its layers.
+        with LayerCalls(layers, passed_on).watched():
             compiled_by = f"{trained.compiled}, one layer at a time"
-            with passes.passing_on():
-                trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
-            passes.loss = trained.loss
+            trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
+        passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
+        with passes.served():
             passes.check(packed=config.pack)
             yield dataclasses.replace(trained, by_layers=passes.evaluate), passes
     finally:
