@@ -18,7 +18,7 @@ from ...options.config import TrainConfig
 from ..batch_loss import Arrays
 from ..compiled import Compiled
 from ..setup import Training, with_loss
-from ..step import Step, StepMachine
+from ..step import MicroBatch, Step, StepMachine
 from .layer_calls import LayerCalls, passed_on
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
@@ -37,15 +37,11 @@ class LayerStep(Step):
         self._passes = passes
         self._add = Compiled(self.added, [])
 
-    def on_arrays(
-        self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, Any]:
+    def on_arrays(self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None) -> MicroBatch:
         parameters = self.parameters()
         used = self.bundles.part(parameters, used=True)
-        loss, weight, gradients, *self.figures = self._passes.gradients(
-            batch, used, self.random[0], self.routers, lengths
-        )
-        return loss, weight, self._add(accumulated, gradients, weight, parameters)
+        loss, weight, gradients, *figures = self._passes.gradients(batch, used, self.random[0], self.routers, lengths)
+        return MicroBatch(loss, weight, self._add(accumulated, gradients, weight, parameters), figures)
 
 
 def step_of(passes: LayerPasses | None, machine: StepMachine | None = None) -> Callable[..., Step]:
