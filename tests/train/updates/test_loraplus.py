@@ -65,7 +65,7 @@ def trained(name, steps=3, **options):
     with without_kernels():
         step = build_step(made, build_optimizer(settings), full_loss(made), settings, World())
         for _ in range(steps):
-            loss, weight, gradients = step.micro_batch(batch(), None)
+            loss, weight, gradients, _ = step.micro_batch(batch(), None)
             mx.eval(step.update(gradients, loss, weight), made.parameters())
     return dict(tree_flatten(made.trainable_parameters()))
 

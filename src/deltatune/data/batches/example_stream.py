@@ -37,15 +37,11 @@ class ExampleStream:
         source: the rows.
         encode: turns rows, with what messages call them, into examples.
         rows: the number of rows of a window.
-
-    Attributes:
-        checks: what each further window must pass before it is trained on; a check raises UserError.
     """
 
     source: RowStream
     encode: Encode
     rows: int
-    checks: list[Callable[[Sequence[Example]], None]] = field(default_factory=list)
 
     def window(self, place: Place) -> Window:
         """Read the window at a place.
@@ -60,10 +56,7 @@ class ExampleStream:
         if not rows:
             raise UserError(f"{self.source.name}: no row in it; expected rows to train on.")
         name = f"{self.source.name} (the {len(rows):,} rows from {rows[0][0]})"
-        examples = self.encode(rows, name)
-        for check in self.checks:
-            check(examples)
-        return Window(examples, place, after if len(rows) == self.rows else None, len(rows))
+        return Window(self.encode(rows, name), place, after if len(rows) == self.rows else None, len(rows))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from ..distributed import World
 from ..ending.early_end import Ending
 from ..ending.nonfinite import explained
 from ..evaluate import inferring
-from ..saved.state import Progress
+from ..progress import Progress
 from ..setup import vision_processors
 
 _REMEDY = "change this entry of sample_prompts"
