@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import importlib.util
 import inspect
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -81,7 +82,7 @@ def completed(config: Config) -> dict[str, Any]:
 
     Args:
         config: The content of config.json. What it says already stays, but for the names of kinds of layers, for the
-            model_type of a vision tower, and for bailing_hybrid's `head_dim`.
+            model_type of a vision tower, for bailing_hybrid's `head_dim`, and for nemotron_h's `time_step_limit`.
 
     Raises:
         UserError: Layers with a sliding window scale their positions, and mlx-lm's model cannot.
@@ -241,6 +242,9 @@ def _part(
         complete["head_dim"] = part["linear_head_dim"]
         # mlx-lm's own default is a rank, and transformers before 5.24 has none.
         complete["q_lora_rank"] = part.get("q_lora_rank")
+    if by_transformers and part.get("model_type") == "nemotron_h":
+        # Transformers' model bounds time steps by this alone, and leaves out time_step_limit, which it saves too.
+        complete["time_step_limit"] = [values["time_step_min"], math.inf]
     return complete
 
 
