@@ -130,15 +130,6 @@ def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, 
     assert asked[1] == written
 
 
-@pytest.mark.bad_input("`chat --compare` without an adapter")
-def test_nothing_to_compare_is_refused_before_loading():
-    done = called("chat", "--model", "nowhere", "--compare")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "deltatune: --compare: there is nothing to compare the base with; give --adapter-path.\n",
-    )
-
-
 @pytest.mark.bad_input("questions that are not UTF-8, on the standard input of chat")
 def test_questions_in_another_encoding_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))

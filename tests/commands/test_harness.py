@@ -254,7 +254,6 @@ def test_one_command_asks_the_model_with_its_adapter(stubbed, run, checkpoint, a
 
 WRONG = {
     "an unknown task": (["--tasks", "dog"], r"--tasks: 'dog' is no task of lm-eval \(did you mean 'dogs'\?\)"),
-    "a flag of tasks without them": (["--limit", "3"], "--limit is for tasks of lm-eval; give --tasks, too."),
     "a limit of 0": (["--tasks", "dogs", "--limit", "0"], "--limit: expected a whole number of 1 or more, got 0."),
 }
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, first_line
 from ..machine import startup
+from ..options.conditions import TASKS, TRAINING, refuse_unread, refuse_unread_flags
 from ..options.config import TrainConfig
 from ..options.values import Range, fix
-from .flags import add_adapter, add_options, config_from, given_flags, require
+from .flags import add_adapter, add_options, config_from, flag_names, given_flags, require
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..models.load import Loaded
     from .answering import Reading
 
@@ -49,14 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments)
+    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments, trains=False)
+    flags = flag_names(TrainConfig, given_flags(TrainConfig, arguments))
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
+        refuse_unread(TASKS, flags, tasks)
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    evaluate(config, adapter)
+    evaluate(config, adapter, flags)
     return 0
 
 
@@ -76,9 +81,7 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         fix(self)
-        for field in dataclasses.fields(self):
-            if self.tasks is None and getattr(self, field.name) != field.default:
-                raise UserError(f"--{field.name.replace('_', '-')} is for tasks of lm-eval; give --tasks, too.")
+        refuse_unread_flags(TASKS, self)
 
 
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
@@ -144,12 +147,13 @@ def _placed(
     return reading(where, loaded, "pass", stack)
 
 
-def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
+def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, str] | None = None) -> float:
     """Print and return a model's loss per token on the test set.
 
     Args:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
+        flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
     """
     import mlx.core as mx
 
@@ -164,6 +168,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
+    refuse_unread(TRAINING, flags or {}, config, run.splits.facts)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)
     for line in [run.splits.rule, *run.splits.notes, *run.faults]:
         screen.say(line)

@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 from ..errors import UserError
 from ..machine import ranks
 from ..options.chat_template import parsed_options
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of
+from ..wrapping import say
 
 
 def _text(text: str) -> str:
@@ -189,12 +191,16 @@ def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
-def config_from(arguments: argparse.Namespace) -> TrainConfig:
+def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
+    Args:
+        arguments: The flags.
+        trains: Whether the options are those of a training run, and not of its model's evaluation.
+
     Raises:
-        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
-            excluded by another.
+        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, is
+            excluded by another, or would not be read by a training run.
     """
     file = getattr(arguments, "config", None)
     values = {} if file is None else read_yaml(file)
@@ -212,7 +218,16 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     chosen = values | flags
     if chosen.get("from_scratch") and chosen.get("fine_tune_type", "full") != "full":
         raise UserError(NO_TYPE_FROM_SCRATCH.format(chosen["fine_tune_type"]))
-    return build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
+    config: TrainConfig = build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
+    if trains:
+        # A value such as 0 or false, where it is the default, asks for nothing.
+        asked = changed_options(config)
+        in_file = {name: name for name, value in {**values, **lora}.items() if value or name in asked}
+        on_line = flag_names(TrainConfig, flags) | flag_names(LoraConfig, lora_flags)
+        notes = refuse_unread(TRAINING, asked | in_file | on_line, config, Facts())
+        for note in [] if ranks.number() else notes:
+            say(note)
+    return config
 
 
 def require(config: TrainConfig, command: str, *names: str) -> None:
@@ -235,6 +250,12 @@ def given_flags(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     for name, value in flags.items():
         checked(value, *fields[name], flag_name(name, fields[name][1]))
     return flags
+
+
+def flag_names(cls: type, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flag of each option of a dataclass that a command line gives a value, unless it is a default no."""
+    fields, no = fields_of(cls), (False, 0)
+    return {name: flag_name(name, fields[name][1]) for name, value in flags.items() if value not in no}
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:

@@ -19,9 +19,11 @@ from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
 from ..models.vision.frozen_tower import CACHE_BYTES
+from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
@@ -311,6 +313,7 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
             f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
             "and the same config."
         )
+    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=has_vision(model)))
     check_trainable(model, config)
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")

@@ -114,7 +114,9 @@ def ready(
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
     """
-    check_options(config := settled(config))
+    config = settled(config)
+    if config.train:
+        check_options(config)
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
     path = None if comes_from_hub(config.model) else locate(config.model)
     image = first_image(config)

@@ -237,6 +237,6 @@ def test_a_run_reports_them_when_they_are_off(tiny_checkpoint, make_trainer, rea
 def test_a_model_without_routers_is_refused(tiny_model, option):
     model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
     with patched(model):
-        with pytest.raises(UserError, match=f"{option}: this model has no router that deltatune knows"):
+        with pytest.raises(UserError, match=f"{option}: read only for a model with a router that deltatune knows"):
             router_losses(model, TrainConfig(**{option: 0.1}), World())
         assert router_losses(model, TrainConfig(), World()) is None
