@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the words after `deltatune`; None takes those of this process.
+        argv: The words after `deltatune`; None takes those of this process.
 
     Returns:
         The exit code. It is 2, with one message on standard error, for a mistake that the user can correct.

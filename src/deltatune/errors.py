@@ -21,7 +21,7 @@ class UserError(ValueError):
     The command line prints the message without a traceback, and exits with code 2.
 
     Attributes:
-        everywhere: whether every rank of a launched run ends with it; None where that is not known.
+        everywhere: Whether every rank of a launched run ends with it; None where that is not known.
     """
 
     everywhere: bool | None = None

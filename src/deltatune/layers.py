@@ -56,7 +56,7 @@ def layer_paths(model: nn.Module) -> list[str]:
     """Return the path of every layer in `model.layers`, in order.
 
     Raises:
-        UserError: the model has no `layers`.
+        UserError: The model has no `layers`.
     """
     layers = getattr(model, "layers", None)
     if not layers:
@@ -105,7 +105,7 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     """Describe every decoder layer of `model.layers`, in order.
 
     Raises:
-        UserError: the model has no `layers`.
+        UserError: The model has no `layers`.
     """
     modules = dict(model.named_modules())
     mixers = list(gated_delta_layers(model))

@@ -68,12 +68,12 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     tokenised and every image opened here, so that lengths are known and a bad line is named before the first step.
 
     Args:
-        config: the options of the run.
+        config: The options of the run.
         tokenizer: mlx-lm's TokenizerWrapper.
-        processors: the processors of a model with a vision tower, or None for a text model.
+        processors: The processors of a model with a vision tower, or None for a text model.
 
     Raises:
-        UserError: the data or an option has a mistake that the user can correct.
+        UserError: The data or an option has a mistake that the user can correct.
 
     Example:
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)

@@ -44,9 +44,9 @@ class Reader:
     """Reads tables as examples.
 
     Attributes:
-        kinds: the formats of their rows.
-        prompts: how many of their turns are behind a prompt with each value of enable_thinking.
-        notes: sentences for the user.
+        kinds: The formats of their rows.
+        prompts: How many of their turns are behind a prompt with each value of enable_thinking.
+        notes: Sentences for the user.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):

@@ -19,10 +19,10 @@ def fused(parts: dict[str, Factors], halves: tuple[str, ...]) -> Factors:
 
     Args:
         parts: (a [E, r, in], b [E, out, r]) by name; a name that is missing has no adapter.
-        halves: the names in the order of the joint matrix, all of the same number of rows.
+        halves: The names in the order of the joint matrix, all of the same number of rows.
 
     Returns:
-        a [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
+        A [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
     """
     present = [name for name in halves if name in parts]
     experts, rows = parts[present[0]][1].shape[:2]
@@ -44,7 +44,7 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
     Args:
         a: [E, r, in].
         b: [E, rows of all parts, r].
-        halves: the names of the parts, from top to bottom.
+        halves: The names of the parts, from top to bottom.
     """
     pieces = dict(zip(halves, mx.split(b, len(halves), axis=1), strict=True))
     used = {name: as_numpy(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}

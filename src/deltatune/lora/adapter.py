@@ -22,9 +22,9 @@ class Adapter(nn.Module):
     """A module around `base` that returns base(x) + scale * update(dropout(x)); subclasses define the update.
 
     Args:
-        base: the module to adapt.
-        scale: the factor of the update.
-        dropout: the share of the update's inputs that training sets to zero, from 0 to below 1.
+        base: The module to adapt.
+        scale: The factor of the update.
+        dropout: The share of the update's inputs that training sets to zero, from 0 to below 1.
     """
 
     base_name: ClassVar[str]

@@ -32,8 +32,8 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     the model, its layers' caches and the random state are as before.
 
     Args:
-        model: called with token ids [1, T].
-        candidates: modules of `model`, by path.
+        model: Called with token ids [1, T].
+        candidates: Modules of `model`, by path.
 
     Returns:
         The name of an array that is read directly, by the module's path.

@@ -33,11 +33,11 @@ def with_low_rank(
     that its backward pass adds the update's gradient of x to the base's within a product.
 
     Args:
-        base: maps [..., in] to [..., out].
+        base: Maps [..., in] to [..., out].
         x: [..., in].
         a: [in, r], of x's dtype.
         b: [r, out], of x's dtype.
-        scale: the factor of the update; it only ever multiplies within a product or arrays that are r wide.
+        scale: The factor of the update; it only ever multiplies within a product or arrays that are r wide.
 
     Returns:
         [..., out], in the dtype of base(x).
@@ -146,10 +146,10 @@ class LoRALinear(Adapter):
     """A linear layer with a low-rank update: y = linear(x) + scale * dropout(x) A B, in the dtype of linear(x).
 
     Args:
-        linear: an nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
-        rank: the inner size r of the update.
-        scale: the factor of the update.
-        dropout: the share of the update's inputs that training sets to zero.
+        linear: An nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
+        rank: The inner size r of the update.
+        scale: The factor of the update.
+        dropout: The share of the update's inputs that training sets to zero.
 
     Example:
         >>> layer = LoRALinear.from_base(nn.Linear(64, 32), rank=4)

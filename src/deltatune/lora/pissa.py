@@ -74,7 +74,7 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
     Args:
         weight: [out, in].
         rank: r, at most the smaller size of the weight.
-        scale: the adapter's factor.
+        scale: The adapter's factor.
     """
     with mx.stream(mx.cpu):
         weight = weight.astype(mx.float32)

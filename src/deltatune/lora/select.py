@@ -42,13 +42,13 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
     """Return the paths of the layers to train.
 
     Args:
-        model: a model with `layers`.
-        config: its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
+        model: A model with `layers`.
+        config: Its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
             Its `layer_kinds` then restrict the choice to those kinds.
-        num_layers: how many of the last layers are chosen; -1, 0 and a number above the model's mean all.
+        num_layers: How many of the last layers are chosen; -1, 0 and a number above the model's mean all.
 
     Raises:
-        UserError: an index or kind that the model does not have.
+        UserError: An index or kind that the model does not have.
     """
     paths = layer_paths(model)
     count = len(paths)
@@ -102,14 +102,14 @@ def select(
     wildcards also selects a module outside the chosen layers.
 
     Args:
-        model: a model with `layers`.
-        config: its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
-        dora: whether the adapters will be DoRA's.
-        num_layers: how many of the last layers to choose from; -1 means all.
-        parts: which parts of a model with images train.
+        model: A model with `layers`.
+        config: Its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
+        dora: Whether the adapters will be DoRA's.
+        num_layers: How many of the last layers to choose from; -1 means all.
+        parts: Which parts of a model with images train.
 
     Raises:
-        UserError: a pattern selects nothing that can take an adapter, or a layer does not exist.
+        UserError: A pattern selects nothing that can take an adapter, or a layer does not exist.
     """
     layers = chosen_layers(model, config, num_layers)
     for path in grown_tables(model):

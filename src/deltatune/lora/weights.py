@@ -90,10 +90,10 @@ def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module
     """Return a copy of `module` with another weight; the bias is shared with the original.
 
     Args:
-        module: a linear, switch-linear or embedding module.
+        module: A linear, switch-linear or embedding module.
         weight: [..., out, in], dense.
-        dense_class: the class of the copy where a quantised module becomes dense.
-        dequantize: whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
+        dense_class: The class of the copy where a quantised module becomes dense.
+        dequantize: Whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
             module's settings.
     """
     if is_quantized(module) and not dequantize:

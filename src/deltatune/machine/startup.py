@@ -28,7 +28,7 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         implementations: By operator, the implementations that its environment variable may force.
 
     Raises:
-        UserError: an environment variable has an unknown value.
+        UserError: An environment variable has an unknown value.
         MissingBackendError: MLX cannot be imported. Neither is raised if this process is the command line.
     """
     global _problem

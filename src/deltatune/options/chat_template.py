@@ -25,12 +25,12 @@ def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[s
     """Return variables of a chat template after a check.
 
     Args:
-        options: the variables by name.
-        where: what to name in messages.
-        prompt: whether they are for one prompt, which may set tools and the template, too.
+        options: The variables by name.
+        where: What to name in messages.
+        prompt: Whether they are for one prompt, which may set tools and the template, too.
 
     Raises:
-        UserError: it is no mapping, holds what JSON lacks, or names an argument that deltatune sets itself.
+        UserError: It is no mapping, holds what JSON lacks, or names an argument that deltatune sets itself.
     """
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {short(options)}.")

@@ -35,7 +35,7 @@ class TrainConfig:
     may have; making a TrainConfig checks them.
 
     Raises:
-        UserError: a value is not one that the option may have, or two options contradict each other.
+        UserError: A value is not one that the option may have, or two options contradict each other.
     """
 
     model: str | None = option(None, _MODEL, "folder of the model, or its name on the Hugging Face hub; required")

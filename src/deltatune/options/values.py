@@ -54,12 +54,12 @@ class Range:
     """The numbers that an option may have.
 
     Args:
-        least: the smallest number.
-        above: a number below the smallest, where the smallest itself has no name: `above=0`.
-        most: the largest number; None means as large as MLX can count, or as fp32 can hold.
-        below: a number above the largest.
-        also: numbers outside the range that have a meaning of their own, such as -1 for "all".
-        size: whether the numbers count bytes, so that a text such as 4GB may stand for one.
+        least: The smallest number.
+        above: A number below the smallest, where the smallest itself has no name: `above=0`.
+        most: The largest number; None means as large as MLX can count, or as fp32 can hold.
+        below: A number above the largest.
+        also: Numbers outside the range that have a meaning of their own, such as -1 for "all".
+        size: Whether the numbers count bytes, so that a text such as 4GB may stand for one.
 
     Example:
         >>> 0 in Range(least=1, also=(-1,))
@@ -113,13 +113,13 @@ def option(
     """Return the field of a dataclass that is an option.
 
     Args:
-        default: the option's default, or a function that makes it anew for each dataclass, as of a list.
-        group: the group in which the option is listed.
-        text: the option's help text.
-        flag: whether the option is a command-line flag, or the flag where its name differs from the option's.
-        choices: the texts that the option may be; any where there are none.
-        words: the words that the option may hold, separated by commas.
-        range: the numbers that the option may be; a test asks every number for one.
+        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
+        group: The group in which the option is listed.
+        text: The option's help text.
+        flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
+        choices: The texts that the option may be; any where there are none.
+        words: The words that the option may hold, separated by commas.
+        range: The numbers that the option may be; a test asks every number for one.
     """
     about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
     if callable(default):
@@ -147,7 +147,7 @@ def fix(instance: Any) -> None:
     """Check every field of a dataclass in place; a whole number becomes a float, and a path text, where one is meant.
 
     Raises:
-        UserError: a value has another type than the field's annotation says, or is not one that its metadata allows
+        UserError: A value has another type than the field's annotation says, or is not one that its metadata allows
             (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
             where a text may be empty).
     """
@@ -160,12 +160,12 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """Make a dataclass from a mapping of its fields' names to values; a field that is a dataclass may be a mapping.
 
     Args:
-        cls: the dataclass, such as TrainConfig.
-        values: the values by name. Names that are missing keep their defaults.
-        where: what to name as the source in messages, such as a file's path; an empty text names the option alone.
+        cls: The dataclass, such as TrainConfig.
+        values: The values by name. Names that are missing keep their defaults.
+        where: What to name as the source in messages, such as a file's path; an empty text names the option alone.
 
     Raises:
-        UserError: a name is unknown, or a value is refused (see `fix`).
+        UserError: A name is unknown, or a value is refused (see `fix`).
     """
     check_values(cls, values, where)
     return cls(**values)
@@ -210,13 +210,13 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     """Return a value in the type that `hint` asks for.
 
     Args:
-        value: the value.
-        hint: a type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
-        metadata: what else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
-        name: what to call the value in messages.
+        value: The value.
+        hint: A type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
+        metadata: What else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
+        name: What to call the value in messages.
 
     Raises:
-        UserError: the value is not what is asked for.
+        UserError: The value is not what is asked for.
     """
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if Any in options or (value is None and type(None) in options):

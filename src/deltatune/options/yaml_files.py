@@ -49,7 +49,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file is an empty mapping.
 
     Raises:
-        UserError: the file cannot be read, is not YAML in UTF-8, gives a key twice, or does not hold a mapping.
+        UserError: The file cannot be read, is not YAML in UTF-8, gives a key twice, or does not hold a mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

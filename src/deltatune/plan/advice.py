@@ -38,11 +38,11 @@ def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned
     """Return one sentence on 8-bit moments and a lower rank for experts, or nothing where they would hardly help.
 
     Args:
-        run: the run, its model prepared.
-        config: its options, as its step was planned.
-        peak: what the step was planned to hold, in bytes.
-        over: how much of that is too much; less than 1 where it fits.
-        planned: plans the same step anew. It is asked twice at most.
+        run: The run, its model prepared.
+        config: Its options, as its step was planned.
+        peak: What the step was planned to hold, in bytes.
+        over: How much of that is too much; less than 1 where it fits.
+        planned: Plans the same step anew. It is asked twice at most.
     """
     if config.resume:
         return ""

@@ -23,8 +23,8 @@ class Products:
     """The matrix products of a step.
 
     Args:
-        operations: multiplications and additions of all of them. What kernels of our own compute is not counted.
-        largest: rows, summed length and columns of the product that most of the operations are in; None without one.
+        operations: Multiplications and additions of all of them. What kernels of our own compute is not counted.
+        largest: Rows, summed length and columns of the product that most of the operations are in; None without one.
     """
 
     operations: int = 0
@@ -48,9 +48,9 @@ def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) ->
     A product that is larger than any need be is measured on a part of its size.
 
     Args:
-        shape: rows, summed length and columns.
-        dtype: of the matrices.
-        seconds: for how long it is measured.
+        shape: Rows, summed length and columns.
+        dtype: Of the matrices.
+        seconds: For how long it is measured.
     """
     rows, inner, columns = map(min, shape, _MOST)
     x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))

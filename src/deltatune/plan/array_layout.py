@@ -54,7 +54,7 @@ class ArrayLayout:
         """Measure the layout of the MLX that is loaded.
 
         Raises:
-            LayoutError: this MLX stores its arrays in another way; the message says what did not fit.
+            LayoutError: This MLX stores its arrays in another way; the message says what did not fit.
         """
         read = reader()
         layout = cls(read, *_measure(read))

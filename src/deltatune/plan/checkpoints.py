@@ -31,10 +31,10 @@ class Choice:
     """What is computed again in the backward pass.
 
     Args:
-        checkpoints: the layers, and whether cheap operators of the others are.
-        again: how many layers are computed again.
-        of: how many layers the backward pass reaches.
-        forecast: the step with these checkpoints.
+        checkpoints: The layers, and whether cheap operators of the others are.
+        again: How many layers are computed again.
+        of: How many layers the backward pass reaches.
+        forecast: The step with these checkpoints.
     """
 
     checkpoints: Checkpoints
@@ -55,8 +55,8 @@ class Order:
     """The layers of a model in the order in which they are checkpointed.
 
     Args:
-        frozen: positions of layers that the backward pass does not reach. To checkpoint them costs nothing.
-        reached: positions of the others, the first to be checkpointed first.
+        frozen: Positions of layers that the backward pass does not reach. To checkpoint them costs nothing.
+        reached: Positions of the others, the first to be checkpointed first.
     """
 
     frozen: list[int]
@@ -92,10 +92,10 @@ def choose(
     layers are enough without the operators, as where few layers are kept of a long row, no operators are chosen.
 
     Args:
-        attempt: makes the plan for what is computed again.
-        order: which layers to checkpoint first.
-        limits: the limits of the device.
-        operators: whether cheap operators may be chosen.
+        attempt: Makes the plan for what is computed again.
+        order: Which layers to checkpoint first.
+        limits: The limits of the device.
+        operators: Whether cheap operators may be chosen.
     """
     most = None if limits.bytes is None else int(SHARE * limits.bytes)
     limits = replace(limits, bytes=most)

@@ -29,8 +29,8 @@ class Brake:
     """From how many bytes on MLX waits for the work that it has queued for an NVIDIA GPU, which keeps its inputs.
 
     Args:
-        most: it waits from here on in any case.
-        free: it never waits below.
+        most: It waits from here on in any case.
+        free: It never waits below.
     """
 
     most: int
@@ -46,10 +46,10 @@ class DeviceLimits:
     """The limits of a device.
 
     Args:
-        buffers: how many buffers may live at once; None where the device has no such limit.
-        bytes: how many bytes may live at once; None where that is not known.
-        why_buffers: where the limit of buffers comes from, in words.
-        why_bytes: where the limit of bytes comes from, in words.
+        buffers: How many buffers may live at once; None where the device has no such limit.
+        bytes: How many bytes may live at once; None where that is not known.
+        why_buffers: Where the limit of buffers comes from, in words.
+        why_bytes: Where the limit of bytes comes from, in words.
     """
 
     buffers: int | None

@@ -55,13 +55,13 @@ def examine(
     The weights are not read from the disk.
 
     Args:
-        config: the run.
-        limits: the limits to plan for; those of MLX's default device where None.
-        shown: is told what is found, as soon as it is known.
-        advise: whether to say what smaller adapters and moments would save where the run fits, too.
+        config: The run.
+        limits: The limits to plan for; those of MLX's default device where None.
+        shown: Is told what is found, as soon as it is known.
+        advise: Whether to say what smaller adapters and moments would save where the run fits, too.
 
     Raises:
-        UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
+        UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
     """
     try:
         layout = ArrayLayout.measured()
@@ -147,10 +147,10 @@ class Checked:
     """A run that was checked.
 
     Args:
-        said: what to tell the user: the plan, or why there is none on this version of MLX.
-        checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
-        memory_limit: the bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
-        feature_bytes: what cached features of images may take, for Trainer.run; None for its default.
+        said: What to tell the user: the plan, or why there is none on this version of MLX.
+        checkpoints: What is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
+        memory_limit: The bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
+        feature_bytes: What cached features of images may take, for Trainer.run; None for its default.
     """
 
     said: list[Fact | str]
@@ -163,11 +163,11 @@ def check(run: Run, *, force: bool = False) -> Checked:
     """Check that a run which is about to start fits the device, and choose its checkpoints if that is left to the plan.
 
     Args:
-        run: the run, its model prepared.
-        force: report a run that does not fit instead of refusing it.
+        run: The run, its model prepared.
+        force: Report a run that does not fit instead of refusing it.
 
     Raises:
-        UserError: the run does not fit; the message says what would make it fit.
+        UserError: The run does not fit; the message says what would make it fit.
     """
     limits = device_limits()
     try:

@@ -9,9 +9,9 @@ def held(peak: int, layers: Sequence[int], streamed: Sequence[int]) -> int:
     """Return the peak of a step that holds two of the layers on the disk at a time.
 
     Args:
-        peak: the peak with all weights in memory.
-        layers: the bytes of each layer's frozen weights.
-        streamed: the positions of the layers on the disk.
+        peak: The peak with all weights in memory.
+        layers: The bytes of each layer's frozen weights.
+        streamed: The positions of the layers on the disk.
     """
     sizes = sorted(layers[at] for at in streamed)
     return peak - sum(sizes) + sum(sizes[-2:])

@@ -50,19 +50,19 @@ class Placement:
     """Where the frozen weights of a model's layers are.
 
     Args:
-        memory: what may be held, in bytes.
-        peak: what is held with all weights in memory, in bytes.
-        tokens: what is computed at once, as rows and tokens of a row.
-        layers: the bytes of each layer's frozen weights.
-        lowest: the first layer that a backward pass reaches; their number without one.
-        streamed: the positions of the layers that stay on the disk, ascending.
-        folder: the folder of the checkpoint.
-        products: the matrix products of a step; None without one.
-        dtype: what they are computed in.
-        on_host: whether the host's memory, not the disk, gives them to a GPU.
-        inputs: the bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
-        inputs_on_host: whether they go to the host's memory, not to the disk.
-        features: what cached features of a frozen vision tower may take: of `memory`, or of the host's beside a GPU.
+        memory: What may be held, in bytes.
+        peak: What is held with all weights in memory, in bytes.
+        tokens: What is computed at once, as rows and tokens of a row.
+        layers: The bytes of each layer's frozen weights.
+        lowest: The first layer that a backward pass reaches; their number without one.
+        streamed: The positions of the layers that stay on the disk, ascending.
+        folder: The folder of the checkpoint.
+        products: The matrix products of a step; None without one.
+        dtype: What they are computed in.
+        on_host: Whether the host's memory, not the disk, gives them to a GPU.
+        inputs: The bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
+        inputs_on_host: Whether they go to the host's memory, not to the disk.
+        features: What cached features of a frozen vision tower may take: of `memory`, or of the host's beside a GPU.
     """
 
     memory: int
@@ -222,10 +222,10 @@ def placed(run: Run) -> Placed:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
     Args:
-        run: the run; its options are changed to what `memory` implies.
+        run: The run; its options are changed to what `memory` implies.
 
     Raises:
-        UserError: the run cannot be computed by layers, or `memory` is too small for it.
+        UserError: The run cannot be computed by layers, or `memory` is too small for it.
     """
     config, model = run.config, run.model
     memory = config.memory
@@ -327,15 +327,15 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
     """Choose which layers stay on the disk.
 
     Args:
-        model: the model.
-        stored: which of its arrays lie in files.
-        memory: what may be held, in bytes.
-        planned: what is computed at once.
-        ranks: how many processes hold weights on the host, at most.
+        model: The model.
+        stored: Which of its arrays lie in files.
+        memory: What may be held, in bytes.
+        planned: What is computed at once.
+        ranks: How many processes hold weights on the host, at most.
 
     Raises:
-        TooLittleMemoryError: it is too little with all layers but two on the disk.
-        UserError: it is more than the device has.
+        TooLittleMemoryError: It is too little with all layers but two on the disk.
+        UserError: It is more than the device has.
     """
     layers = describe(model)
     sizes = tuple(

@@ -26,9 +26,9 @@ class Largest:
     """What a search found.
 
     Args:
-        value: the largest value whose plan was made and fits, 0 where none was.
-        more: larger values than are named here, which were not tried, may fit.
-        probable: a larger value, for whose plan there was no time. It fits if memory grows as in the plans made.
+        value: The largest value whose plan was made and fits, 0 where none was.
+        more: Larger values than are named here, which were not tried, may fit.
+        probable: A larger value, for whose plan there was no time. It fits if memory grows as in the plans made.
     """
 
     value: int
@@ -82,13 +82,13 @@ def largest(
     the parabola through the plans meets the limit, or a smaller one if that plan would not be made by the deadline.
 
     Args:
-        attempt: makes the plan for a value.
-        limits: the limits to stay within.
-        known: plans that exist already, by value. Those that are made here are added.
-        values: the values that may be tried.
-        alike: plans of other steps, by the value that would need as much memory. They only help to choose values.
-        slower: how many times as long a plan takes for a value that many times as large.
-        deadline: when to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
+        attempt: Makes the plan for a value.
+        limits: The limits to stay within.
+        known: Plans that exist already, by value. Those that are made here are added.
+        values: The values that may be tried.
+        alike: Plans of other steps, by the value that would need as much memory. They only help to choose values.
+        slower: How many times as long a plan takes for a value that many times as large.
+        deadline: When to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
     """
     step, most = values.step, values.most
     for _ in range(_PLANS):

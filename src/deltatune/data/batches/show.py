@@ -24,9 +24,9 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
     command.
 
     Args:
-        batch: the batch to print.
+        batch: The batch to print.
         tokenizer: mlx-lm's TokenizerWrapper.
-        console: where to print; None means standard output.
+        console: Where to print; None means standard output.
     """
     console = console or Console()
     # A dumb terminal has no styles at all.

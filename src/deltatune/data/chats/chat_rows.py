@@ -28,13 +28,13 @@ class Marks:
     """What a template and its tokenizer are known by, as far as the rows of a conversation depend on it.
 
     Args:
-        specials: the special tokens as they are written, of which some templates end a conversation with one.
-        ends: the tokens at which generation stops, as they are written.
-        end: the one of them that ends a text; "" if there is none.
-        added: the tokens that are cut out of a text before anything else, so that nothing merges with them.
-        blocks: whether the template marks what is generated with {% generation %} blocks.
-        thinking: the value of enable_thinking that the template is given.
-        other: what the prompt with the other value has after the prompt with this one; "" if it is the same prompt, and
+        specials: The special tokens as they are written, of which some templates end a conversation with one.
+        ends: The tokens at which generation stops, as they are written.
+        end: The one of them that ends a text; "" if there is none.
+        added: The tokens that are cut out of a text before anything else, so that nothing merges with them.
+        blocks: Whether the template marks what is generated with {% generation %} blocks.
+        thinking: The value of enable_thinking that the template is given.
+        other: What the prompt with the other value has after the prompt with this one; "" if it is the same prompt, and
             None if it is not known yet or not so simple.
     """
 
@@ -59,18 +59,18 @@ def chat_rows(
     answer is put behind its prompt.
 
     Args:
-        messages: the conversation.
-        turns: the numbers of the messages that count in the loss; None if the whole text counts.
-        every_turn: whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
-        render: renders the first messages; returns the text and the spans of the {% generation %} blocks.
-        marks: what is known of the template.
-        ends: what ends a turn.
+        messages: The conversation.
+        turns: The numbers of the messages that count in the loss; None if the whole text counts.
+        every_turn: Whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
+        render: Renders the first messages; returns the text and the spans of the {% generation %} blocks.
+        marks: What is known of the template.
+        ends: What ends a turn.
 
     Returns:
         The rows. Of several starts of a turn, the first whose tokens fit is meant.
 
     Raises:
-        RefusalError: an answer does not begin with its prompt.
+        RefusalError: An answer does not begin with its prompt.
     """
     count = len(messages)
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]

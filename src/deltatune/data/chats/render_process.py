@@ -33,8 +33,8 @@ class RenderLimits(NamedTuple):
     """What rendering one conversation may take.
 
     Args:
-        seconds: processor time; a single step of Python is stopped after twice this time.
-        memory: bytes beyond those that the process has.
+        seconds: Processor time; a single step of Python is stopped after twice this time.
+        memory: Bytes beyond those that the process has.
     """
 
     seconds: float = 10

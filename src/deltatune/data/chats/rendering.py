@@ -56,12 +56,12 @@ class ChatRow:
     """A conversation, or its beginning, as a chat template writes it.
 
     Args:
-        text: the text.
-        turns: for each part that counts in the loss, the characters at which it may start, and at which it ends. Of
+        text: The text.
+        turns: For each part that counts in the loss, the characters at which it may start, and at which it ends. Of
             several starts, the first whose tokens fit is meant.
-        messages: the number of messages in the text.
-        others: those of the starts that are behind a prompt with the other value of enable_thinking.
-        blocks: whether the parts are the template's {% generation %} blocks.
+        messages: The number of messages in the text.
+        others: Those of the starts that are behind a prompt with the other value of enable_thinking.
+        blocks: Whether the parts are the template's {% generation %} blocks.
     """
 
     text: str
@@ -79,10 +79,10 @@ class Renderer:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        options: variables for the template, which those of a conversation override.
+        options: Variables for the template, which those of a conversation override.
 
     Attributes:
-        options: the variables, with enable_thinking as mlx-lm sets it where it was not given.
+        options: The variables, with enable_thinking as mlx-lm sets it where it was not given.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
@@ -107,8 +107,8 @@ class Renderer:
         """Yield the items in order, a chunk at a time, with the rows of each conversation or why there are none.
 
         Args:
-            items: conversations, and texts, which have no rows.
-            count: about how many items there are, which decides in how many processes they are rendered.
+            items: Conversations, and texts, which have no rows.
+            count: About how many items there are, which decides in how many processes they are rendered.
         """
         chunks = _chunks(items)
         if self.writes_by_itself:
@@ -138,12 +138,12 @@ class Renderer:
         """Return the text of a conversation.
 
         Args:
-            messages: the messages, each with its role.
-            tools: the tools that the template may name.
-            options: further arguments of transformers' apply_chat_template, and variables for the template.
+            messages: The messages, each with its role.
+            tools: The tools that the template may name.
+            options: Further arguments of transformers' apply_chat_template, and variables for the template.
 
         Raises:
-            UserError: the template does not render it.
+            UserError: The template does not render it.
         """
         if self.writes_by_itself:
             try:

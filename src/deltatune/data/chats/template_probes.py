@@ -31,7 +31,7 @@ def argument_form(write: Write) -> str:
     a text, or writes it as a text within JSON. One that takes both alike gets what the row has, as from mlx_lm.lora.
 
     Args:
-        write: renders messages; it may raise what templates raise.
+        write: Renders messages; it may raise what templates raise.
     """
     as_mapping, as_text = (_tried(write, _asked(_call(form))) for form in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
     if as_text is not None and (as_mapping is None or str(_ARGUMENTS) in as_mapping):
@@ -60,8 +60,8 @@ def behind_an_answer(write: Write, *, tools: bool) -> str | None:
     """Return what a template writes between an answer and the next message; None if it refuses to.
 
     Args:
-        write: renders messages; it may raise what templates raise.
-        tools: whether the answer calls a tool, whose result is then the next message. What the template writes for the
+        write: Renders messages; it may raise what templates raise.
+        tools: Whether the answer calls a tool, whose result is then the next message. What the template writes for the
             call is part of what is returned.
     """
     follows = {"role": "tool", "tool_call_id": _ID, "name": "name"} if tools else {"role": "user"}
@@ -92,8 +92,8 @@ def around_reasoning(write: Write, key: str) -> tuple[str, str] | None:
     Kimi K2 Thinking's template writes the reasoning of answers that call a tool alone, so these are tried, too.
 
     Args:
-        write: renders messages; it may raise what templates raise.
-        key: the key of a message under which the reasoning stands.
+        write: Renders messages; it may raise what templates raise.
+        key: The key of a message under which the reasoning stands.
 
     Returns:
         The text between the question and the reasoning, and the text between the reasoning and the content; None if the

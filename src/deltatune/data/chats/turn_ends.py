@@ -20,10 +20,10 @@ class TurnEnds:
     all, the tokenizer's end token is added behind the last turn.
 
     Args:
-        write: renders messages with the template; it may raise what templates raise.
-        ends: the tokens at which generation stops, as they are written.
-        specials: the special tokens, as they are written.
-        added: the token that is added where the template marks no end; "" if there is none.
+        write: Renders messages with the template; it may raise what templates raise.
+        ends: The tokens at which generation stops, as they are written.
+        specials: The special tokens, as they are written.
+        added: The token that is added where the template marks no end; "" if there is none.
     """
 
     def __init__(self, write: Write, ends: Sequence[str], specials: Sequence[str], added: str):

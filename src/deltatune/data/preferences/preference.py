@@ -15,10 +15,10 @@ class Preference:
     """Two documents that belong together.
 
     Args:
-        documents: the chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
+        documents: The chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
             (KTO), the answer, and the answer of another row behind the same prompt; before that other answer is added,
             the answer alone. The targets of a document mark its answer.
-        desirable: whether the first document is a good answer; always True for a chosen one.
+        desirable: Whether the first document is a good answer; always True for a chosen one.
         reference: float32 [2], the log-probability of each document's answer under the reference model, which is filled
             in before training (train/preferences/reference.py); NaN until then.
     """
@@ -90,11 +90,11 @@ def lay_out(
     """Lay the preferences of a batch out in rows.
 
     Args:
-        rows: for each row of preferences, their numbers; an empty row is blank.
-        preferences: all preferences.
-        slots: the number of preferences for which a packed row has room; 1 without packing.
-        width: the number of positions of a row.
-        packed: whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
+        rows: For each row of preferences, their numbers; an empty row is blank.
+        preferences: All preferences.
+        slots: The number of preferences for which a packed row has room; 1 without packing.
+        width: The number of positions of a row.
+        packed: Whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
             row of preferences becomes two rows of the batch, of one document each.
 
     Returns:

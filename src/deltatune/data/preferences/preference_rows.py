@@ -36,9 +36,9 @@ class PreferenceEncoder:
     it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
 
     Args:
-        conversations: the encoder of conversations, with images or without.
+        conversations: The encoder of conversations, with images or without.
         tokenizer: mlx-lm's TokenizerWrapper.
-        labels: whether answers with a label are expected (KTO). A pair then stands for two such answers.
+        labels: Whether answers with a label are expected (KTO). A pair then stands for two such answers.
 
     Source:
         trl.data_utils and the tokenisation of trl.DPOTrainer, which give the same tokens for the same row.

@@ -19,8 +19,8 @@ def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     adds none. Values that are stored as JSON hold what was written.
 
     Args:
-        row: a row as the datasets library gives it.
-        features: the library's description of the columns, or None where it has none.
+        row: A row as the datasets library gives it.
+        features: The library's description of the columns, or None where it has none.
     """
     return {key: _value(value, _ANY if features is None else features.get(key)) for key, value in row.items()}
 

@@ -19,12 +19,12 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     unless the options name a separator.
 
     Args:
-        path: the first argument of load_dataset.
-        options: its further arguments.
+        path: The first argument of load_dataset.
+        options: Its further arguments.
 
     Raises:
-        UserError: the splits have other columns.
-        Exception: what the datasets library and pandas raise where the data cannot be opened.
+        UserError: The splits have other columns.
+        Exception: What the datasets library and pandas raise where the data cannot be opened.
     """
     import datasets
     import pandas

@@ -48,13 +48,13 @@ class Conversation:
     """A conversation that is to be rendered.
 
     Args:
-        messages: the messages, each with its role.
-        tools: the tools that the template describes to the model.
-        turns: the numbers of the messages that count in the loss; None if everything counts.
-        every_turn: whether these are all of the assistant's turns.
-        source: where the conversation came from, for messages to the user.
-        options: variables for the chat template, beside those of the run.
-        shape: a digest of its roles, keys and types, in which texts do not matter.
+        messages: The messages, each with its role.
+        tools: The tools that the template describes to the model.
+        turns: The numbers of the messages that count in the loss; None if everything counts.
+        every_turn: Whether these are all of the assistant's turns.
+        source: Where the conversation came from, for messages to the user.
+        options: Variables for the chat template, beside those of the run.
+        shape: A digest of its roles, keys and types, in which texts do not matter.
     """
 
     messages: Messages
@@ -79,7 +79,7 @@ class RowFormats:
     """Reads rows, and counts the formats that it met (`kinds`) and the columns that it does not read (`unread`).
 
     Args:
-        features: the keys of a row.
+        features: The keys of a row.
     """
 
     features: Features
@@ -202,13 +202,13 @@ def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) 
     """Return the messages of a prompt and of what follows it, of whose assistant turns those behind it alone count.
 
     Args:
-        prompt: the messages of the prompt.
-        answer: the messages behind it.
-        name: the column of the answer.
-        source: what messages to the user call the row.
+        prompt: The messages of the prompt.
+        answer: The messages behind it.
+        name: The column of the answer.
+        source: What messages to the user call the row.
 
     Raises:
-        UserError: the answer is empty, or says the prompt again.
+        UserError: The answer is empty, or says the prompt again.
     """
     if not answer:
         raise UserError(f"{source}: {name!r} has no message of its own; remove this row.")

@@ -43,12 +43,12 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
     """Refuse a row whose answer is marked as a bad one: imitation would learn it like a good one.
 
     Args:
-        row: the row.
-        read: the columns that are read as parts of the conversation.
-        source: what messages to the user call the row.
+        row: The row.
+        read: The columns that are read as parts of the conversation.
+        source: What messages to the user call the row.
 
     Raises:
-        UserError: the row says that its answer is bad.
+        UserError: The row says that its answer is bad.
     """
     for name in _JUDGED:
         value = None if name in read else row.get(name)
@@ -65,12 +65,12 @@ def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, 
     """Refuse a row whose texts hold marks for the values of a column that is not read: they would be learnt as text.
 
     Args:
-        row: the row.
-        messages: its messages.
-        source: what messages to the user call the row.
+        row: The row.
+        messages: Its messages.
+        source: What messages to the user call the row.
 
     Raises:
-        UserError: there is such a mark, or a message holds media of its own.
+        UserError: There is such a mark, or a message holds media of its own.
     """
     for number, message in enumerate(messages, 1):
         for name, marks in _MARKS.items():

@@ -148,11 +148,11 @@ def open_image(file: Any, source: str) -> Any:
     """Read an image: of an animation the first picture, upright, with white behind what is transparent, in RGB.
 
     Args:
-        file: what `image_file` returns.
-        source: where the row came from, for messages to the user.
+        file: What `image_file` returns.
+        source: Where the row came from, for messages to the user.
 
     Raises:
-        UserError: the file is no image, damaged, too large or of an unfit kind.
+        UserError: The file is no image, damaged, too large or of an unfit kind.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -41,12 +41,12 @@ class VideoReader:
     """Turns a video of a row into patches.
 
     Args:
-        processor: the model's video processor, or None if it has none.
-        folder: the folder to which relative paths refer.
+        processor: The model's video processor, or None if it has none.
+        folder: The folder to which relative paths refer.
         limits: min_pixels and max_pixels of a frame; the model's own limit for a whole video holds as well.
-        fps: the frames per second to take from a file, or at which a list of frames was recorded; None takes the
+        fps: The frames per second to take from a file, or at which a list of frames was recorded; None takes the
             processor's own.
-        max_frames: the largest number of frames to take; None takes the processor's own.
+        max_frames: The largest number of frames to take; None takes the processor's own.
     """
 
     processor: Any
@@ -152,10 +152,10 @@ def frame_count(total: int, rate: float, fps: float, least: int, most: int) -> i
     """Return how many frames to take of a file: an even number of them if it has two or more.
 
     Args:
-        total: the number of frames in the file.
-        rate: its frames per second.
-        fps: the frames per second to take.
-        least, most: the smallest and the largest number of frames to take.
+        total: The number of frames in the file.
+        rate: Its frames per second.
+        fps: The frames per second to take.
+        least, most: The smallest and the largest number of frames to take.
 
     Source:
         smart_nframes of qwen_vl_utils, and mlx_vlm.utils.load_video.
@@ -175,8 +175,8 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
     """Return the text that stands for a video in a prompt: for each pair of frames, its time and a block of tokens.
 
     Args:
-        seconds: the time of each pair of frames.
-        names: the token that begins a block, the one that stands for a feature, and the one that ends a block. The
+        seconds: The time of each pair of frames.
+        names: The token that begins a block, the one that stands for a feature, and the one that ends a block. The
             second is written once here and repeated after tokenisation.
 
     Source:
