@@ -16,7 +16,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; its message says what was expected, what came and what to do.
+    """A mistake that the user can correct; its message names the expected value, the actual one and the remedy.
 
     The command line prints the message without a traceback, and exits with code 2.
 

@@ -77,7 +77,7 @@ def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
     """Call a model on text, and return its logits [B, T, vocabulary].
 
     Args:
-        model: A model of mlx-lm, or of mlx-vlm, whose models may require pictures and answer with an object.
+        model: A model of mlx-lm, or of mlx-vlm. Those may require pictures and answer with an object.
         tokens: Token ids [B, T].
         keywords: Further arguments of the model, which come before None for pictures.
     """
@@ -87,7 +87,7 @@ def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What is known of a decoder layer."""
+    """The place and the properties of a decoder layer."""
 
     # The position in `model.layers`.
     index: int

@@ -1,4 +1,4 @@
-"""Loads the examples of a run: chooses the tables that its options name, reads them, and checks what they hold."""
+"""Loads the examples of a run: chooses the tables that its options name, reads them, and checks their content."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
 def _read_more(
     config: TrainConfig, tokenizer: Any, features: Features, rows: list[tuple[str, Any]], name: str
 ) -> list[Any]:
-    """Return the examples of rows that are streamed during training, with a reader whose notes go with it."""
+    """Return the examples of rows that are streamed during training; the reader's notes are dropped."""
     return _read_rows(Reader(config, tokenizer), rows, name, features)
 
 
@@ -159,7 +159,7 @@ def _tables(
     open_jsonl: Callable[[Path], Any] = jsonl,
     open_dataset: Callable[..., dict[str, Any]] = hugging_face,
 ) -> dict[str, list[Part]]:
-    """Return the tables, or what else the functions open, of each needed split, with the keys of their rows."""
+    """Return the tables (or other results of the two functions) of each needed split, with the keys of their rows."""
     if config.hf_dataset:
         return _hf_tables(config, needed, open_dataset)
     return _data_tables(config, needed, open_jsonl, open_dataset)

@@ -142,7 +142,7 @@ class Reader:
         return VisionEncoder(text, self._vision.spec, reader, names)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
-        """Note how rows of other trainers' formats are read, what of them is not, and which take several rows."""
+        """Note how rows of other trainers' formats are read, their unread columns, and which take several rows."""
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
@@ -173,7 +173,7 @@ class Reader:
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
-        """Note how many examples of a table were too long, and what was done with them."""
+        """Note how many examples of a table were too long, and whether they were skipped or truncated."""
         if not overlong:
             return
         skip = self._config.overlong == "skip"

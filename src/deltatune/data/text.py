@@ -86,7 +86,7 @@ class TextEncoder:
             raise failures[0]
 
     def conversation(self, messages: Messages, row: Any, source: str) -> Conversation:
-        """Return what is to be rendered for these messages of a row."""
+        """Return the conversation to render for these messages of a row."""
         if not self._tokenizer.has_chat_template:
             raise UserError(
                 f"{source}: the model's tokenizer has no chat template, which prompt/completion and chat lines need; "
@@ -120,7 +120,7 @@ class TextEncoder:
         return next(self._examples([(text, [])]))[0]
 
     def _until_failure(self, rows: Iterable[tuple[str, Any]], failures: list[UserError]) -> Iterator[Item]:
-        """Yield what each row says, up to the first that cannot be read, whose error goes to `failures`."""
+        """Yield the text or conversation of each row, up to the first unreadable one; its error goes to `failures`."""
         try:
             for source, row in rows:
                 messages = self.formats.messages(row, source)
@@ -165,7 +165,7 @@ class TextEncoder:
         return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
 
     def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
-        """Return the example of a plain text, all of whose tokens count, with an end token."""
+        """Return the example of a plain text with an end token; all of its tokens count."""
         if self._mask_prompt:
             raise UserError(
                 f"{item.source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
@@ -204,7 +204,7 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
     Args:
         messages: The messages of a row.
         turns: The numbers of the assistant's messages that count in the loss.
-        source: What messages call the row.
+        source: The row's name in messages.
 
     Raises:
         UserError: One of them has no text, no reasoning, no call of a tool and no picture.
@@ -228,7 +228,7 @@ def check_calls(messages: Messages, template: str | None, source: str) -> None:
     Args:
         messages: The messages of a row.
         template: The chat template; None where code writes conversations.
-        source: What messages call the row.
+        source: The row's name in messages.
 
     Raises:
         UserError: A message calls a tool.
@@ -253,7 +253,7 @@ def check_roles(messages: Messages, template: str | None, source: str) -> None:
     Args:
         messages: The messages of a row.
         template: The chat template, which may name further roles; None where code writes conversations.
-        source: What messages call the row.
+        source: The row's name in messages.
 
     Raises:
         UserError: A role is unknown.

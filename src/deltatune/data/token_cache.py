@@ -36,7 +36,7 @@ class Encoded:
     """A table as examples at full length.
 
     Args:
-        rows: The examples of each row: one, or several for a conversation whose template rewrites earlier turns.
+        rows: The examples of each row: one, or several where the template rewrites earlier turns of a conversation.
         kinds: How many rows have each format.
         unread: How many rows have each column that has a meaning and is not read.
         unwritten: How many messages, or rows for tools, have parts of each kind that the chat template does not write.
@@ -96,7 +96,7 @@ def encoding_digest(tokenizer: Any) -> str | None:
 
 
 def read(key: str, name: str) -> Encoded | None:
-    """Return what `keep` kept under a key; None if there is nothing or it is damaged.
+    """Return the table that `keep` stored under a key; None if there is none or it is damaged.
 
     Args:
         key: The digest of the data, the tokenizer and the options.

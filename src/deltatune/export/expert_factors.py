@@ -1,8 +1,8 @@
 """Converts low-rank factors of experts between MLX's layout and that of PEFT's `target_parameters`.
 
 MLX has factors a [E, r, in] and b [E, out, r] for each of gate, up and down. PEFT has A [E*r, in], expert by expert,
-and B [out, r*E], whose columns hold all experts of one rank index side by side; gate and up are one parameter of
-2*out rows.
+and B [out, r*E], with the columns of all experts of one rank index side by side; gate and up are one parameter of 2*out
+rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
     """Take factors of a joint matrix apart: the inverse of `fused`.
 
     Every part keeps the whole rank, unless b is block-diagonal as `fused` makes it: then each keeps its own block. A
-    part whose b is zero, beside another whose b is not, has no adapter.
+    part with b = 0, beside another with b != 0, has no adapter.
 
     Args:
         a: [E, r, in].

@@ -56,7 +56,7 @@ def _check_plain(adapter: PeftAdapter) -> None:
     """Check that the adapter is LoRA on linear layers of the language model, which is all that llama.cpp knows.
 
     Raises:
-        UserError: It is more; the message names what.
+        UserError: It has updates of other kinds; the message names them.
     """
     config = adapter.config
     parameters = config.get("target_parameters", [])

@@ -104,10 +104,11 @@ def write_gguf(
         model_path: The base checkpoint in Hugging Face's layout.
         adapter_path: The folder of the adapter.
         save_path: The file to write, which must not exist.
-        command: What starts the converter (`converter_command`).
+        command: The command that starts the converter (`converter_command`).
         outtype: The type of the tensors; "auto" keeps half precision.
         ends: The tokens at which generation stops, the one that the file is to name last; none leaves the base's.
-        quantizer: What starts llama-quantize, where the converter cannot write that type (`quantizer_command`).
+        quantizer: The command that starts llama-quantize (`quantizer_command`), for types that the converter cannot
+            write.
 
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.

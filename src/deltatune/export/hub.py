@@ -55,7 +55,7 @@ def push(folder: Path, name: str) -> str:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the hub refuses, a file does not get through, or nobody answers.
+    """The errors of huggingface_hub where the hub refuses, a file does not get through, or nobody answers.
 
     The last is an error of the HTTP library beneath, which differs by version: the base class `HTTPError` of that
     library is one of huggingface_hub's own error.

@@ -76,7 +76,7 @@ RECORDS: dict[str, FamilyRecord] = {
 
 @dataclass(frozen=True)
 class AdaptedPlace:
-    """Where transformers has what an adapter of MLX adapts.
+    """The module or parameter in transformers that an adapter of MLX adapts.
 
     Args:
         module: The path of the module.
@@ -161,7 +161,7 @@ def check_layout(names: Iterable[str], model_path: Path, purpose: str) -> None:
     Args:
         names: The names of the checkpoint's tensors.
         model_path: Its folder, for the message.
-        purpose: What needs these names, as a clause.
+        purpose: The reader that needs these names, as a clause.
 
     Raises:
         UserError: They are MLX's names, or tensors are quantised in MLX's format.

@@ -33,7 +33,7 @@ def to_peft_rows(
     Args:
         model: A model, with or without such rows.
         names: The names that transformers gives to its modules.
-        root: What PEFT puts before the path of a module.
+        root: PEFT's prefix of the path of a module.
 
     Returns:
         The tensors by PEFT's names, the content of `trainable_token_indices`, and sentences for the user.

@@ -30,7 +30,7 @@ PEFT_CONFIG = "adapter_config.json"
 HALVES = ("gate", "up")
 # The first PEFT that reads adapters of experts as they are written here (expert_factors.from_early_peft).
 EXPERTS_SINCE = "0.20.0"
-# What PEFT puts before the path of a module.
+# PEFT's prefix of the path of a module.
 _ROOT = "base_model.model"
 
 
@@ -41,7 +41,7 @@ class PeftAdapter:
     Attributes:
         tensors: The content of adapter_model.safetensors.
         config: The content of adapter_config.json.
-        notes: Sentences for the user about what PEFT does differently.
+        notes: Sentences for the user about differences in PEFT's behaviour.
     """
 
     tensors: dict[str, mx.array] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def write_peft(
         adapter_path: The folder of the adapter.
         save_path: The folder to write, which must not hold an adapter yet.
         base_model: The name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
-        one_alpha: Whether lora_B takes over what would need an `alpha_pattern`, which llama.cpp does not read.
+        one_alpha: Whether lora_B is scaled in place of an `alpha_pattern`, which llama.cpp does not read.
 
     Raises:
         UserError: PEFT cannot express the adapter, or a file is damaged or exists already.

@@ -62,7 +62,7 @@ class ImportedAdapter:
     """An adapter of PEFT on the modules of an MLX model.
 
     Attributes:
-        factors: By path, what the adapter of that module holds: lora_a, lora_b and, for DoRA, m.
+        factors: The arrays of each module's adapter by its path: lora_a, lora_b and, for DoRA, m.
         scales: The factor of each update.
         dropout: The dropout of all.
         dora: Whether the adapters are DoRA's.
@@ -85,7 +85,7 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
         save_path: The folder to write.
 
     Raises:
-        UserError: The adapter is not LoRA or DoRA, holds what MLX's format cannot express, or is for another model.
+        UserError: The adapter is not LoRA or DoRA, has parts that MLX's format cannot express, or is for another model.
 
     Example:
         >>> import_peft("mlx-community/Qwen3-0.6B-4bit", "adapters-peft", "adapters").dora

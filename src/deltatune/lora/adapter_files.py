@@ -2,7 +2,7 @@
 
 mlx-lm rebuilds the adapters from `lora_parameters`: one rank, scale, dropout and kind for all, and `keys`, for which
 deltatune writes the full path of every adapted module. When deltatune loads an adapter, the tensors themselves say
-which modules carry one and of what rank, so mlx_lm.lora's defaults for missing options are not needed. Lower ranks are
+which modules carry one and of which rank, so mlx_lm.lora's defaults for missing options are not needed. Lower ranks are
 padded with zeros when they are saved, and lose them again when deltatune loads them.
 """
 
@@ -91,7 +91,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     """Return the tensors to save by full path, and the part of adapter_config.json that says how to rebuild them.
 
     Raises:
-        UserError: mlx-lm's format cannot express what the model trains.
+        UserError: mlx-lm's format cannot express the trained parameters.
     """
     new_rows = stored_rows(model)
     grown = tuple(f"{path}.new_" for path in grown_tables(model))
@@ -197,7 +197,7 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
 
 
 def _check_saved_settings(model: nn.Module, path: Path) -> None:
-    """Compare what the config beside an adapter file says of its adapters with those of the model."""
+    """Compare the kind, rank and scale in the config beside an adapter file with those of the model's adapters."""
     if not adapters(model) or not (path.parent / CONFIG).is_file():
         return
     config = read_config(path.parent)
@@ -258,7 +258,7 @@ def options_of(directory: Path) -> dict[str, Any]:
 
 
 def template_options(directory: str | Path | None, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the variables of the chat template with which what a folder holds was trained, and those that are given.
+    """Return the variables of the chat template in the training of a folder's adapter or model, and the user's own.
 
     Args:
         directory: The folder of an adapter, or of a whole model; None has no variables.

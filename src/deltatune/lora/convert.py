@@ -27,7 +27,7 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass
 class ConversionReport:
-    """What a conversion did to a model."""
+    """The modules that a conversion changed in a model, and those that it skipped."""
 
     # The paths of the modules that train, or of the tensors that were loaded.
     converted: list[str] = field(default_factory=list)
@@ -58,8 +58,8 @@ def convert_to_lora(
 
     Args:
         model: A model of mlx-lm or mlx-vlm, or any with a list `layers`.
-        config: Which modules get an adapter, and of what rank and scale. With `rslora` the scale is divided by
-            sqrt(rank), as in https://arxiv.org/abs/2312.03732.
+        config: Which modules get an adapter, and its rank and scale. With `rslora` the scale is divided by sqrt(rank),
+            as in https://arxiv.org/abs/2312.03732.
         fine_tune_type: "lora" or "dora" adds adapters to the chosen modules; "full" trains the chosen layers
             themselves, except quantised weights.
         num_layers: How many layers to choose from, counted from the last; -1 means all.
@@ -135,7 +135,7 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
 
 
 def _complete(model: nn.Module) -> None:
-    """Give modules what nn.Module.__init__ sets, which mlx-lm's recurrent_gemma does not call; freezing needs it."""
+    """Set the attributes of nn.Module.__init__, which mlx-lm's recurrent_gemma does not call; freezing needs them."""
     for module in model.modules():
         for name, value in vars(nn.Module()).items():
             vars(module).setdefault(name, value)

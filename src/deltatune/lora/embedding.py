@@ -45,7 +45,7 @@ class LoRAEmbedding(Adapter):
 
 
 class DoRAEmbedding(LoRAEmbedding):
-    """An embedding whose adapted rows have the trained length m; the norm is a constant for the gradient."""
+    """An embedding with adapted rows of trained length m; the norm is a constant for the gradient."""
 
     kind = "dora"
 

@@ -94,7 +94,7 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
 
 def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
-    """Return what a linear layer multiplies rows of this dtype by; None for one that does something else."""
+    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout."""
     base = layer.base if type(layer) is LoRALinear else layer
     if type(base) is not nn.Linear or "bias" in base:
         return None
@@ -109,13 +109,13 @@ def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
 
 
 def token_output(layer: nn.Module, x: mx.array) -> mx.array | None:
-    """Return what a linear layer makes of one token of each row of a batch [B, 1, in]; None where other code serves."""
+    """Apply a linear layer to one token of each row, x [B, 1, in], in one launch; return None if it cannot."""
     matrix = token_matrix(layer, x.dtype) if trace.current().next_tokens else None
     return None if matrix is None else product(x, matrix)
 
 
 def projected(layers: Sequence[Any], x: mx.array) -> tuple[mx.array, ...]:
-    """Return what several linear layers make of one token of each row: one array [B, 1, C], or one for each layer."""
+    """Apply several linear layers to one token of each row; return one joint array [B, 1, C], or one for each."""
     matrices = [token_matrix(layer, x.dtype) for layer in layers]
     if None not in matrices:
         matrix = joined([matrix for matrix in matrices if matrix is not None])
@@ -187,7 +187,7 @@ class LoRALinear(Adapter):
 
 
 class DoRALinear(LoRALinear):
-    """A linear layer whose adapted weight has rows of trained length m.
+    """A linear layer with rows of trained length m in its adapted weight.
 
     y = m / |W + scale (A B)^T| * (x W^T + scale * dropout(x) A B) + bias, where |.| is the norm of each row. The norm
     is a constant for the gradient, as in section 4.3 of the paper.

@@ -21,7 +21,7 @@ from .weights import OUTPUT_SCALES, dense_rows, is_quantized, with_weight
 
 # The mean of the old rows is summed over blocks of this many, so that no fp32 copy of the table is made.
 _BLOCK = 8192
-# What adapter files call the new rows. By these names mlx-lm refuses such a file; it would read beyond the table.
+# Names of the new rows in adapter files. By these names mlx-lm refuses such a file; it would read beyond the table.
 _STORED = {"new_rows": "weight.new_rows", "new_bias": "bias.new_rows"}
 
 

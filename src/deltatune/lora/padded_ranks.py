@@ -29,7 +29,7 @@ def with_rank_and_scale(
     """Return an adapter's tensors, changed so that they give the same update with this rank and scale.
 
     Raises:
-        UserError: The adapter is one of mlx-lm's own, whose layout is not known.
+        UserError: The adapter is one of mlx-lm's own classes, and their layout is not known.
     """
     if rank_of(leaves) == rank and adapter.scale == scale:
         return arrays_of(leaves)

@@ -138,7 +138,7 @@ def _copy(module: nn.Module) -> nn.Module:
     # copy.copy would share the set of frozen parameters, so that unfreezing the copy would unfreeze the original.
     copied: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(copied)
-    # What MLX keeps of every module: its mode, and which of its parameters are frozen.
+    # MLX's own attributes of every module: its mode, and which of its parameters are frozen.
     set_by_mlx = set(vars(copied))
     vars(copied).update({name: value for name, value in vars(module).items() if name not in set_by_mlx})
     dict.update(copied, module)

@@ -25,7 +25,7 @@ class KnownFault:
     """A known fault of a model.
 
     Attributes:
-        sentence: What the model computes, and what transformers computes.
+        sentence: The difference between the model and transformers, in words.
         lengths: The lengths of the rows that are wrong, in tokens.
     """
 

@@ -1,7 +1,7 @@
 """Which values an option may have: its type, its range and its choices, stated once with the field of a dataclass.
 
 `fix` checks the fields of a dataclass when it is made, and `build` makes one from a mapping, such as one read from
-YAML. Both refuse a value in one message that names the option, what was expected and what came.
+YAML. Both refuse a value in one message that names the option, the expected value and the actual one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..errors import UserError
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
-# What a text that counts bytes is called, and what one of each unit is in bytes.
+# The name of a text that counts bytes, and the bytes of one of each unit.
 SIZE = "a size such as 4GB or 500MB"
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
 class _ShortRepr(reprlib.Repr):
-    """Writes values cut to what fits a message, since YAML can describe one that takes gigabytes to write out."""
+    """Writes values cut to the length of a message, since YAML can describe one that takes gigabytes to write out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     Args:
         cls: The dataclass, such as TrainConfig.
         values: The values by name. Names that are missing keep their defaults.
-        where: What to name as the source in messages, such as a file's path; an empty text names the option alone.
+        where: The name of the source in messages, such as a file's path; with an empty text they name the option alone.
 
     Raises:
         UserError: A name is unknown, or a value is refused (see `fix`).
@@ -212,11 +212,11 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     Args:
         value: The value.
         hint: A type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
-        metadata: What else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
-        name: What to call the value in messages.
+        metadata: Further requirements: `range`, `choices`, `words` and `empty`, as in `fix`.
+        name: The value's name in messages.
 
     Raises:
-        UserError: The value is not what is asked for.
+        UserError: The value does not meet the requirements.
     """
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if Any in options or (value is None and type(None) in options):
@@ -287,7 +287,7 @@ def _is_allowed(text: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
-    """Say what should stand in place of a value, such as `a whole number of 1 or more`."""
+    """Describe the expected value in place of one, such as `a whole number of 1 or more`."""
     if metadata.get("words"):
         return f"any of {', '.join(metadata['words'])}, separated by commas"
     if kind is str and metadata.get("choices"):

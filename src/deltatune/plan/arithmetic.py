@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .graph import Node
 
-# By kind of primitive: the position of the input whose last axis is summed over.
+# By kind of primitive: the position of the input that is summed over its last axis.
 _PRODUCTS = {"Matmul": 0, "AddMM": 0, "GatherMM": 0, "QuantizedMatmul": 0, "GatherQMM": 0}
 # Enough rows, summed elements and columns to be as fast as it gets. More take longer to measure, and a vocabulary's
 # matrix would take gigabytes.
@@ -23,7 +23,7 @@ class Products:
     """The matrix products of a step.
 
     Args:
-        operations: Multiplications and additions of all of them. What kernels of our own compute is not counted.
+        operations: Multiplications and additions of all of them. Kernels of our own are not counted.
         largest: Rows, summed length and columns of the product that most of the operations are in; None without one.
     """
 

@@ -1,4 +1,4 @@
-"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and what holds it."""
+"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and in which arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AliveKind:
 
 @dataclass(frozen=True)
 class Moment:
-    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and what was alive then, largest first."""
+    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and the live arrays, largest first."""
 
     amount: int
     where: str
@@ -101,7 +101,7 @@ def forecast_step(
         config: The run.
         shape: The shape of the batch.
         layout: How the loaded MLX stores its arrays.
-        checkpoints: What is computed again where `config.grad_checkpoint` is auto.
+        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto.
         inputs_on_disk: Whether a step by layers keeps the inputs of layers in files, or in the host's memory.
         brake: From how many bytes on MLX waits for queued work; None where it does not.
     """
@@ -112,8 +112,8 @@ def forecast_step(
         forecast = _planned(built, config, layout, brake)
         del built
     finally:
-        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
-        # while the collector waited is young, so that all other objects need not be looked through.
+        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects made
+        # while the collector waited are young, so that all others need not be looked through.
         gc.collect(0)
         if collects:
             gc.enable()

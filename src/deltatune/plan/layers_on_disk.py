@@ -1,4 +1,4 @@
-"""Computes which layers stay on the disk where a step by layers has so much memory, and what it then holds."""
+"""Computes which layers of a step by layers stay on the disk within a memory limit, and the step's peak."""
 
 from __future__ import annotations
 

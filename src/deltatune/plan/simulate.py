@@ -35,7 +35,7 @@ class Pace:
 
 
 def cuda_pace(piece: Mapping[str, int]) -> Pace:
-    """The pace of an NVIDIA GPU whose pieces of work have these sizes, as in environment.PIECE."""
+    """The pace of an NVIDIA GPU with pieces of work of these sizes, as in environment.PIECE."""
     return Pace(piece[environment.OPERATIONS] + 1, (piece[environment.ELEMENTS] + 1) << 20, page=16384)
 
 

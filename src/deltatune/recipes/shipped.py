@@ -13,7 +13,7 @@ from ..options.values import nearest
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of options: its name, its text, and its first comment, which says what it is for."""
+    """A file of options: its name, its text, and its first comment, which states its purpose."""
 
     name: str
     text: str

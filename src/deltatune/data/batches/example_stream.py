@@ -35,11 +35,11 @@ class ExampleStream:
 
     Args:
         source: The rows.
-        encode: Turns rows, with what messages call them, into examples.
+        encode: Turns rows, each with its name in messages, into examples.
         rows: The number of rows of a window.
 
     Attributes:
-        checks: What each further window must pass before it is trained on; a check raises UserError.
+        checks: The checks of each further window before it is trained on; each raises UserError.
     """
 
     source: RowStream
@@ -68,7 +68,7 @@ class ExampleStream:
 
 @dataclass(frozen=True)
 class StreamedSplits(Splits):
-    """The examples of a run whose training data is streamed; `train` has those of the first window.
+    """The examples of a run with streamed training data; `train` has those of the first window.
 
     Args:
         stream: The training examples.

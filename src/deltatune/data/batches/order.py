@@ -69,7 +69,7 @@ class BatchOrder:
         self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
         self._preferences = [example for example in examples if isinstance(example, Preference)]
         documents = (document for example in examples for document in example.documents)
-        # A rank whose share of a batch is blank needs the numbers too.
+        # A rank needs the numbers even if its share of a batch is blank.
         self._vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
         needed_by = sum if packed else max
         positions = [needed_by(document.positions for document in example.documents) for example in examples]

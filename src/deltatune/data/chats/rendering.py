@@ -58,7 +58,7 @@ class ChatRow:
     Args:
         text: The text.
         turns: For each part that counts in the loss, the characters at which it may start, and at which it ends. Of
-            several starts, the first whose tokens fit is meant.
+            several starts, the first with fitting tokens is meant.
         messages: The number of messages in the text.
         others: Those of the starts that are behind a prompt with the other value of enable_thinking.
         blocks: Whether the parts are the template's {% generation %} blocks.
@@ -172,11 +172,11 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
 
     def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
-        """Return what a process is asked for the conversations of a chunk."""
+        """Return the requests to a process for the conversations of a chunk."""
         return [self._request(item) for item in chunk if isinstance(item, Conversation)]
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """Return what a process is asked for a conversation."""
+        """Return the request to a process for a conversation."""
         return {
             "template": self._setup(conversation.tools, conversation.options),
             "messages": conversation.messages,
@@ -186,7 +186,7 @@ class Renderer:
         }
 
     def _setup(self, tools: Any, options: Mapping[str, Any]) -> str:
-        """Return the name of what a process has to know of the template for conversations with these tools."""
+        """Return the name of the setup (template, options, marks) that a process needs to render with these tools."""
         template = self._inner.get_chat_template(None, tools)
         options = {**self.options, **options}
         key = template + json.dumps(options, sort_keys=True)
@@ -240,7 +240,7 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, False) for text, turns, messages, others in rows]
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
-        """Return what code of the tokenizer writes for a conversation."""
+        """Render a conversation with the tokenizer's own code."""
         options = {**self.options, **options}
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
 

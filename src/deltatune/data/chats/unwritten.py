@@ -47,7 +47,7 @@ _REMEDIES = {
     "system messages": "join their text to the first message",
     "tool messages": "give results as messages of the user",
 }
-# Templates read what stands in these tags as reasoning and as the result of a call.
+# Templates read text in these tags as reasoning and as the result of a call.
 _THINK_END = "</think>"
 _TAGS = ("<think>", _THINK_END, "<tool_response>", "</tool_response>")
 _FIRST_NUMBER = 931_000_000
@@ -176,7 +176,7 @@ class UnwrittenParts:
 
 
 def _lost(copy: MarkedCopy, stands: Callable[[MessagePart], bool]) -> LostParts:
-    """Return what is not written of a conversation."""
+    """Return the parts of a conversation that the template does not write."""
     parts: dict[tuple[str, int | None], None] = {}
     silent = {group.message for group in copy.groups}
     for group in copy.groups:
@@ -320,7 +320,7 @@ class _Marking:
         return self._ids.setdefault(value, f"call{len(self._ids):05d}") if isinstance(value, str) else value
 
     def _tool(self, tool: Any) -> Any:
-        """Return the copy of the description of a tool, in OpenAI's form or without what stands around it."""
+        """Return the copy of the description of a tool, in OpenAI's form or as the bare function."""
         if not isinstance(tool, Mapping):
             return tool
         function = tool.get("function", tool)

@@ -1,4 +1,4 @@
-"""Completes the preferences of a data set: drops what the length limit made useless, and adds KTO's other answers."""
+"""Completes the preferences of a data set: drops pairs that truncation made equal, and adds KTO's other answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     them, and each gets the answer of the row before it as its second document.
 
     Args:
-        preferences: What was read, with one or two documents each.
+        preferences: The preferences as read, with one or two documents each.
         config: The options of the run.
         notes: Sentences for the user, to which this function adds.
 

@@ -1,4 +1,4 @@
-"""Defines what a preference loss learns from: two documents that a batch holds together."""
+"""Defines a preference, the example of a preference loss: two documents that a batch holds together."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferenceBatch:
-    """Which documents of a batch belong together, and what is known of them: P preferences, of which some are blank.
+    """The preferences of a batch: which documents belong together, and their properties. P preferences, some of them
+    blank.
 
     The documents are numbered row by row, D in each row, and documents 2p and 2p + 1 are those of preference p.
 
@@ -98,7 +99,7 @@ def lay_out(
             row of preferences becomes two rows of the batch, of one document each.
 
     Returns:
-        The documents of each row of the batch, and what the loss needs to know of them.
+        The documents of each row of the batch, and the arrays that the loss needs of them.
     """
     numbers = np.full((len(rows), slots), -1, np.int32)
     documents: list[list[Example]] = []

@@ -14,8 +14,8 @@ _LATER = ("split", "streaming", "keep_in_memory", "num_proc", "save_infos", "ver
 def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return further arguments of `datasets.load_dataset` for data in CSV files; none for data of another format.
 
-    Without them pandas guesses what a column holds: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An
-    empty cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
+    Without them pandas guesses a column's type: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An empty
+    cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
     unless the options name a separator.
 
     Args:
@@ -24,7 +24,7 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         UserError: The splits have other columns.
-        Exception: What the datasets library and pandas raise where the data cannot be opened.
+        Exception: An error of the datasets library or pandas, where the data cannot be opened.
     """
     import datasets
     import pandas

@@ -16,7 +16,7 @@ def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) ->
         raw: The bytes; at the start of the file they may begin with a byte order mark.
         path: The file.
         line: The number of the line that they are, or None if they are the whole file.
-        expected: What the JSON should be, for messages.
+        expected: The expected JSON, for messages.
 
     Raises:
         UserError: They are not UTF-8, or not JSON, or hold half of a character.

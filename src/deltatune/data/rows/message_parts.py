@@ -22,7 +22,7 @@ def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: 
     Args:
         part: The part of a message, or the object that describes an image.
         known: The keys that are read.
-        where: What messages call the part.
+        where: The part's name in messages.
 
     Raises:
         UserError: There is another key, and its value is not empty.

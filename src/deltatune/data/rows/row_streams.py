@@ -24,7 +24,7 @@ class RowStream(Protocol):
     """Rows that are read in order.
 
     Attributes:
-        name: What messages call the stream.
+        name: The stream's name in messages.
     """
 
     name: str
@@ -79,7 +79,7 @@ class StreamedDataset:
     """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
 
     Args:
-        name: What messages call the stream.
+        name: The stream's name in messages.
         path: The data set's name on the hub, or its folder.
         split: The split.
         options: Further arguments of `datasets.load_dataset`.

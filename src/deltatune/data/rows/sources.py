@@ -30,12 +30,12 @@ class DataTable:
     """The rows of one split.
 
     Args:
-        name: What messages call the table.
+        name: The table's name in messages.
         count: The number of rows, or a little more where blank lines are counted.
         rows: A function that yields (source, row) for every row.
         candidates: A function that yields (source, row) for the rows that may hold an image or a video, found without
             parsing the others.
-        digest: A function that returns a digest of the rows, or None for rows whose tokens are not kept.
+        digest: A function that returns a digest of the rows, or None for rows without a cache of tokens.
     """
 
     name: str
@@ -72,7 +72,7 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
-    """Yield the rows whose lines contain one of the given byte strings."""
+    """Yield the rows of lines that contain one of the given byte strings."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
@@ -166,7 +166,7 @@ def load_hugging_face(
 
 
 def _library_path(name: str, options: dict[str, Any]) -> str:
-    """Return what the datasets library is told to open: the full path of a folder, so that it reads it as no name.
+    """Return the path or name for the datasets library: the full path of a folder, so that it is not read as a name.
 
     Raises:
         UserError: The name is that of a format, and no files are given: the library would take those of the current
@@ -236,7 +236,7 @@ def _arrow_tables(dataset: Any) -> Iterator[Any]:
 
 
 class _DigestFile(io.RawIOBase):
-    """A file that only takes a digest of what is written to it."""
+    """A file that only takes a digest of the bytes written to it."""
 
     def __init__(self) -> None:
         self.digest = _digest()

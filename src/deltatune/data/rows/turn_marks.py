@@ -23,7 +23,7 @@ def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
     Args:
         message: The message.
         number: Its place in the conversation, from 1.
-        source: What messages to the user call the row.
+        source: The row's name in messages to the user.
 
     Raises:
         UserError: A mark has a value that says neither, or marks parts of a turn.

@@ -19,7 +19,7 @@ from .image_sizes import SizedImage, resized
 
 @dataclass(frozen=True, eq=False)
 class ImageReader:
-    """Turns an image of a row into patches. The row gives a path, or what `datasets` holds in an image column.
+    """Turns an image of a row into patches. The row gives a path, or a value of an image column of `datasets`.
 
     Args:
         processor: The model's image processor.

@@ -54,7 +54,7 @@ class MediaReader:
         return picture, MediaSize(picture.grid)
 
     def name(self, value: Any) -> str:
-        """Return what messages call an image or video."""
+        """Return the name of an image or video in messages."""
         if isinstance(value, Video):
             return name_of_video(value)
         return name_of(value.value if isinstance(value, SizedImage) else value)
@@ -69,7 +69,7 @@ class Pictures:
     """The images and videos of one example. A row of text alone has none.
 
     Args:
-        values: What the row gave for each image and video, in the order of the tokens.
+        values: The row's value for each image and video, in the order of the tokens.
         grids: The grid of patches of each.
         digests: A digest of the content of each.
         positions: int32 [3, N], the rotary positions (time, height, width) of each of the example's tokens.

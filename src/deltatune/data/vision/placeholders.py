@@ -12,7 +12,7 @@ from .media import MediaSize
 
 
 def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpec, source: str) -> np.ndarray:
-    """Return how often each token of a conversation stands in what the model reads: once, or once for each feature.
+    """Return how often each token of a conversation stands in the model's input: once, or once for each feature.
 
     Args:
         tokens: The token ids [N] that the chat template wrote.

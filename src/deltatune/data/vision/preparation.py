@@ -34,7 +34,7 @@ class VisionProcessors:
 
 
 def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[str, Any]) -> MediaReader:
-    """Return what reads the images and videos of training, evaluation and generation alike.
+    """Return the reader of images and videos for training, evaluation and generation alike.
 
     Args:
         processors: The processors of the model.

@@ -108,7 +108,7 @@ def _timeline(container: Any, stream: Any, path: Path, named: str) -> _Timeline:
     packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
     stated = float(stream.average_rate or stream.guessed_rate or 1)
     tick = float(stream.time_base or 0)
-    # A stream that was cut out of a broadcast begins with frames whose references are missing.
+    # A stream that was cut out of a broadcast begins with frames that refer to missing frames.
     first = next((number for number, packet in enumerate(packets) if packet.is_keyframe), 0)
     written = [packet.pts for packet in packets[first:]]
     if not written:
@@ -136,7 +136,7 @@ def _decoded(container: Any, invalid: type[Exception]) -> Iterator[Any]:
 
     Args:
         container: The container.
-        invalid: What PyAV raises for data that are no frame, which may stand before a stream's first frame.
+        invalid: PyAV's error for data that are no frame, which may stand before a stream's first frame.
     """
     stream = container.streams.best("video") or container.streams.video[0]
     stream.thread_type = "AUTO"
@@ -196,7 +196,7 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def _element_size(file: BinaryIO) -> int | None:
-    """Read the size of an element, whose first byte says how many bytes the size has; None if it is not known."""
+    """Read the size of an element; its first byte gives the size's own length. None if the size is unknown."""
     first = file.read(1)
     length = 9 - first[0].bit_length() if first else 0
     bits = 7 * length

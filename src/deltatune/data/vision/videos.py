@@ -133,7 +133,7 @@ class VideoReader:
         return media_path("video", value, self.folder, source)
 
     def _sampling(self, name: str, asked: float | None) -> float:
-        """Return a sampling option: what the user asked for, else the processor's own, else Qwen3-VL's."""
+        """Return a sampling option: the user's, else the processor's own, else Qwen3-VL's."""
         return asked or getattr(self.processor, name, None) or _SAMPLING[name]
 
     def _limited(self, frames: int) -> Any:
@@ -186,7 +186,7 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
 
 
 def name_of(video: Video) -> str:
-    """Return what messages call a video."""
+    """Return the name of a video in messages."""
     value = video.value.get("path") if isinstance(video.value, Mapping) else video.value
     return f"video {shown(value)}" if isinstance(value, str) else "video from frames"
 
@@ -195,7 +195,7 @@ def _seconds(times: Sequence[float], count: int) -> list[float]:
     """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame.
 
     Source:
-        Qwen3VLProcessor._calculate_timestamps of transformers, whose order of operations decides the last digit.
+        Qwen3VLProcessor._calculate_timestamps of transformers: its order of operations decides the last digit.
     """
     size = -(-len(times) // count)
     padded = [*times, *[times[-1]] * (size * count - len(times))]
