@@ -1,7 +1,7 @@
 """The base class of all adapters: a frozen module, and a trained low-rank update with its scale and dropout.
 
 The factors are fp32 for a base of any dtype, as in mlx-lm: bf16 would round most of AdamW's small updates away, and the
-factors take little memory. Names and shapes are mlx-lm's, so that either library loads what the other saved.
+factors take little memory. Names and shapes are mlx-lm's, so that either library loads the other's files.
 """
 
 from __future__ import annotations
