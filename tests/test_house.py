@@ -18,7 +18,7 @@ def test_a_room_above_its_budget_and_one_without_are_named():
     ]
 
 
-def test_what_is_harder_to_read_is_counted():
+def test_style_is_counted():
     planted = ast.parse(
         '"""What a module says."""\n'
         "a, b = 1, 2\n"
@@ -36,3 +36,5 @@ def test_what_is_harder_to_read_is_counted():
         "words of docstrings": 4,
         "of which `what`": 1,
     }
+    assert not house.headless({"words of docstrings": 1000, "of which `what`": 0})
+    assert house.headless({"words of docstrings": 1000, "of which `what`": 4})

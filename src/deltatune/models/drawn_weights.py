@@ -1,6 +1,7 @@
-"""Lets a model compute in fp32 with drawn weights for a while, so that the effect of its layers can be measured. Its
-own weights may hide it: layers with an output projection of zero pass nothing on, and 16 bits round small differences
-away.
+"""Lets a model compute in fp32 with drawn weights for a while, so that the effect of its layers can be measured.
+
+Its own weights may hide it: layers with an output projection of zero pass nothing on, and 16 bits round small
+differences away.
 """
 
 from __future__ import annotations
