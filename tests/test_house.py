@@ -18,7 +18,7 @@ def test_a_room_above_its_budget_and_one_without_are_named():
     ]
 
 
-def test_what_is_harder_to_read_is_counted():
+def test_style_is_counted():
     planted = ast.parse(
         '"""What a module says."""\n'
         "a, b = 1, 2\n"
@@ -45,6 +45,8 @@ def test_what_is_harder_to_read_is_counted():
         "words of docstrings": 4,
         "of which `what`": 1,
     }
+    assert not house.headless({"words of docstrings": 1000, "of which `what`": 0})
+    assert house.headless({"words of docstrings": 1000, "of which `what`": 4})
 
 
 def test_no_function_is_assigned_to_an_attribute_of_a_finished_object():

@@ -112,7 +112,7 @@ def test_files_and_functions_stay_short():
     assert not [line for path in files for line in too_long(str(path.relative_to(ROOT)), path.read_text("utf-8"))]
 
 
-def test_what_is_too_long_is_found():
+def test_long_files_and_functions_are_found():
     assert too_long("a.py", "\n" * 601) == ["a.py has 601 lines: split it by concept"]
     assert not too_long("a.py", "\n" * 600)
     assert too_long("a.py", "async def f():\n" + "    pass\n" * 59) == ["a.py:1: f has 60 lines"]

@@ -73,7 +73,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("file", PUBLISHED)
-def test_what_published_models_hold_is_taken(file, tmp_path):
+def test_json_of_published_models_is_read(file, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(PUBLISHED[file]))
     assert read_json(tmp_path / "a.json", file) == PUBLISHED[file]
 

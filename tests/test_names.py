@@ -59,7 +59,7 @@ def test_variables_say_what_they_hold(texts):
     assert {file: names for file, text in texts.items() if (names := vague_names(text))} == {}
 
 
-def test_what_breaks_the_rules_is_found():
+def test_planted_names_are_found():
     arguments = ", ".join("abcdefg")
     planted = f"class C:\n def few(self, {arguments}): ...\n def many(self, a0, *, {arguments}): ...\n"
     assert with_many_arguments(planted) == {"C.many": 8}

@@ -57,14 +57,14 @@ def name_of(command: ModuleType) -> str:
 
 
 def _refused(error: OSError) -> int:
-    """Say what the operating system refused; return the exit code."""
+    """Write the message of an error of the operating system; return the exit code."""
     if isinstance(error, BrokenPipeError):
         # Python would write the rest of the output when it ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr.write("deltatune: nobody reads the output any more.\n")
         return 2
     name = f"{short(error.filename)}: " if error.filename else ""
-    # What was saved before the error, for example.
+    # A note may name files that were saved before the error.
     notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     ranks.say_error(f"deltatune: {name}{error.strerror or reason(error)}.{notes}")
     return 2
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the words after `deltatune`; None takes those of this process.
+        argv: The words after `deltatune`; None takes those of this process.
 
     Returns:
         The exit code. It is 2, with one message on standard error, for a mistake that the user can correct.

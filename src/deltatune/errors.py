@@ -16,12 +16,12 @@ class NotFiniteError(ArithmeticError):
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; its message says what was expected, what came and what to do.
+    """A mistake that the user can correct; its message names the expected value, the actual one and the remedy.
 
     The command line prints the message without a traceback, and exits with code 2.
 
     Attributes:
-        everywhere: whether every rank of a launched run ends with it; None where that is not known.
+        everywhere: Whether every rank of a launched run ends with it; None where that is not known.
     """
 
     everywhere: bool | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FieldKind:
-    """What a field may hold.
+    """The values that a field may hold.
 
     Attributes:
         words: The kind as messages name it.

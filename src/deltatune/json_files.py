@@ -15,11 +15,11 @@ def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
     """Read a JSON object from a file, and check the types of its fields.
 
     Args:
-        path: the file.
-        name: the entry of FIELDS that lists its fields; by default the name of the file.
+        path: The file.
+        name: The entry of FIELDS that lists its fields; by default the name of the file.
 
     Raises:
-        UserError: the file is unreadable, not JSON, or holds another kind of value than libraries expect.
+        UserError: The file is unreadable, not JSON, or holds another kind of value than libraries expect.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -37,12 +37,12 @@ def check_fields(content: dict[str, Any], fields: Fields, where: str) -> None:
     """Check the fields of an object for their types.
 
     Args:
-        content: the object. Fields that the table does not list are not looked at.
-        fields: for each field its kind, or the table of the object that it holds.
-        where: the file and the path of the object in it, with which messages begin.
+        content: The object. Fields that the table does not list are not looked at.
+        fields: For each field its kind, or the table of the object that it holds.
+        where: The file and the path of the object in it, with which messages begin.
 
     Raises:
-        UserError: a field holds another kind of value.
+        UserError: A field holds another kind of value.
     """
     for name, kind in fields.items():
         value = content.get(name)

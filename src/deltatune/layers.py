@@ -56,7 +56,7 @@ def layer_paths(model: nn.Module) -> list[str]:
     """Return the path of every layer in `model.layers`, in order.
 
     Raises:
-        UserError: the model has no `layers`.
+        UserError: The model has no `layers`.
     """
     layers = getattr(model, "layers", None)
     if not layers:
@@ -77,7 +77,7 @@ def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
     """Call a model on text, and return its logits [B, T, vocabulary].
 
     Args:
-        model: A model of mlx-lm, or of mlx-vlm, whose models may require pictures and answer with an object.
+        model: A model of mlx-lm, or of mlx-vlm. Those may require pictures and answer with an object.
         tokens: Token ids [B, T].
         keywords: Further arguments of the model, which come before None for pictures.
     """
@@ -87,7 +87,7 @@ def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What is known of a decoder layer."""
+    """The place and the properties of a decoder layer."""
 
     # The position in `model.layers`.
     index: int
@@ -105,7 +105,7 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     """Describe every decoder layer of `model.layers`, in order.
 
     Raises:
-        UserError: the model has no `layers`.
+        UserError: The model has no `layers`.
     """
     modules = dict(model.named_modules())
     mixers = list(gated_delta_layers(model))

@@ -1,4 +1,4 @@
-"""Every private name of mlx, mlx-lm, mlx-vlm and transformers that deltatune uses, with what serves where it is gone.
+"""Every private name of mlx, mlx-lm, mlx-vlm and transformers that deltatune uses, with the fallback where it is gone.
 
 A private name may be renamed by any release. So each stands here alone, with a probe that `deltatune doctor` prints and
 a way to go on without it that is slower or plainer. Names of functions that patches replace, or of attributes that a
@@ -27,7 +27,7 @@ from .errors import UserError
 _SET_COMPILE_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 _NO_FUSE = 2
 
-# mlx-vlm: what a Qwen3-VL model adds to its first layers, the shared expert's weight, and a SwitchGLU's last sum.
+# mlx-vlm: a Qwen3-VL model's addition to its first layers, the shared expert's weight, and a SwitchGLU's last sum.
 DEEPSTACK = "_deepstack_process"
 SHARED_EXPERT_SCALE = "_shared_expert_scale"
 COMBINE = "_combine"
@@ -75,7 +75,7 @@ def _random_state() -> Any:
 
 
 def dropout_rate(dropout: nn.Module) -> float:
-    """The share of its inputs that an nn.Dropout sets to zero in training; else read from what it prints of itself.
+    """The share of its inputs that an nn.Dropout sets to zero in training; else read from its printed form.
 
     Raises:
         UserError: Neither says it.
@@ -137,9 +137,9 @@ class PrivateName:
     """A private name of upstream.
 
     Args:
-        package: Whose name it is.
+        package: The package of the name.
         name: The name.
-        without: What deltatune does where the name is gone, in a sentence.
+        without: The fallback of deltatune where the name is gone, in a sentence.
         present: Whether the installed package has it. It is asked only where the package is installed.
     """
 
@@ -236,7 +236,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found: the private name, whether the installed package has it, and what is done without it."""
+    """The result of a probe: the private name, whether the installed package has it, and the fallback without it."""
 
     name: str
     present: bool

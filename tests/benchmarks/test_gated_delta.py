@@ -53,7 +53,7 @@ def test_records(results):
     assert "UserError: DELTATUNE_GATED_DELTA=fused asks for GPU kernels" in printed
 
 
-def test_what_is_not_installed_is_named_once(results):
+def test_missing_package_is_named_once(results):
     result, printed, _ = results
     assert "flash_qla" in result["missing"]["FlashQLA"]
     assert "FlashQLA" not in {record["implementation"] for record in result["records"]}

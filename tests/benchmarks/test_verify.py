@@ -23,7 +23,7 @@ def check(tmp_path):
     return lambda function, size: verify.errors(MLX(function), size, tmp_path)
 
 
-def test_what_is_right_agrees(size, check):
+def test_right_implementation_agrees(size, check):
     from autodiff import gated_delta_autodiff
     from deltatune.ops.gated_delta import gated_delta_chunk
 
@@ -41,7 +41,7 @@ def test_gates_per_channel(check):
 
 
 @pytest.mark.parametrize("name", ["y", "k", "beta"])
-def test_what_is_wrong_is_named(name, size, check):
+def test_wrong_implementation_is_named(name, size, check):
     """An implementation that is 3 % off in the last row and head only."""
     from deltatune.ops.gated_delta import gated_delta_chunk
 

@@ -58,7 +58,7 @@ def test_the_page_has_the_numbers_of_the_demo():
     assert f"at least {flow.ENOUGH:.0%}".replace("%", " %") in page
 
 
-def test_what_mlx_lm_answers_comes_from_the_adapter(short):
+def test_answers_of_mlx_lm_come_from_the_adapter(short):
     _, output, _, _ = short
     items = task.draw(0, 4, task.known_name, held_out=False)
     assert flow.ask_mlx_lm(output, items) != flow.ask(load(assets.MODEL), items).answers

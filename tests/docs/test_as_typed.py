@@ -1,6 +1,6 @@
 """The commands and the YAML files of the pages run as their reader types them, on tiny models in the places they name.
 
-Only the length of a run is shortened. A command that cannot run here stands in NOT_RUN with what runs it instead. The
+Only the length of a run is shortened. Commands that cannot run here stand in NOT_RUN with the tests that run them. The
 first line of each command goes through the installed console script in a process of its own.
 """
 
@@ -191,7 +191,7 @@ def test_each_command_of_a_page_goes_through_the_script_once():
     assert {"train", "plan", "eval", "generate", "merge", "export", "import"} <= FIRST.keys()
 
 
-def test_what_is_not_run_is_on_a_page():
+def test_lines_excused_from_running_are_on_a_page():
     assert not [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in TYPED)]
 
 

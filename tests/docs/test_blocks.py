@@ -103,7 +103,7 @@ def test_every_command_is_on_the_commands_page():
     assert table == list(docs_pages.commands())
 
 
-def test_what_is_made_for_the_pages_is_complete():
+def test_tables_made_for_the_pages_are_complete():
     """Every option with its default, every flag of every command, and no marker that nobody replaces."""
     options, flags = docs_pages.options(), docs_pages.flags()
     for field in docs_pages.dataclasses.fields(config.TrainConfig):

@@ -1,7 +1,6 @@
-"""What the help of a command states is what the command does: a table of sentences, on a few shared runs.
+"""Every command does as its help states: a table of sentences, on a few shared runs.
 
-The first run of each command, and what reads standard input, go through the installed console script in a process of
-their own.
+The first run of each command, and those with standard input, go through the console script in processes of their own.
 """
 
 import ast

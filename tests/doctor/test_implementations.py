@@ -67,7 +67,7 @@ def test_not_a_number_is_refused(on_a_gpu, wrong):
     assert finding.errors["y"] == math.inf
 
 
-def test_what_is_not_covered_says_why(monkeypatch):
+def test_uncovered_shape_has_a_reason(monkeypatch):
     monkeypatch.setitem(GATED_DELTA.orders, "cpu", ("fused", "chunk"))
     monkeypatch.setitem(GATED_DELTA.candidates, "fused", lambda call: "heads too odd")
     finding = of_gated_delta()[-1]

@@ -90,7 +90,7 @@ def test_matrices_of_two_ranks_share_the_alpha_that_llama_cpp_divides(export, tm
 
 
 @pytest.mark.bad_input("--to gguf-adapter: DoRA, experts, an embedding, new tokens, an unknown family or --outtype")
-def test_what_llama_cpp_cannot_express_is_refused_by_name(export, tmp_path, capsys):
+def test_update_that_llama_cpp_cannot_express_is_refused_by_name(export, tmp_path, capsys):
     for kind, options, said in (
         ("dora", {}, "the adapter has DoRA, which"),
         ("lora", {"keys": ["mlp.switch_mlp.down_proj"]}, "the adapter has updates of experts, which"),

@@ -140,7 +140,7 @@ def test_mistakes(words, tmp_path, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-def test_what_the_converter_says_when_it_fails(words, plain_names, tmp_path, capsys):
+def test_output_of_a_failed_converter_is_quoted(words, plain_names, tmp_path, capsys):
     assert main([*words, "--outtype", "bf16"]) == 2
     assert "failed with exit code 1: no memory left" in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists()

@@ -84,7 +84,7 @@ def export(tiny_checkpoint, tmp_path):
     return base, tmp_path, model
 
 
-def test_what_peft_saves_beside_the_rows_is_no_obstacle(export):
+def test_tables_that_peft_saves_beside_new_rows_are_ignored(export):
     """Indices in another order or as a list, the rows of a tied head, and whole tables, as PEFT saves them."""
     base, folder, model = export
     rows = model.language_model.model.embed_tokens.new_rows
@@ -102,7 +102,7 @@ def test_what_peft_saves_beside_the_rows_is_no_obstacle(export):
 @pytest.mark.bad_input(
     "import: rows of old tokens, of one of two tables, of another width, beside LoRA, without a place"
 )
-def test_what_an_adapter_of_mlx_has_no_place_for_is_refused(export, tiny_checkpoint, capsys):
+def test_peft_rows_that_mlx_cannot_hold_are_refused(export, tiny_checkpoint, capsys):
     base, folder, _ = export
     rows, width = mx.load(str(folder / "peft" / PEFT_WEIGHTS))[ROWS], 64
     head = ROWS.replace(TABLE, "base_model.model.lm_head")

@@ -169,7 +169,7 @@ def test_modules_for_single_experts_are_joined(tiny_checkpoint, tmp_path):
         ({"init_lora_weights": "pissa_niter_16"}, "changes the base model too"),
     ],
 )
-def test_what_mlx_cannot_express_is_refused(change, said, small_export, capsys):
+def test_adapter_that_mlx_cannot_express_is_refused(change, said, small_export, capsys):
     base, folder = small_export
     path = folder / "peft" / PEFT_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -232,7 +232,7 @@ def small_export(tiny_checkpoint, tmp_path):
         ("qwen3_5", "full", {}, "trained without adapters"),
     ],
 )
-def test_what_peft_cannot_express_is_refused(family, kind, options, said, tiny_checkpoint, tmp_path, capsys):
+def test_adapter_that_peft_cannot_express_is_refused(family, kind, options, said, tiny_checkpoint, tmp_path, capsys):
     base = tiny_checkpoint(family)
     adapt(base, tmp_path / "adapter", kind, **options)
     words = ["export", "--to", "peft", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]

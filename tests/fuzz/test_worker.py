@@ -37,7 +37,7 @@ def test_the_worker_tries_the_deltatune_of_its_python(tmp_path, monkeypatch):
         ("import time; time.sleep(1.2); print()", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], True),
     ],
 )
-def test_what_works_slowly_has_not_hung(monkeypatch, code, times, answered):
+def test_slow_command_counts_as_running(monkeypatch, code, times, answered):
     monkeypatch.setattr(fuzz_commands, "_SECONDS", 0.4)
     if times:
         monkeypatch.setattr(fuzz_commands, "processor_seconds", lambda _: times.pop(0))

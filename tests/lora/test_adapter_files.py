@@ -155,7 +155,7 @@ def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
     assert_same(ours(TOKENS), model, lambda: model(TOKENS), 1e-5)
 
 
-def test_what_the_format_cannot_express_is_refused_by_name(tiny_checkpoint):
+def test_training_that_the_format_cannot_express_is_refused_by_name(tiny_checkpoint):
     path = tiny_checkpoint("qwen3_5")
     layer = "language_model.model.layers.3"
 

@@ -200,7 +200,7 @@ def test_plain_parameters_have_the_names_of_a_checkpoint(tiny_checkpoint):
         ("model.layers.0.mlp.up_proj", "has an adapter already"),
     ],
 )
-def test_what_takes_no_rows_is_refused(tiny_checkpoint, path, words):
+def test_module_that_takes_no_new_rows_is_refused(tiny_checkpoint, path, words):
     model, _ = load_model(tiny_checkpoint("qwen3"))
     convert_to_lora(model, LoraConfig(rank=2))
     with pytest.raises(UserError, match=words):

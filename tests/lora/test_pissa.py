@@ -75,7 +75,7 @@ def test_outputs_and_gradients_are_those_of_the_residual(kind, dropout):
 
 
 @pytest.mark.parametrize("kind", ["dense", "quantized"])
-def test_what_is_saved_works_on_the_original_base(tiny_model, tmp_path, kind):
+def test_saved_pissa_adapter_works_on_the_original_base(tiny_model, tmp_path, kind):
     def base():
         made = tiny_model("qwen3_next", num_hidden_layers=2, full_attention_interval=2)
         if kind == "quantized":
@@ -116,7 +116,7 @@ def test_what_is_saved_works_on_the_original_base(tiny_model, tmp_path, kind):
         ("`init: pissa` with saved adapters", {"resume_adapter_file": "a.safetensors"}, "leave one of them out"),
     ],
 )
-def test_what_pissa_cannot_start(tiny_model, what, options, message):
+def test_pissa_refuses_weights_without_a_start(tiny_model, what, options, message):
     model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
     with pytest.raises(UserError, match=message):
         prepare(model, TrainConfig(lora_parameters=LoraConfig(rank=2, init="pissa"), **options))

@@ -35,14 +35,14 @@ def system(tmp_path):
     return written
 
 
-def test_what_is_free(system, tmp_path):
+def test_free_host_memory(system, tmp_path):
     assert host_memory.free(*system(8 * GIB)) == 8 * GIB
     assert host_memory.free(tmp_path / "none", tmp_path) is None
 
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("limit", "expected"), [(6 * GIB, 3 * GIB), (100 * GIB, 8 * GIB), ("max", 8 * GIB)])
-def test_what_is_free_in_a_container(system, version, limit, expected):
+def test_free_host_memory_in_a_container(system, version, limit, expected):
     """Pages of files are given back to who asks for memory."""
     assert host_memory.free(*system(8 * GIB, limit, used=5 * GIB, files=2 * GIB, version=version)) == expected
 
@@ -109,7 +109,7 @@ def test_a_plan_for_cuda_counts_what_is_free(monkeypatch, refused):
 @pytest.mark.parametrize(
     ("driver", "taken"), [(Driver(0), True), (Driver(801), False), (None, False), (object(), False)]
 )
-def test_what_the_driver_is_told(monkeypatch, driver, taken):
+def test_driver_is_advised_to_keep_arrays_on_the_host(monkeypatch, driver, taken):
     monkeypatch.setattr(nvidia, "_driver", lambda: driver)
     array = mx.ones((4, 8), mx.bfloat16)
     assert host_memory.stay([array]) == taken

@@ -3,7 +3,7 @@
 from deltatune.machine import packages
 
 
-def test_what_is_not_installed_is_left_out():
+def test_missing_package_is_left_out():
     assert list(packages.versions(["mlx", "no-such-package"])) == ["mlx"]
 
 

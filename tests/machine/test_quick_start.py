@@ -30,7 +30,7 @@ def reader():
     return module
 
 
-def test_what_transformers_finds_is_the_same(reader, tmp_path):
+def test_cached_import_structure_equals_transformers(reader, tmp_path):
     models = str(Path(reader.__file__).parents[1] / "models")
     plain, prefixed = reader.define_import_structure(models), reader.define_import_structure(models, "models")
     assert len(plain) > 1

@@ -93,7 +93,7 @@ def test_warnings_of_all_ranks_come_once_and_those_of_one_with_its_number(launch
 
 
 @pytest.mark.parametrize("known", [None, False])
-def test_what_one_rank_met_has_its_number(launched, known):
+def test_error_of_one_rank_has_its_number(launched, known):
     done = launched(ALONE.replace("KNOWN", repr(known)))
     assert done.stderr.count("rank 1: deltatune: only here.") == 1, done.stderr
 

@@ -50,7 +50,7 @@ def test_a_rare_stall_counts(monkeypatch):
     assert chosen.number == 1
 
 
-def test_what_is_forced_is_not_tried(monkeypatch):
+def test_forced_number_of_threads_is_not_tried(monkeypatch):
     monkeypatch.setenv(environment.THREADS, "3")
     assert str(choose(lambda number: pytest.fail("tried"))) == "3 threads (DELTATUNE_THREADS=3)"
 

@@ -141,7 +141,7 @@ def test_kernels_serve_each_layer_of_the_step(tiny_model, prompts, monkeypatch):
     assert calls == layers
 
 
-def test_what_rows_kept_goes_with_the_decoder(tiny_model, prompts):
+def test_caches_are_freed_with_the_decoder(tiny_model, prompts):
     """At once, not when Python next looks for cycles: it may be gigabytes."""
     model = tiny_model("qwen3_5").eval()
     with patched():

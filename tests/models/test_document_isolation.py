@@ -40,7 +40,7 @@ def test_mamba_is_refused_by_layer(other_model, family, layers):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("family", ["rwkv7", "recurrent_gemma", "hunyuan_v1_dense"])
-def test_what_leaks_is_refused_in_every_dtype(other_model, family, dtype):
+def test_leaking_model_is_refused_in_every_dtype(other_model, family, dtype):
     # Their own weights leak 0.3 to 1.4 %. Hunyuan scales channels behind the rotary embedding, which makes positions
     # absolute.
     model = other_model(family)
@@ -136,7 +136,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("family", NEAR)
-def test_what_differs_beyond_a_length_of_the_config_is_refused_on_longer_rows_alone(other_model, family):
+def test_model_that_leaks_beyond_a_length_is_refused_on_longer_rows_alone(other_model, family):
     options, names, length = NEAR[family]
     model = other_model(family, num_hidden_layers=2, **options)
     with patched(model):

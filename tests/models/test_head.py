@@ -62,7 +62,7 @@ def test_frozen_and_quantised_models_with_an_adapter_on_the_head(tiny_model):
     check(model)
 
 
-def test_what_cannot_be_split_says_why(tiny_model):
+def test_head_that_cannot_be_split_has_a_reason(tiny_model):
     model = tiny_model("qwen3")
 
     class Wrapped(nn.Module):

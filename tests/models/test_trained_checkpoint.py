@@ -140,7 +140,7 @@ def test_new_rows_are_part_of_the_tables(tiny_checkpoint, tmp_path):
     assert difference(again, loaded.model) < 1e-5
 
 
-def test_what_cannot_be_written_back_is_said_before_training(tiny_checkpoint, tmp_path, monkeypatch):
+def test_irreversible_sanitize_is_noted_before_training(tiny_checkpoint, tmp_path, monkeypatch):
     base = tiny_checkpoint("qwen3_5")
     model = trained(load_model(base)[0])
     sanitize, name = type(model).sanitize, "language_model.model.layers.3.mlp.up_proj.weight"

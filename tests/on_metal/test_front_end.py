@@ -58,7 +58,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_mac_would_refuse_is_refused(name):
+def test_metal_text_that_a_mac_refuses_is_refused(name):
     old, new = REFUSED[name]
     kernel = text.kernel(ANY)
     assert old in kernel

@@ -240,7 +240,7 @@ def test_the_demo_runs_to_its_end(selftest):
     assert "mlx_lm.load reads the adapter; 3 of 3 answers are the same." in found["said"]
 
 
-def test_what_only_a_mac_runs_is_run(text, others, selftest, of_mac):
+def test_branches_of_a_mac_are_run(text, others, selftest, of_mac):
     """not_run.txt names the rest; a new branch of a Mac that nothing runs here is missing there."""
     run = marks.read(of_mac[1])
     left = sorted(str(each) for each in of_mac[0] if each.line not in run[each.file])

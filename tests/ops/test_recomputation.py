@@ -123,7 +123,7 @@ def test_adapters_have_the_same_gradients_in_less_memory():
     assert most - least >= (LAYERS - 2) * ROWS * WIDTH * 4
 
 
-def test_what_goes_on_waits_for_the_gradients_that_read_an_array_again():
+def test_cotangents_wait_for_gradients_that_recompute_an_array():
     def memory_with(given: Input) -> int:
         """Bytes that are alive once only what goes on was evaluated."""
         before = mx.get_active_memory()

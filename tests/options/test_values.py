@@ -61,7 +61,7 @@ class Options:
         ({"settings": {"a": {"b": 1}, "c": None}}, {"a": {"b": 1}, "c": None}),
     ],
 )
-def test_what_is_meant_is_taken(given, kept):
+def test_valid_values_are_taken(given, kept):
     ((name, value),) = given.items()
     hint, metadata = _field(name)
     found = checked(value, hint, metadata, name)
@@ -105,7 +105,7 @@ def _field(name):
         ({"cuont": 1}, r"here: unknown key 'cuont' \(did you mean 'count'\?\)"),
     ],
 )
-def test_what_is_not_meant_is_refused(given, message):
+def test_invalid_values_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         build(Options, given, "here")
 

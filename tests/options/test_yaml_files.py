@@ -21,7 +21,7 @@ def test_words_with_an_e_stay_words(tmp_path):
     assert read_yaml(file) == {"model": "1e5b", "adapter_path": "e5"}
 
 
-def test_what_editors_write_is_read(tmp_path):
+def test_byte_order_marks_and_merge_keys_are_read(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_bytes("\ufeffmodel: a\r\n# ü\r\n".encode())
     assert read_yaml(file) == {"model": "a"}

@@ -82,7 +82,7 @@ def test_typed_as_it_stands_it_saves_what_is_said(needs, words, share, rank):
     assert code == 0, said
 
 
-def test_what_is_not_enough_is_said(needs, words):
+def test_insufficient_savings_are_called_so(needs, words):
     _, before, _ = needs(10**12, *words)
     assert advised(needs(0.1 * before, *words)[2])[1] == "that alone is not enough"
 
@@ -102,7 +102,7 @@ def test_a_refused_run_is_advised(run, needs, words, monkeypatch):
     assert advised(err.replace(" --force", "\n--force"))[1] == "it fits then"
 
 
-def test_what_hardly_helps_or_was_chosen_is_not_advised(needs, words, tmp_path):
+def test_small_savings_and_chosen_options_are_not_advised(needs, words, tmp_path):
     chosen = ["--rank-pattern", '{"q_proj": 4}']
     assert "--rank-pattern" not in needs(1e6, *words, *chosen)[2]
     assert "--optimizer adam" not in needs(1e6, *words, "--optimizer", "lion")[2]

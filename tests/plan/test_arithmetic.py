@@ -45,7 +45,7 @@ def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
     )
 
 
-def test_what_fits_is_not_read_from_the_disk_again(tmp_path, monkeypatch):
+def test_layers_that_fit_the_page_cache_are_read_once(tmp_path, monkeypatch):
     """The system caches files of half of the free memory; a GPU copies such layers from the host's memory."""
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
     monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)

@@ -18,7 +18,7 @@ def test_an_address_that_is_not_mapped_is_an_error_and_no_crash():
             read(address, 8)
 
 
-def test_what_lay_in_memory_before_misleads_nobody(measured):
+def test_stale_bytes_do_not_mislead_the_layout(measured):
     """Unused bytes of a description may hold old pointers, also to primitives of the kinds that are looked for."""
     kept = []
     for size in range(1, 300):

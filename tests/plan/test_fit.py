@@ -71,7 +71,7 @@ def test_plan_says_how_much_where_and_what_fits(run, options, limited, monkeypat
     assert "It fits" not in out, "the first line says it"
 
 
-def test_what_the_step_needs_is_said_before_larger_ones_are_planned(checkpoint, options, monkeypatch):
+def test_memory_of_the_step_is_shown_before_larger_ones_are_planned(checkpoint, options, monkeypatch):
     said, known = [], []
 
     def searched(*_, **__):

@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 
-def test_what_a_queue_holds_ends_with_a_layer(tiny_model, monkeypatch):
+def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
     """A queue as long as an NVIDIA GPU's holds what several layers of a whole step have computed."""
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
     model = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3)

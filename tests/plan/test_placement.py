@@ -35,7 +35,7 @@ def test_the_largest_layers_on_the_disk_are_those_in_memory():
     assert held(100, [10, 30, 20, 5], [0, 1, 2]) == 100 - 60 + 50
 
 
-def test_what_an_iteration_reads():
+def test_bytes_that_an_iteration_reads():
     def read(streamed, lowest=0):
         return Placement(0, 0, (1, 1), (10,) * 6, lowest, streamed, Path()).read
 

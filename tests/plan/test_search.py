@@ -46,7 +46,7 @@ def test_both_limits_count():
     assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, Values(1, 5_000)).value == 100
 
 
-def test_what_is_known_is_not_planned_again():
+def test_known_value_is_not_planned_again():
     attempt, tried = planned(PEAKS["linear"])
     known = {8: attempt(8)}
     tried.clear()

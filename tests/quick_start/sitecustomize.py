@@ -1,8 +1,7 @@
 """Makes the programs that tests start take less processor time, and do the same.
 
-Python imports this module when it starts, for tests/conftest.py puts its folder on PYTHONPATH. transformers reads its
-1,640 files of models twice in each process: what it finds is kept in a file, and a start takes two thirds. mlx.launch
-asks without a pause whether its programs take input, which keeps a core busy: here it waits until they print something.
+Python imports this module when it starts, from PYTHONPATH (tests/conftest.py). The structure of transformers' 1,640
+model files is cached in a file, and mlx.launch waits for its programs' output where it would poll their input.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_a_recipe_is_copied(tmp_path):
         (["copy", "qwen3.5-9b", "folder"], "recipes: folder/qwen3.5-9b.yaml exists; give another path"),
     ],
 )
-def test_what_cannot_be_copied_is_said(words, message, tmp_path):
+def test_recipe_that_cannot_be_copied_is_refused(words, message, tmp_path):
     (tmp_path / "folder").mkdir()
     for file in ("here.yaml", "folder/qwen3.5-9b.yaml"):
         (tmp_path / file).write_text("mine")

@@ -1,4 +1,4 @@
-"""Loads the examples of a run: chooses the tables that its options name, reads them, and checks what they hold."""
+"""Loads the examples of a run: chooses the tables that its options name, reads them, and checks their content."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     tokenised and every image opened here, so that lengths are known and a bad line is named before the first step.
 
     Args:
-        config: the options of the run.
+        config: The options of the run.
         tokenizer: mlx-lm's TokenizerWrapper.
-        processors: the processors of a model with a vision tower, or None for a text model.
+        processors: The processors of a model with a vision tower, or None for a text model.
 
     Raises:
-        UserError: the data or an option has a mistake that the user can correct.
+        UserError: The data or an option has a mistake that the user can correct.
 
     Example:
         >>> splits = load_datasets(TrainConfig(data="my-data"), tokenizer)
@@ -156,7 +156,7 @@ def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
 def _read_more(
     config: TrainConfig, tokenizer: Any, features: Features, rows: list[tuple[str, Any]], name: str
 ) -> list[Any]:
-    """Return the examples of rows that are streamed during training, with a reader whose notes go with it."""
+    """Return the examples of rows that are streamed during training; the reader's notes are dropped."""
     return _read_rows(Reader(config, tokenizer), rows, name, features)
 
 
@@ -178,7 +178,7 @@ def _tables(
     open_jsonl: Callable[[Path], Any] = jsonl,
     open_dataset: Callable[..., dict[str, Any]] = hugging_face,
 ) -> dict[str, list[Part]]:
-    """Return the tables, or what else the functions open, of each needed split, with the keys of their rows."""
+    """Return the tables (or other results of the two functions) of each needed split, with the keys of their rows."""
     if config.hf_dataset:
         return _hf_tables(config, needed, open_dataset)
     return _data_tables(config, needed, open_jsonl, open_dataset)

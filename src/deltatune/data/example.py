@@ -20,8 +20,8 @@ class Example:
         tokens: int32 [N], with N >= 2.
         targets: bool [N], whether the prediction of each token from the tokens before it counts in the loss. The first
             token is never predicted, so targets[0] is False.
-        source: the file and line, or data set and row, that messages name.
-        pictures: the images and videos of the example for a model with a vision tower, None for any other model.
+        source: The file and line, or data set and row, that messages name.
+        pictures: The images and videos of the example for a model with a vision tower, None for any other model.
     """
 
     tokens: np.ndarray
@@ -50,10 +50,10 @@ class Splits:
     """The examples of a run. A split that the run does not need, or that does not exist, is empty.
 
     Args:
-        rule: one sentence that says which tokens count in the loss.
-        notes: sentences to print at the start, such as how many examples were truncated or skipped.
-        facts: what the rows have.
-        template_options: variables of the chat template with which a model that is trained on these examples is asked.
+        rule: One sentence that says which tokens count in the loss.
+        notes: Sentences to print at the start, such as how many examples were truncated or skipped.
+        facts: The properties of the rows.
+        template_options: Variables of the chat template with which a model that is trained on these examples is asked.
     """
 
     train: Sequence[Example] = ()

@@ -12,7 +12,7 @@ from .chats.rendering import Renderer
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks.
+    """A user's question.
 
     Attributes:
         prompt: The user's message. Without a chat template it is the whole text.
@@ -56,10 +56,10 @@ def prompt_tokens(
 
     Args:
         tokenizer: mlx-lm's wrapper of the tokenizer.
-        question: What is asked.
+        question: The question.
         chat_template: False ignores the template.
         template_options: Further variables for the template.
-        refused: What the user can do if the template refuses the prompt.
+        refused: The remedy that the message names if the template refuses the prompt.
 
     Returns:
         The token ids.
@@ -114,7 +114,7 @@ def conversation_text(
     Args:
         tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
         messages: The messages, each with its role.
-        remedy: What the user can do if the template refuses them.
+        remedy: The remedy that the message names if the template refuses them.
         template_options: Variables for the template. Under `tools` stand the tools that it describes to the model.
         prefilled: Whether the last message is the beginning of the answer, which the model then continues.
 

@@ -44,9 +44,9 @@ class Reader:
     """Reads tables as examples.
 
     Attributes:
-        kinds: the formats of their rows.
-        prompts: how many of their turns are behind a prompt with each value of enable_thinking.
-        notes: sentences for the user.
+        kinds: The formats of their rows.
+        prompts: How many of their turns are behind a prompt with each value of enable_thinking.
+        notes: Sentences for the user.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
@@ -142,7 +142,7 @@ class Reader:
         return VisionEncoder(text, self._vision.spec, reader, names)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
-        """Note how rows of other trainers' formats are read, what of them is not, and which take several rows."""
+        """Note how rows of other trainers' formats are read, their unread columns, and which take several rows."""
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
@@ -173,7 +173,7 @@ class Reader:
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
-        """Note how many examples of a table were too long, and what was done with them."""
+        """Note how many examples of a table were too long, and whether they were skipped or truncated."""
         if not overlong:
             return
         skip = self._config.overlong == "skip"

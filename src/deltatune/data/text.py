@@ -42,16 +42,16 @@ class TextEncoder:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        features: the keys of a row.
+        features: The keys of a row.
         mask_prompt: False counts every token in the loss. None and True leave prompts out; True also refuses rows of
             plain text, which have no prompt, while None counts all of their tokens.
-        last_turn: whether the last assistant turn of a conversation counts alone, rather than each.
-        template_options: variables for the chat template, which those of a row override.
+        last_turn: Whether the last assistant turn of a conversation counts alone, rather than each.
+        template_options: Variables for the chat template, which those of a row override.
 
     Attributes:
-        formats: reads the rows, and counts their formats.
-        unwritten: counts the parts of the rows that the chat template does not write.
-        prompts: how many turns so far are behind a prompt with each value of enable_thinking.
+        formats: Reads the rows, and counts their formats.
+        unwritten: Counts the parts of the rows that the chat template does not write.
+        prompts: How many turns so far are behind a prompt with each value of enable_thinking.
 
     Source:
         mlx_lm.tuner.datasets, which gives the same tokens for the same row.
@@ -86,7 +86,7 @@ class TextEncoder:
             raise failures[0]
 
     def conversation(self, messages: Messages, row: Any, source: str) -> Conversation:
-        """Return what is to be rendered for these messages of a row."""
+        """Return the conversation to render for these messages of a row."""
         if not self._tokenizer.has_chat_template:
             raise UserError(
                 f"{source}: the model's tokenizer has no chat template, which prompt/completion and chat lines need; "
@@ -120,7 +120,7 @@ class TextEncoder:
         return next(self._examples([(text, [])]))[0]
 
     def _until_failure(self, rows: Iterable[tuple[str, Any]], failures: list[UserError]) -> Iterator[Item]:
-        """Yield what each row says, up to the first that cannot be read, whose error goes to `failures`."""
+        """Yield the text or conversation of each row, up to the first unreadable one; its error goes to `failures`."""
         try:
             for source, row in rows:
                 messages = self.formats.messages(row, source)
@@ -165,7 +165,7 @@ class TextEncoder:
         return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
 
     def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
-        """Return the example of a plain text, all of whose tokens count, with an end token."""
+        """Return the example of a plain text with an end token; all of its tokens count."""
         if self._mask_prompt:
             raise UserError(
                 f"{item.source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
@@ -202,12 +202,12 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
     """Refuse answers that say nothing: the model would learn to stop at once.
 
     Args:
-        messages: the messages of a row.
-        turns: the numbers of the assistant's messages that count in the loss.
-        source: what messages call the row.
+        messages: The messages of a row.
+        turns: The numbers of the assistant's messages that count in the loss.
+        source: The row's name in messages.
 
     Raises:
-        UserError: one of them has no text, no reasoning, no call of a tool and no picture.
+        UserError: One of them has no text, no reasoning, no call of a tool and no picture.
     """
     for turn in turns:
         message = messages[turn]
@@ -226,12 +226,12 @@ def check_calls(messages: Messages, template: str | None, source: str) -> None:
     """Refuse calls of tools where the chat template does not know of any.
 
     Args:
-        messages: the messages of a row.
-        template: the chat template; None where code writes conversations.
-        source: what messages call the row.
+        messages: The messages of a row.
+        template: The chat template; None where code writes conversations.
+        source: The row's name in messages.
 
     Raises:
-        UserError: a message calls a tool.
+        UserError: A message calls a tool.
     """
     for number, message in enumerate(messages, 1):
         if template is not None and message.get(TOOL_CALLS) and TOOL_CALLS not in template:
@@ -251,12 +251,12 @@ def check_roles(messages: Messages, template: str | None, source: str) -> None:
     Many templates write whatever role they are given, so a mistyped one would train as it stands.
 
     Args:
-        messages: the messages of a row.
-        template: the chat template, which may name further roles; None where code writes conversations.
-        source: what messages call the row.
+        messages: The messages of a row.
+        template: The chat template, which may name further roles; None where code writes conversations.
+        source: The row's name in messages.
 
     Raises:
-        UserError: a role is unknown.
+        UserError: A role is unknown.
     """
     for number, message in enumerate(messages, 1):
         role = message["role"]

@@ -36,11 +36,11 @@ class Encoded:
     """A table as examples at full length.
 
     Args:
-        rows: the examples of each row: one, or several for a conversation whose template rewrites earlier turns.
-        kinds: how many rows have each format.
-        unread: how many rows have each column that has a meaning and is not read.
-        unwritten: how many messages, or rows for tools, have parts of each kind that the chat template does not write.
-        prompts: how many turns are behind a prompt with each value of enable_thinking.
+        rows: The examples of each row: one, or several where the template rewrites earlier turns of a conversation.
+        kinds: How many rows have each format.
+        unread: How many rows have each column that has a meaning and is not read.
+        unwritten: How many messages, or rows for tools, have parts of each kind that the chat template does not write.
+        prompts: How many turns are behind a prompt with each value of enable_thinking.
     """
 
     rows: list[list[Example]]
@@ -96,11 +96,11 @@ def encoding_digest(tokenizer: Any) -> str | None:
 
 
 def read(key: str, name: str) -> Encoded | None:
-    """Return what `keep` kept under a key; None if there is nothing or it is damaged.
+    """Return the table that `keep` stored under a key; None if there is none or it is damaged.
 
     Args:
-        key: the digest of the data, the tokenizer and the options.
-        name: the name of the table, with which the sources of its rows begin.
+        key: The digest of the data, the tokenizer and the options.
+        name: The name of the table, with which the sources of its rows begin.
     """
     path = _path(key)
     try:

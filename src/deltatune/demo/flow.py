@@ -140,7 +140,7 @@ def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
     """
     questions = adapter / "questions.json"
     questions.write_text(json.dumps([item.message for item in items]), encoding="utf-8")
-    # -P keeps the script's folder, whose modules belong to deltatune, out of the search path.
+    # -P keeps the script's folder, with modules of deltatune, out of the search path.
     command = [sys.executable, "-P", *map(str, (RELOAD, MODEL, adapter, questions, LONGEST))]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
     if done.returncode:

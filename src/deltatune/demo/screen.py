@@ -20,7 +20,7 @@ WIDEST = 112
 
 
 class DemoScreen(Screen):
-    """The screen of a demo. It leaves out the trainer's own lines, whose content the report has."""
+    """The screen of a demo. It leaves out the trainer's own lines, since the report has their content."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -76,7 +76,7 @@ class DemoScreen(Screen):
         self.console.print()
 
     def say(self, told: str | Fact) -> None:
-        """Leave out what the trainer says."""
+        """Leave out the trainer's lines."""
 
     def training(self, record: Record, total: int, left: float) -> None:
         """Leave out the trainer's figures."""

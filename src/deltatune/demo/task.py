@@ -21,7 +21,7 @@ class CafeMessage:
     """One message and the only answer that counts as right.
 
     Args:
-        message: What the model reads.
+        message: The text that the model reads.
         answer: The right answer.
         name: The name in the message.
         tool: The function that the answer calls.

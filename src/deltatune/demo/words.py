@@ -16,5 +16,5 @@ ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
 COLOURS = "red green blue white black yellow brown grey".split()
 JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
 ACTIONS = "paint clean open close carry move sell repair".split()
-# Common words whose tokens also occur in names.
+# Common words with tokens that also occur in names.
 COMMON = "where there here with about other some does long goes front exactly please people quarter past".split()

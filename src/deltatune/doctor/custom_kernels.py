@@ -1,9 +1,9 @@
 """Finds the custom kernels that a model's training forward reaches, and whether each has a gradient, on any machine.
 
 A new process builds the model anew from its own config. Every custom kernel is replaced there by a stand-in that
-computes nothing and records two things: that it was called, and whether the backward pass asked it for a gradient,
-which a custom kernel by itself does not have. The process reports Metal as available, so that it shows what an Apple
-GPU would run.
+computes nothing and records two things: that it was called, and whether the backward pass needed its gradient, which a
+custom kernel by itself does not have. The process reports Metal as available, so that it shows what an Apple GPU would
+run.
 """
 
 from __future__ import annotations

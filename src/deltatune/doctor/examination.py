@@ -1,4 +1,4 @@
-"""Runs every examination of the doctor, and returns what it found as data."""
+"""Runs every examination of the doctor, and returns its findings as data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Patched:
 
 @dataclass
 class Patches:
-    """The patches in force, and sentences on untried versions, on what is left alone and on modules without an import.
+    """The patches in force, and sentences on untried versions, on functions left alone and on modules without an
+    import.
 
     Sentences in `untried` name an installed version that the records do not, and how many functions are as expected.
     """
@@ -90,7 +91,7 @@ class Layers:
         kinds: How many layers there are of each kind.
         experts: How many layers have experts.
         forwards: Its training forwards, on text and on images.
-        left_out: Sentences on what was not examined, and why.
+        left_out: Sentences on parts that were not examined, and why.
         without_row: A sentence on the tokens that its embedding has no row for; None where it has rows for all.
         known_faults: A sentence on each known fault of the model in mlx-lm.
     """

@@ -19,7 +19,7 @@ from ..ops.trial.verdicts import Verdict
 
 @dataclass
 class Finding:
-    """What one implementation gave on one class of shapes.
+    """The result of one implementation on one class of shapes.
 
     Args:
         implementation: Its name.
@@ -27,7 +27,7 @@ class Finding:
         status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
         detail: Why it has this status.
         errors: The largest error of each result, relative to the largest element.
-        worst: The name of the result whose error is the largest part of what it may be.
+        worst: The name of the result with the largest error relative to its bound.
         bound: The largest error allowed for that result.
     """
 
@@ -51,7 +51,7 @@ class OperatorFindings:
     Args:
         name: Its name in Python.
         order: The implementations that may serve here, in order of preference, and the reason, in words.
-        findings: What each implementation gave.
+        findings: The result of each implementation.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Times:
     Args:
         calls: The operator and the class of shapes, in words.
         milliseconds: By implementation, the shortest time.
-        changing: The implementations whose bits differ from run to run, so that they serve only where they are forced.
+        changing: The implementations with bits that differ from run to run, which serve only where they are forced.
     """
 
     calls: str

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..machine import backend, environment
 from . import implementations, probes
 
-# What each process runs. Nobody looks at the results.
+# The function that each process runs; its results are dropped.
 _CASES = {"definitions": implementations.compare_with_definitions, "faults": probes.faults}
 
 

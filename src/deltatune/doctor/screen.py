@@ -1,4 +1,4 @@
-"""`deltatune doctor`: shows what the doctor found, on one screen or as JSON."""
+"""`deltatune doctor`: shows the doctor's findings, on one screen or as JSON."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _facts(facts: dict[str, str]) -> Table:
     return table
 
 
-# Status, what was examined, and why it has this status.
+# Status, the subject of the examination, and the reason for the status.
 Line = tuple[str, str, str]
 
 
@@ -198,7 +198,7 @@ def _model(layers: Layers) -> RenderableType:
 
 
 def _forward(table: Table, forward: Forward) -> None:
-    """Add a line for each operator that says whose code runs its layers, and one line for each custom kernel."""
+    """Add a line for each operator on the implementations that run its layers, and one line for each custom kernel."""
     through = f"  on {forward.data}, through {forward.package}"
     for operator, counts in forward.served.items():
         layers, others = sum(counts.values()), counts.get("", 0)

@@ -1,8 +1,8 @@
 """Converts low-rank factors of experts between MLX's layout and that of PEFT's `target_parameters`.
 
 MLX has factors a [E, r, in] and b [E, out, r] for each of gate, up and down. PEFT has A [E*r, in], expert by expert,
-and B [out, r*E], whose columns hold all experts of one rank index side by side; gate and up are one parameter of
-2*out rows.
+and B [out, r*E], with the columns of all experts of one rank index side by side; gate and up are one parameter of 2*out
+rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def fused(parts: dict[str, Factors], halves: tuple[str, ...]) -> Factors:
 
     Args:
         parts: (a [E, r, in], b [E, out, r]) by name; a name that is missing has no adapter.
-        halves: the names in the order of the joint matrix, all of the same number of rows.
+        halves: The names in the order of the joint matrix, all of the same number of rows.
 
     Returns:
-        a [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
+        A [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
     """
     present = [name for name in halves if name in parts]
     experts, rows = parts[present[0]][1].shape[:2]
@@ -39,12 +39,12 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
     """Take factors of a joint matrix apart: the inverse of `fused`.
 
     Every part keeps the whole rank, unless b is block-diagonal as `fused` makes it: then each keeps its own block. A
-    part whose b is zero, beside another whose b is not, has no adapter.
+    part with b = 0, beside another with b != 0, has no adapter.
 
     Args:
         a: [E, r, in].
         b: [E, rows of all parts, r].
-        halves: the names of the parts, from top to bottom.
+        halves: The names of the parts, from top to bottom.
     """
     pieces = dict(zip(halves, mx.split(b, len(halves), axis=1), strict=True))
     used = {name: as_numpy(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}

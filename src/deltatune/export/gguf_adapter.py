@@ -24,15 +24,15 @@ def write_gguf_adapter(
     """Convert an adapter to a GGUF file, which llama.cpp loads beside a GGUF file of the base (`llama-cli --lora`).
 
     Args:
-        model_path: the checkpoint that was trained.
-        adapter_path: the folder of the adapter.
-        save_path: the file to write, which must not exist.
-        llama_cpp: the folder of llama.cpp; None looks on PATH.
-        outtype: the converter's type of the tensors.
-        base_model: the original of a `model_path` that is a conversion of it.
+        model_path: The checkpoint that was trained.
+        adapter_path: The folder of the adapter.
+        save_path: The file to write, which must not exist.
+        llama_cpp: The folder of llama.cpp; None looks on PATH.
+        outtype: The converter's type of the tensors.
+        base_model: The original of a `model_path` that is a conversion of it.
 
     Raises:
-        UserError: there is no converter, llama.cpp does not know the model, it cannot express the adapter, or the
+        UserError: There is no converter, llama.cpp does not know the model, it cannot express the adapter, or the
             converter fails.
     """
     save_path = Path(save_path)
@@ -56,7 +56,7 @@ def _check_plain(adapter: PeftAdapter) -> None:
     """Check that the adapter is LoRA on linear layers of the language model, which is all that llama.cpp knows.
 
     Raises:
-        UserError: it is more; the message names what.
+        UserError: It has updates of other kinds; the message names them.
     """
     config = adapter.config
     parameters = config.get("target_parameters", [])

@@ -35,12 +35,12 @@ def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
     """Return the words that start one of llama.cpp's converters.
 
     Args:
-        folder: the path of a converter or of the folder with them, which this Python then runs; None takes the one on
+        folder: The path of a converter or of the folder with them, which this Python then runs; None takes the one on
             PATH, as an installed llama.cpp puts it there.
-        name: the file name of the converter.
+        name: The file name of the converter.
 
     Raises:
-        UserError: there is no converter.
+        UserError: There is no converter.
     """
     if folder is None:
         program = shutil.which(name)
@@ -61,11 +61,11 @@ def quantizer_command(llama_cpp: str | None, outtype: str) -> list[str] | None:
     """Return the words that start llama-quantize where `outtype` needs it, or None if the converter writes that type.
 
     Args:
-        llama_cpp: the folder of llama.cpp, or a path in it; None looks on PATH.
-        outtype: the type of the tensors.
+        llama_cpp: The folder of llama.cpp, or a path in it; None looks on PATH.
+        outtype: The type of the tensors.
 
     Raises:
-        UserError: the type is unknown, or there is no llama-quantize.
+        UserError: The type is unknown, or there is no llama-quantize.
     """
     if outtype in OUTTYPES:
         return None
@@ -101,13 +101,14 @@ def write_gguf(
     """Merge an adapter into its base and convert the result to a GGUF file.
 
     Args:
-        model_path: the base checkpoint in Hugging Face's layout.
-        adapter_path: the folder of the adapter.
-        save_path: the file to write, which must not exist.
-        command: what starts the converter (`converter_command`).
-        outtype: the type of the tensors; "auto" keeps half precision.
-        ends: the tokens at which generation stops, the one that the file is to name last; none leaves the base's.
-        quantizer: what starts llama-quantize, where the converter cannot write that type (`quantizer_command`).
+        model_path: The base checkpoint in Hugging Face's layout.
+        adapter_path: The folder of the adapter.
+        save_path: The file to write, which must not exist.
+        command: The command that starts the converter (`converter_command`).
+        outtype: The type of the tensors; "auto" keeps half precision.
+        ends: The tokens at which generation stops, the one that the file is to name last; none leaves the base's.
+        quantizer: The command that starts llama-quantize (`quantizer_command`), for types that the converter cannot
+            write.
 
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.
@@ -138,11 +139,11 @@ def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]])
     """Write a file through a converter, in one move once it is complete.
 
     Args:
-        save_path: the file to write.
-        convert: called with an empty folder and the file to write for now; returns the words that start the converter.
+        save_path: The file to write.
+        convert: Called with an empty folder and the file to write for now; returns the words that start the converter.
 
     Raises:
-        UserError: the converter fails, or the disk refuses.
+        UserError: The converter fails, or the disk refuses.
     """
     try:
         save_path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def check_known(command: list[str], path: Path) -> None:
     """Check that convert_hf_to_gguf.py, started by `command`, lists the class of the model in `path`.
 
     Raises:
-        UserError: it does not; the message names the family.
+        UserError: It does not; the message names the family.
     """
     config = read_json(path / "config.json")
     wanted = (config.get("architectures") or [None])[0]

@@ -12,7 +12,7 @@ def check_name(name: str) -> None:
     """Check the name of a repository before any work is done for it.
 
     Raises:
-        UserError: the hub would not accept it.
+        UserError: The hub would not accept it.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -29,14 +29,14 @@ def push(folder: Path, name: str) -> str:
     """Upload all files of a folder to a repository, which is created as a private one if it does not exist.
 
     Args:
-        folder: the folder.
-        name: the repository, owner/name.
+        folder: The folder.
+        name: The repository, owner/name.
 
     Returns:
         The address of the repository.
 
     Raises:
-        UserError: nobody is logged in, or the hub refuses or cannot be reached. The folder stays as it is.
+        UserError: Nobody is logged in, or the hub refuses or cannot be reached. The folder stays as it is.
     """
     from huggingface_hub import HfApi
 
@@ -55,7 +55,7 @@ def push(folder: Path, name: str) -> str:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the hub refuses, a file does not get through, or nobody answers.
+    """The errors of huggingface_hub where the hub refuses, a file does not get through, or nobody answers.
 
     The last is an error of the HTTP library beneath, which differs by version: the base class `HTTPError` of that
     library is one of huggingface_hub's own error.

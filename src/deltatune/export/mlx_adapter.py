@@ -13,7 +13,7 @@ def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
     """Copy the two files that make an adapter of MLX into a new folder.
 
     Raises:
-        UserError: the adapter is damaged, or the folder holds one already or cannot be written.
+        UserError: The adapter is damaged, or the folder holds one already or cannot be written.
     """
     adapter_path, save_path = Path(adapter_path), Path(save_path)
     read_config(adapter_path)

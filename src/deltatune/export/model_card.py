@@ -29,17 +29,17 @@ def write_card(folder: Path, target: str, base_model: str, adapter_path: Path, n
     """Write the card of an export into its folder, in the place of the base's own.
 
     Args:
-        folder: the folder of the export.
-        target: what was exported, as --to names it.
-        base_model: the base model's name or folder.
-        adapter_path: the folder of the adapter, with the files of its run where these are still there.
-        notes: sentences for the reader.
+        folder: The folder of the export.
+        target: The kind of the export, as --to names it.
+        base_model: The base model's name or folder.
+        adapter_path: The folder of the adapter, with the files of its run where these are still there.
+        notes: Sentences for the reader.
 
     Returns:
         The path of the card.
 
     Raises:
-        UserError: the card cannot be written.
+        UserError: The card cannot be written.
     """
     path = folder / CARD
     try:
@@ -75,7 +75,7 @@ def card(
 
 
 def _licence(base_card: str) -> dict[str, Any]:
-    """What the base's own card, which a merge copies, says of its licence."""
+    """Return the fields on the licence in the base's own card, which a merge copies."""
     match = re.match(r"---\s*\n(.*?)\n---", base_card, re.DOTALL)
     try:
         head = yaml.safe_load(match[1]) if match else None

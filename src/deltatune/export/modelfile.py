@@ -24,7 +24,7 @@ _THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Turns:
-    """What a chat template writes around what is said.
+    """The text that a chat template writes around the contents of messages.
 
     Attributes:
         around: The text before and behind a message, by its role. A message of another role leaves no text.
@@ -124,7 +124,7 @@ def turns(tokenizer: Any, options: Mapping[str, Any] | None = None) -> tuple[Tur
 
 
 def _probes(tokenizer: Any) -> dict[str, list[list[Message]]]:
-    """Return conversations that chat templates write in ways of their own, by the name of what is special in them."""
+    """Return conversations that chat templates write in ways of their own, by the name of their special feature."""
     system, question, answer, result = (_message(role) for role in _CONTENTS)
     marks = {_THINKING, (getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None))}
     thoughts = [

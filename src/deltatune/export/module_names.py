@@ -30,11 +30,11 @@ class FamilyRecord:
     """How transformers names the modules of a family.
 
     Args:
-        renames: regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
-        experts: whether transformers holds the experts of a layer as two parameters of a module `mlp.experts`.
-        router: whether the router `mlp.gate` is a module of transformers' own, of which PEFT can adapt only the
+        renames: Regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
+        experts: Whether transformers holds the experts of a layer as two parameters of a module `mlp.experts`.
+        router: Whether the router `mlp.gate` is a module of transformers' own, of which PEFT can adapt only the
             parameter `weight`.
-        redirected: whether PEFT, from transformers 5 on, takes every module named gate_proj, up_proj or down_proj for
+        redirected: Whether PEFT, from transformers 5 on, takes every module named gate_proj, up_proj or down_proj for
             the experts. Such a module is then adapted as a parameter, which has the same tensors.
     """
 
@@ -76,12 +76,12 @@ RECORDS: dict[str, FamilyRecord] = {
 
 @dataclass(frozen=True)
 class AdaptedPlace:
-    """Where transformers has what an adapter of MLX adapts.
+    """The module or parameter in transformers that an adapter of MLX adapts.
 
     Args:
-        module: the path of the module.
-        parameter: the parameter of that module, where PEFT adapts a parameter instead of the module.
-        matrix: for an expert layer's `gate_up_proj`, which of its halves: "gate" or "up".
+        module: The path of the module.
+        parameter: The parameter of that module, where PEFT adapts a parameter instead of the module.
+        matrix: For an expert layer's `gate_up_proj`, which of its halves: "gate" or "up".
     """
 
     module: str
@@ -93,7 +93,7 @@ class TransformersNames:
     """The names that transformers gives to the modules of one checkpoint.
 
     Args:
-        config: the content of the checkpoint's config.json.
+        config: The content of the checkpoint's config.json.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -105,7 +105,7 @@ class TransformersNames:
         """Find the place of the module `path` of mlx-lm or mlx-vlm.
 
         Raises:
-            UserError: the family has no record, and its names may differ.
+            UserError: The family has no record, and its names may differ.
         """
         record = self._record
         expert = _EXPERT.match(path)
@@ -159,12 +159,12 @@ def check_layout(names: Iterable[str], model_path: Path, purpose: str) -> None:
     """Check that the tensors of a checkpoint have the names of Hugging Face, not those of a conversion to MLX.
 
     Args:
-        names: the names of the checkpoint's tensors.
-        model_path: its folder, for the message.
-        purpose: what needs these names, as a clause.
+        names: The names of the checkpoint's tensors.
+        model_path: Its folder, for the message.
+        purpose: The reader that needs these names, as a clause.
 
     Raises:
-        UserError: they are MLX's names, or tensors are quantised in MLX's format.
+        UserError: They are MLX's names, or tensors are quantised in MLX's format.
     """
     for name in names:
         if ".switch_mlp." in name or name.startswith(("language_model.model.", "vision_tower.")):

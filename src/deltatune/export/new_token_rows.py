@@ -31,15 +31,15 @@ def to_peft_rows(
     """Convert the rows for new tokens of a model.
 
     Args:
-        model: a model, with or without such rows.
-        names: the names that transformers gives to its modules.
-        root: what PEFT puts before the path of a module.
+        model: A model, with or without such rows.
+        names: The names that transformers gives to its modules.
+        root: PEFT's prefix of the path of a module.
 
     Returns:
         The tensors by PEFT's names, the content of `trainable_token_indices`, and sentences for the user.
 
     Raises:
-        UserError: the head has a bias, for which PEFT has no such rows.
+        UserError: The head has a bias, for which PEFT has no such rows.
     """
     tensors: dict[str, mx.array] = {}
     indices: dict[str, list[int]] = {}
@@ -71,17 +71,17 @@ def take_rows(
     """Take the rows for new tokens, and tables that PEFT saved whole with them, out of the tensors of an adapter.
 
     Args:
-        tensors: the tensors of a PEFT adapter, from which those of tables of tokens are removed.
-        config: the content of its adapter_config.json.
-        places: paths of MLX by (short path of transformers, None, None).
-        modules: the modules of the model by path.
-        where: the adapter's folder, for messages.
+        tensors: The tensors of a PEFT adapter, from which those of tables of tokens are removed.
+        config: The content of its adapter_config.json.
+        places: Paths of MLX by (short path of transformers, None, None).
+        modules: The modules of the model by path.
+        where: The adapter's folder, for messages.
 
     Returns:
         The rows behind the last row of each table, by paths of MLX.
 
     Raises:
-        UserError: the rows belong to tokens that the model has already, or to one of two tables only.
+        UserError: The rows belong to tokens that the model has already, or to one of two tables only.
     """
     option = config.get(OPTION)
     if not option:
@@ -180,7 +180,7 @@ def install_rows(model: nn.Module, rows: Mapping[str, mx.array]) -> None:
     """Add rows for new tokens to the tables of `model`, by path.
 
     Raises:
-        UserError: a table cannot have new rows, or its rows are of another width.
+        UserError: A table cannot have new rows, or its rows are of another width.
     """
     add_rows(model, {path: len(values) for path, values in rows.items()})
     for path, table in grown_tables(model).items():

@@ -30,7 +30,7 @@ PEFT_CONFIG = "adapter_config.json"
 HALVES = ("gate", "up")
 # The first PEFT that reads adapters of experts as they are written here (expert_factors.from_early_peft).
 EXPERTS_SINCE = "0.20.0"
-# What PEFT puts before the path of a module.
+# PEFT's prefix of the path of a module.
 _ROOT = "base_model.model"
 
 
@@ -39,9 +39,9 @@ class PeftAdapter:
     """An adapter in PEFT's terms.
 
     Attributes:
-        tensors: the content of adapter_model.safetensors.
-        config: the content of adapter_config.json.
-        notes: sentences for the user about what PEFT does differently.
+        tensors: The content of adapter_model.safetensors.
+        config: The content of adapter_config.json.
+        notes: Sentences for the user about differences in PEFT's behaviour.
     """
 
     tensors: dict[str, mx.array] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def adapted_model(path: Path, adapter_path: Path) -> nn.Module:
     """Load a checkpoint, lazily, with the adapter in `adapter_path` on it.
 
     Raises:
-        UserError: either is damaged, or they do not belong together, or the folder holds a fully trained model.
+        UserError: Either is damaged, or they do not belong together, or the folder holds a fully trained model.
     """
     if read_config(adapter_path).get("fine_tune_type") == "full":
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
@@ -73,11 +73,11 @@ def write_peft(
     """Convert an adapter to PEFT's format and write it to a folder.
 
     Args:
-        model_path: the checkpoint that was trained, in Hugging Face's layout or MLX's, quantised or not.
-        adapter_path: the folder of the adapter.
-        save_path: the folder to write, which must not hold an adapter yet.
-        base_model: the name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
-        one_alpha: whether lora_B takes over what would need an `alpha_pattern`, which llama.cpp does not read.
+        model_path: The checkpoint that was trained, in Hugging Face's layout or MLX's, quantised or not.
+        adapter_path: The folder of the adapter.
+        save_path: The folder to write, which must not hold an adapter yet.
+        base_model: The name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
+        one_alpha: Whether lora_B is scaled in place of an `alpha_pattern`, which llama.cpp does not read.
 
     Raises:
         UserError: PEFT cannot express the adapter, or a file is damaged or exists already.
@@ -121,9 +121,9 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
     """Convert the adapters on `model`.
 
     Args:
-        model: a model with adapters.
-        config: the content of the checkpoint's config.json.
-        base_model: the name or folder that PEFT loads the base from.
+        model: A model with adapters.
+        config: The content of the checkpoint's config.json.
+        base_model: The name or folder that PEFT loads the base from.
 
     Raises:
         UserError: PEFT cannot express an adapter, or the names of the family are not known.

@@ -62,11 +62,11 @@ class ImportedAdapter:
     """An adapter of PEFT on the modules of an MLX model.
 
     Attributes:
-        factors: by path, what the adapter of that module holds: lora_a, lora_b and, for DoRA, m.
-        scales: the factor of each update.
-        dropout: the dropout of all.
-        dora: whether the adapters are DoRA's.
-        new_rows: by path of a table of tokens, the rows of new tokens.
+        factors: The arrays of each module's adapter by its path: lora_a, lora_b and, for DoRA, m.
+        scales: The factor of each update.
+        dropout: The dropout of all.
+        dora: Whether the adapters are DoRA's.
+        new_rows: By path of a table of tokens, the rows of new tokens.
     """
 
     factors: dict[str, dict[str, mx.array]] = field(default_factory=dict)
@@ -80,12 +80,12 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
     """Convert an adapter of PEFT for a checkpoint that MLX loads, and write it as deltatune and mlx-lm save theirs.
 
     Args:
-        model_path: the checkpoint, in Hugging Face's layout or MLX's, quantised or not.
-        peft_path: the folder with PEFT's adapter_config.json and adapter_model.safetensors.
-        save_path: the folder to write.
+        model_path: The checkpoint, in Hugging Face's layout or MLX's, quantised or not.
+        peft_path: The folder with PEFT's adapter_config.json and adapter_model.safetensors.
+        save_path: The folder to write.
 
     Raises:
-        UserError: the adapter is not LoRA or DoRA, holds what MLX's format cannot express, or is for another model.
+        UserError: The adapter is not LoRA or DoRA, has parts that MLX's format cannot express, or is for another model.
 
     Example:
         >>> import_peft("mlx-community/Qwen3-0.6B-4bit", "adapters-peft", "adapters").dora
@@ -109,7 +109,7 @@ def install(model: nn.Module, imported: ImportedAdapter, where: Path) -> None:
     """Put the imported adapters on `model`.
 
     Raises:
-        UserError: a factor does not fit its module, or the new rows do not fit a table.
+        UserError: A factor does not fit its module, or the new rows do not fit a table.
     """
     both = imported.factors.keys() & imported.new_rows.keys()
     if both:
@@ -169,14 +169,14 @@ def from_peft_adapter(
     """Convert the tensors of a PEFT adapter to factors by paths of MLX.
 
     Args:
-        model: the model without adapters.
-        model_config: the content of the checkpoint's config.json.
-        config: the content of PEFT's adapter_config.json.
-        tensors: the content of PEFT's adapter_model.safetensors.
-        where: the adapter's folder, for messages.
+        model: The model without adapters.
+        model_config: The content of the checkpoint's config.json.
+        config: The content of PEFT's adapter_config.json.
+        tensors: The content of PEFT's adapter_model.safetensors.
+        where: The adapter's folder, for messages.
 
     Raises:
-        UserError: a tensor belongs to no module of the model, or PEFT's update has no form in MLX.
+        UserError: A tensor belongs to no module of the model, or PEFT's update has no form in MLX.
     """
     modules = dict(model.named_modules())
     places = TransformersNames(dict(model_config)).places(
@@ -360,7 +360,7 @@ class _Gathered:
         """Check that the update of a tied head is that of the embedding, which is the only one that MLX knows.
 
         Raises:
-            UserError: the head and the embedding have different updates.
+            UserError: The head and the embedding have different updates.
         """
         path = self._places.get(("embed_tokens", None, None))
         if any(name == "lm_head" for name, _, _ in self._places):

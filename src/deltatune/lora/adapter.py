@@ -1,7 +1,7 @@
 """The base class of all adapters: a frozen module, and a trained low-rank update with its scale and dropout.
 
-The factors are fp32 whatever the base module is, as in mlx-lm: bf16 would round most of AdamW's small updates away, and
-the factors take little memory. Names and shapes are mlx-lm's, so that either library loads what the other saved.
+The factors are fp32 for a base of any dtype, as in mlx-lm: bf16 would round most of AdamW's small updates away, and the
+factors take little memory. Names and shapes are mlx-lm's, so that either library loads the other's files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Adapter(nn.Module):
     """A module around `base` that returns base(x) + scale * update(dropout(x)); subclasses define the update.
 
     Args:
-        base: the module to adapt.
-        scale: the factor of the update.
-        dropout: the share of the update's inputs that training sets to zero, from 0 to below 1.
+        base: The module to adapt.
+        scale: The factor of the update.
+        dropout: The share of the update's inputs that training sets to zero, from 0 to below 1.
     """
 
     base_name: ClassVar[str]
@@ -40,7 +40,7 @@ class Adapter(nn.Module):
 
     @classmethod
     def from_base(cls, base: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0) -> Any:
-        """Return an adapter around `base` whose lora_b is zero, so that its outputs are those of `base`."""
+        """Return an adapter around `base` with lora_b = 0, so that its outputs are those of `base`."""
         make: Any = cls
         return make(base, rank, scale, dropout)
 
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
         return self["lora_a"].shape[1]
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
-        """Return a module like the base whose weight contains the update.
+        """Return a module like the base, with the update in its weight.
 
         A quantised base is quantised again, unless `dequantize` asks for a dense module.
         """

@@ -2,7 +2,7 @@
 
 mlx-lm rebuilds the adapters from `lora_parameters`: one rank, scale, dropout and kind for all, and `keys`, for which
 deltatune writes the full path of every adapted module. When deltatune loads an adapter, the tensors themselves say
-which modules carry one and of what rank, so mlx_lm.lora's defaults for missing options are not needed. Lower ranks are
+which modules carry one and of which rank, so mlx_lm.lora's defaults for missing options are not needed. Lower ranks are
 padded with zeros when they are saved, and lose them again when deltatune loads them.
 """
 
@@ -54,18 +54,18 @@ def save_adapters(
     move, so that an interrupted save leaves the previous adapter readable.
 
     Args:
-        model: a model with adapters, or one that trains its own layers.
-        directory: the folder to write to, created where it is missing.
-        config: the options of the run, which are stored in adapter_config.json too.
-        weights: the name of the file with the tensors.
-        named: whether to list the adapted modules as `keys`. Without that list, `num_layers` in `config` says where
+        model: A model with adapters, or one that trains its own layers.
+        directory: The folder to write to, created where it is missing.
+        config: The options of the run, which are stored in adapter_config.json too.
+        weights: The name of the file with the tensors.
+        named: Whether to list the adapted modules as `keys`. Without that list, `num_layers` in `config` says where
             the adapters are.
 
     Returns:
         The path of the file with the tensors.
 
     Raises:
-        UserError: the format cannot express the adapter (LoRA and DoRA together, unequal dropout, trained tensors
+        UserError: The format cannot express the adapter (LoRA and DoRA together, unequal dropout, trained tensors
             outside adapters), or the disk refuses.
     """
     directory = Path(directory)
@@ -91,7 +91,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     """Return the tensors to save by full path, and the part of adapter_config.json that says how to rebuild them.
 
     Raises:
-        UserError: mlx-lm's format cannot express what the model trains.
+        UserError: mlx-lm's format cannot express the trained parameters.
     """
     new_rows = stored_rows(model)
     grown = tuple(f"{path}.new_" for path in grown_tables(model))
@@ -138,16 +138,16 @@ def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool =
     """Add the adapter in `directory`, written by deltatune or mlx_lm.lora, to `model` in place.
 
     Args:
-        model: a model without adapters.
-        directory: the folder with adapters.safetensors and adapter_config.json.
-        text_alone: whether tensors of a vision tower and a projector, which `model` has not, are left out.
+        model: A model without adapters.
+        directory: The folder with adapters.safetensors and adapter_config.json.
+        text_alone: Whether tensors of a vision tower and a projector, which `model` has not, are left out.
 
     Returns:
         A report that names the adapted modules, or the loaded tensors of a fully fine-tuned model.
 
     Raises:
-        UserError: the adapter is missing, damaged or made for another model.
-        ValueError: the model already has adapters.
+        UserError: The adapter is missing, damaged or made for another model.
+        ValueError: The model already has adapters.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -177,12 +177,12 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
     """Load a file of adapter tensors into a model that already has adapters of the same rank on the same modules.
 
     Args:
-        model: a model with adapters, or one that trains its own layers.
-        path: the file.
-        compare: whether to compare the config beside the file with the model's adapters.
+        model: A model with adapters, or one that trains its own layers.
+        path: The file.
+        compare: Whether to compare the config beside the file with the model's adapters.
 
     Raises:
-        UserError: the file is missing or damaged, a tensor does not fit the model, or the config beside the file says
+        UserError: The file is missing or damaged, a tensor does not fit the model, or the config beside the file says
             another rank, scale or kind than the model's adapters have.
     """
     tensors = read_weights(Path(path))
@@ -197,7 +197,7 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
 
 
 def _check_saved_settings(model: nn.Module, path: Path) -> None:
-    """Compare what the config beside an adapter file says of its adapters with those of the model."""
+    """Compare the kind, rank and scale in the config beside an adapter file with those of the model's adapters."""
     if not adapters(model) or not (path.parent / CONFIG).is_file():
         return
     config = read_config(path.parent)
@@ -230,7 +230,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read the adapter_config.json in `directory`.
 
     Raises:
-        UserError: the file is missing, is not a JSON object, or holds a field of a wrong type.
+        UserError: The file is missing, is not a JSON object, or holds a field of a wrong type.
     """
     path = directory / CONFIG
     if not directory.is_dir():
@@ -251,21 +251,21 @@ def options_of(directory: Path) -> dict[str, Any]:
     """Read the options of the run that wrote an adapter, or a whole model, into `directory`.
 
     Raises:
-        UserError: it holds neither, or their file is not a JSON object.
+        UserError: It holds neither, or their file is not a JSON object.
     """
     path = directory / RUN_OPTIONS
     return read_json(path) if path.is_file() else read_config(directory)
 
 
 def template_options(directory: str | Path | None, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the variables of the chat template with which what a folder holds was trained, and those that are given.
+    """Return the variables of the chat template in the training of a folder's adapter or model, and the user's own.
 
     Args:
-        directory: the folder of an adapter, or of a whole model; None has no variables.
-        asked: the variables that the user gave, which go before those of the folder.
+        directory: The folder of an adapter, or of a whole model; None has no variables.
+        asked: The variables that the user gave, which go before those of the folder.
 
     Raises:
-        UserError: the file with the run's options is missing or damaged.
+        UserError: The file with the run's options is missing or damaged.
     """
     options = {} if directory is None else options_of(Path(directory)).get("chat_template_config")
     trained = {} if options is None else checked_options(options, f"{directory}: chat_template_config")
@@ -296,7 +296,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked.
 
     Raises:
-        UserError: the file is missing, damaged or empty, or a tensor holds NaN or infinity.
+        UserError: The file is missing, damaged or empty, or a tensor holds NaN or infinity.
     """
     if not path.is_file():
         raise UserError(f"adapter {path}: no such file.")

@@ -27,7 +27,7 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass
 class ConversionReport:
-    """What a conversion did to a model."""
+    """The modules that a conversion changed in a model, and those that it skipped."""
 
     # The paths of the modules that train, or of the tensors that were loaded.
     converted: list[str] = field(default_factory=list)
@@ -57,19 +57,19 @@ def convert_to_lora(
     """Freeze `model` in place, and make the chosen part of it trainable, and new rows of embeddings (new_rows.py).
 
     Args:
-        model: a model of mlx-lm or mlx-vlm, or any with a list `layers`.
-        config: which modules get an adapter, and of what rank and scale. With `rslora` the scale is divided by
-            sqrt(rank), as in https://arxiv.org/abs/2312.03732.
+        model: A model of mlx-lm or mlx-vlm, or any with a list `layers`.
+        config: Which modules get an adapter, and its rank and scale. With `rslora` the scale is divided by sqrt(rank),
+            as in https://arxiv.org/abs/2312.03732.
         fine_tune_type: "lora" or "dora" adds adapters to the chosen modules; "full" trains the chosen layers
             themselves, except quantised weights.
-        num_layers: how many layers to choose from, counted from the last; -1 means all.
-        parts: which parts of a model with images train, any of "language", "vision" and "projector".
+        num_layers: How many layers to choose from, counted from the last; -1 means all.
+        parts: Which parts of a model with images train, any of "language", "vision" and "projector".
 
     Returns:
         A report that names the modules that train, and those that were chosen but cannot.
 
     Raises:
-        UserError: a pattern, layer, rank or part does not fit the model.
+        UserError: A pattern, layer, rank or part does not fit the model.
 
     Example:
         >>> loaded = deltatune.load("mlx-community/Qwen3-0.6B-4bit")
@@ -105,7 +105,7 @@ def make_adapters(
     """Make an adapter for each module of `ranks` (path to rank), and return them by path; the model is not changed.
 
     Raises:
-        UserError: a module has no kind of adapter.
+        UserError: A module has no kind of adapter.
     """
     modules = dict(model.named_modules())
     new_adapters: dict[str, nn.Module] = {}
@@ -135,7 +135,7 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
 
 
 def _complete(model: nn.Module) -> None:
-    """Give modules what nn.Module.__init__ sets, which mlx-lm's recurrent_gemma does not call; freezing needs it."""
+    """Set the attributes of nn.Module.__init__, which mlx-lm's recurrent_gemma does not call; freezing needs them."""
     for module in model.modules():
         for name, value in vars(nn.Module()).items():
             vars(module).setdefault(name, value)

@@ -1,8 +1,8 @@
-"""Finds the modules whose arrays their owner reads directly, by watching forward passes that are never evaluated.
+"""Finds modules with arrays that their owner reads directly, by watching forward passes that are never evaluated.
 
-An adapter changes what a module returns when it is called. An owner that multiplies by `self.proj.weight` itself does
-not call the module and so would bypass the adapter; such a module must not get one. Watching is cheap: MLX is lazy, so
-a forward pass whose result nobody evaluates only builds a graph, whatever the size of the model.
+An adapter changes the output of a call of a module. An owner that multiplies by `self.proj.weight` itself does not call
+the module and so would bypass the adapter; such a module must not get one. Watching is cheap: MLX is lazy, so a forward
+pass without an evaluation only builds a graph, for a model of any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ARRAY_NAMES = ("weight", "scales", "biases", "bias")
 
 
 def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Find the candidates whose arrays are read by anything but their own methods in a forward pass.
+    """Find the candidates with arrays that other code than their own methods reads in a forward pass.
 
     The passes are one in training mode over two tokens, and two in inference mode over two tokens and one, since models
     branch on both. An owner that reads the arrays of nn.Linear alone (after a test of the class) would call an adapter,
@@ -32,8 +32,8 @@ def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict
     the model, its layers' caches and the random state are as before.
 
     Args:
-        model: called with token ids [1, T].
-        candidates: modules of `model`, by path.
+        model: Called with token ids [1, T].
+        candidates: Modules of `model`, by path.
 
     Returns:
         The name of an array that is read directly, by the module's path.

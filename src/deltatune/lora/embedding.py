@@ -16,10 +16,10 @@ class LoRAEmbedding(Adapter):
     """An embedding with a low-rank update: embedding(ids) + scale * dropout(A[ids] B), [..., dims] for ids [...].
 
     Args:
-        embedding: an nn.Embedding or nn.QuantizedEmbedding.
-        rank: the inner size r of the update.
-        scale: the factor of the update.
-        dropout: the share of the update's values that training sets to zero (`as_linear`: of its inputs).
+        embedding: An nn.Embedding or nn.QuantizedEmbedding.
+        rank: The inner size r of the update.
+        scale: The factor of the update.
+        dropout: The share of the update's values that training sets to zero (`as_linear`: of its inputs).
     """
 
     base_name = "embedding"
@@ -45,7 +45,7 @@ class LoRAEmbedding(Adapter):
 
 
 class DoRAEmbedding(LoRAEmbedding):
-    """An embedding whose adapted rows have the trained length m; the norm is a constant for the gradient."""
+    """An embedding with adapted rows of trained length m; the norm is a constant for the gradient."""
 
     kind = "dora"
 

@@ -132,7 +132,7 @@ def _sorted_by_expert(linear: Callable[..., mx.array], x: mx.array, indices: mx.
 def projection(module: nn.Module) -> Projection | None:
     """Collect the arrays of a switch linear, and of an adapter around it (ours or mlx-lm's), for expert_block.
 
-    An adapter whose dropout is active draws a random key.
+    An adapter with active dropout draws a random key.
 
     Returns:
         None for a module that expert_block cannot compute: one that is no switch linear, or one of mlx-vlm's nvfp4

@@ -33,11 +33,11 @@ def with_low_rank(
     that its backward pass adds the update's gradient of x to the base's within a product.
 
     Args:
-        base: maps [..., in] to [..., out].
+        base: Maps [..., in] to [..., out].
         x: [..., in].
         a: [in, r], of x's dtype.
         b: [r, out], of x's dtype.
-        scale: the factor of the update; it only ever multiplies within a product or arrays that are r wide.
+        scale: The factor of the update; it only ever multiplies within a product or arrays that are r wide.
 
     Returns:
         [..., out], in the dtype of base(x).
@@ -94,7 +94,7 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
 
 def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
-    """Return what a linear layer multiplies rows of this dtype by; None for one that does something else."""
+    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout."""
     base = layer.base if type(layer) is LoRALinear else layer
     if type(base) is not nn.Linear or "bias" in base:
         return None
@@ -109,13 +109,13 @@ def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
 
 
 def token_output(layer: nn.Module, x: mx.array) -> mx.array | None:
-    """Return what a linear layer makes of one token of each row of a batch [B, 1, in]; None where other code serves."""
+    """Apply a linear layer to one token of each row, x [B, 1, in], in one launch; return None if it cannot."""
     matrix = token_matrix(layer, x.dtype) if trace.current().next_tokens else None
     return None if matrix is None else product(x, matrix)
 
 
 def projected(layers: Sequence[Any], x: mx.array) -> tuple[mx.array, ...]:
-    """Return what several linear layers make of one token of each row: one array [B, 1, C], or one for each layer."""
+    """Apply several linear layers to one token of each row; return one joint array [B, 1, C], or one for each."""
     matrices = [token_matrix(layer, x.dtype) for layer in layers]
     if None not in matrices:
         matrix = joined([matrix for matrix in matrices if matrix is not None])
@@ -146,10 +146,10 @@ class LoRALinear(Adapter):
     """A linear layer with a low-rank update: y = linear(x) + scale * dropout(x) A B, in the dtype of linear(x).
 
     Args:
-        linear: an nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
-        rank: the inner size r of the update.
-        scale: the factor of the update.
-        dropout: the share of the update's inputs that training sets to zero.
+        linear: An nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
+        rank: The inner size r of the update.
+        scale: The factor of the update.
+        dropout: The share of the update's inputs that training sets to zero.
 
     Example:
         >>> layer = LoRALinear.from_base(nn.Linear(64, 32), rank=4)
@@ -187,7 +187,7 @@ class LoRALinear(Adapter):
 
 
 class DoRALinear(LoRALinear):
-    """A linear layer whose adapted weight has rows of trained length m.
+    """A linear layer with rows of trained length m in its adapted weight.
 
     y = m / |W + scale (A B)^T| * (x W^T + scale * dropout(x) A B) + bias, where |.| is the norm of each row. The norm
     is a constant for the gradient, as in section 4.3 of the paper.

@@ -12,8 +12,8 @@ def merge(model: nn.Module, dequantize: bool = False) -> list[str]:
     """Replace every adapter of `model`, in place, by a module like its base that contains the adapter's update.
 
     Args:
-        model: a model with adapters.
-        dequantize: whether a quantised base becomes a dense module. Otherwise it is quantised again, with the same
+        model: A model with adapters.
+        dequantize: Whether a quantised base becomes a dense module. Otherwise it is quantised again, with the same
             settings, which rounds the update along with the weight.
 
     Returns:

@@ -21,7 +21,7 @@ from .weights import OUTPUT_SCALES, dense_rows, is_quantized, with_weight
 
 # The mean of the old rows is summed over blocks of this many, so that no fp32 copy of the table is made.
 _BLOCK = 8192
-# What adapter files call the new rows. By these names mlx-lm refuses such a file; it would read beyond the table.
+# Names of the new rows in adapter files. By these names mlx-lm refuses such a file; it would read beyond the table.
 _STORED = {"new_rows": "weight.new_rows", "new_bias": "bias.new_rows"}
 
 
@@ -29,9 +29,9 @@ class GrownTable(nn.Module):
     """A frozen table of old rows and an array of new ones: the base class of GrownEmbedding and GrownLinear.
 
     Args:
-        base: the module with the old rows, one of `base_kinds`.
-        count: the number of new rows. They start at the mean of the old ones.
-        first: the id of the first new row; None for the one behind the base's last. Rows of the base that nobody
+        base: The module with the old rows, one of `base_kinds`.
+        count: The number of new rows. They start at the mean of the old ones.
+        first: The id of the first new row; None for the one behind the base's last. Rows of the base that nobody
             trained may stand there and behind it; those with the ids of new rows are not used.
     """
 
@@ -165,12 +165,12 @@ def add_rows(model: nn.Module, counts: Mapping[str, int], first: int | None = No
     """Add rows to modules of `model`, in place.
 
     Args:
-        model: a model without adapters on these modules.
-        counts: the numbers of new rows by path.
-        first: the id of the first new row, as in GrownTable.
+        model: A model without adapters on these modules.
+        counts: The numbers of new rows by path.
+        first: The id of the first new row, as in GrownTable.
 
     Raises:
-        UserError: a module is no embedding or linear layer, or the model does not call it but reads its weight.
+        UserError: A module is no embedding or linear layer, or the model does not call it but reads its weight.
     """
     if not counts:
         return

@@ -1,8 +1,9 @@
-"""What an adapter computes for one token of each row, which is all that a decoder asks of it at each step.
+"""LoRA for decoding steps: one token of each row.
 
 A GPU multiplies in the dtype of the rows, and an adapter's factors are fp32. Casting them for every token would take
-two launches of each adapter, so what was cast is kept while the next calls are of one token, too, and while the adapter
-holds the same arrays. A factor whose numbers change in place, as by `lora_b *= 2`, counts from the next prompt on.
+two launches of each adapter, so the cast factors are kept while the next calls are of one token, too, and while the
+adapter holds the same arrays. A factor whose numbers change in place, as by `lora_b *= 2`, counts from the next prompt
+on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..ops.tracing.known import Known
 
 
 class _Cast(NamedTuple):
-    """What is known of an adapter's lora_a: both factors in the dtype of the rows that the adapter multiplies.
+    """Both factors of an adapter in the dtype of its input rows, kept under its lora_a.
 
     Attributes:
         origin_of_b: The lora_b that `b` was made from.
@@ -31,10 +32,10 @@ class _Cast(NamedTuple):
 
 
 def adapted_token(layer: Any, x: mx.array, known: Known) -> mx.array | None:
-    """Return linear(x) + scale * (x A) B for x [..., 1, in]; None on a CPU whose factors have another dtype than x.
+    """Return linear(x) + scale * (x A) B for x [..., 1, in]; None on a CPU if the factors have another dtype than x.
 
     Args:
-        layer: A LoRALinear whose dropout does nothing.
+        layer: A LoRALinear without active dropout.
         x: One token of each row.
         known: Where the cast factors are kept.
     """

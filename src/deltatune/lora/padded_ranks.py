@@ -29,7 +29,7 @@ def with_rank_and_scale(
     """Return an adapter's tensors, changed so that they give the same update with this rank and scale.
 
     Raises:
-        UserError: the adapter is one of mlx-lm's own, whose layout is not known.
+        UserError: The adapter is one of mlx-lm's own classes, and their layout is not known.
     """
     if rank_of(leaves) == rank and adapter.scale == scale:
         return arrays_of(leaves)
@@ -64,9 +64,9 @@ def fitted(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
     """Return a factor of a saved adapter with the rank of `shape`, or as it is where more than zeros would be cut off.
 
     Args:
-        name: the path of the tensor.
-        tensor: the tensor as it was saved.
-        shape: the shape in the model.
+        name: The path of the tensor.
+        tensor: The tensor as it was saved.
+        shape: The shape in the model.
     """
     leaf = name.rpartition(".")[2]
     if leaf not in _FACTORS or tensor.ndim != len(shape) or tensor.ndim not in (2, 3):

@@ -1,8 +1,8 @@
 """PiSSA: a linear layer's adapter that starts at the principal part of the weight, Meng et al., arXiv 2404.02948.
 
 The base is left as it is, dense or quantised: instead of a residual of the weight, the layer computes
-base(x) - scale * x A0 B0 + scale * dropout(x) A B, where A0 and B0 are where A and B started. What is saved is the
-difference, a LoRA of twice the rank: [A, A0] and [B, -B0], as PEFT's conversion of PiSSA to LoRA has it.
+base(x) - scale * x A0 B0 + scale * dropout(x) A B, where A0 and B0 are the initial values of A and B. The file holds
+the difference, a LoRA of twice the rank: [A, A0] and [B, -B0], as PEFT's conversion of PiSSA to LoRA has it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS, _MORE = 16, 16
 
 
 class PiSSALinear(LoRALinear):
-    """A LoRALinear whose factors start at the largest singular values and vectors of the base's weight.
+    """A LoRALinear with factors that start at the largest singular values and vectors of the base's weight.
 
     `_start` holds A0 and B0 in fp32; the underscore keeps them out of the parameters.
     """
@@ -35,7 +35,7 @@ class PiSSALinear(LoRALinear):
         dropout: float = 0.0,
         after: Sequence[mx.array] = (),
     ) -> PiSSALinear:
-        """Return an adapter around `base` whose outputs are those of `base`; its start is computed `after` arrays."""
+        """Return an adapter around `base` with the outputs of `base`; its start is computed `after` arrays."""
         made = cls(base, rank, scale, dropout)
         weight = dense_weight(base)
         made.start_at(*principal_factors(mx.depends([weight], list(after))[0] if after else weight, rank, scale))
@@ -74,7 +74,7 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
     Args:
         weight: [out, in].
         rank: r, at most the smaller size of the weight.
-        scale: the adapter's factor.
+        scale: The adapter's factor.
     """
     with mx.stream(mx.cpu):
         weight = weight.astype(mx.float32)
@@ -89,7 +89,7 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.arr
 
 
 def can_start(adapter: Any) -> bool:
-    """Return whether PiSSA has a start for an adapter: a LoRALinear whose rank its weight has."""
+    """Return whether PiSSA has a start for an adapter: a LoRALinear with a rank that its weight can have."""
     return type(adapter) is LoRALinear and adapter.rank <= min(dense_weight(adapter.linear).shape)
 
 

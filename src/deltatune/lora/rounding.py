@@ -1,4 +1,4 @@
-"""Measures what it costs to quantise merged weights again, as a merge into a quantised model does."""
+"""Measures the error of quantising merged weights again, as a merge into a quantised model does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rounding:
     _squares: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def add(self, path: str, adapter: Adapter, fused: nn.Module) -> None:
-        """Measure one matrix: `fused` is what `adapter.fuse()` gave. This waits until it is computed."""
+        """Measure one matrix: `fused` is the result of `adapter.fuse()`. This waits until it is computed."""
         exact, base = adapter.adapted_weight(), dense_weight(adapter.base).astype(mx.float32)
         parts = [dense_weight(fused).astype(mx.float32) - exact, exact - base, exact]
         squares: Any = mx.stack([mx.square(part).sum() for part in parts]).tolist()

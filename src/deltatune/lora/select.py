@@ -28,7 +28,7 @@ NO_EXPERT_DORA = "DoRA is not defined on experts; train them with fine_tune_type
 
 @dataclass
 class Selection:
-    """What `select` chose."""
+    """The modules that `select` chose, their ranks, and those that cannot take an adapter."""
 
     # The modules that get an adapter, by path, in the model's order.
     targets: dict[str, nn.Module] = field(default_factory=dict)
@@ -42,13 +42,13 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
     """Return the paths of the layers to train.
 
     Args:
-        model: a model with `layers`.
-        config: its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
+        model: A model with `layers`.
+        config: Its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
             Its `layer_kinds` then restrict the choice to those kinds.
-        num_layers: how many of the last layers are chosen; -1, 0 and a number above the model's mean all.
+        num_layers: How many of the last layers are chosen; -1, 0 and a number above the model's mean all.
 
     Raises:
-        UserError: an index or kind that the model does not have.
+        UserError: An index or kind that the model does not have.
     """
     paths = layer_paths(model)
     count = len(paths)
@@ -64,7 +64,7 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
 
 
 def _of_kind(model: nn.Module, chosen: list[str], wanted: list[str]) -> list[str]:
-    """Return those of the chosen layers whose kind is wanted."""
+    """Return those of the chosen layers that are of a wanted kind."""
     modules = dict(model.named_modules())
     kinds = {path: layer_kind(modules[path]) for path in chosen}
     matching = [path for path in chosen if kinds[path] in wanted]
@@ -98,18 +98,18 @@ def select(
 
     Without `config.keys`, these are every linear, expert and embedding module of the chosen layers (for the part
     "language") and every linear of the vision tower ("vision") or of its projector ("projector"). With keys, they are
-    the modules whose full path, path inside a chosen layer, or name alone matches a pattern. A full path without
+    the modules with a full path, path inside a chosen layer, or name that matches a pattern. A full path without
     wildcards also selects a module outside the chosen layers.
 
     Args:
-        model: a model with `layers`.
-        config: its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
-        dora: whether the adapters will be DoRA's.
-        num_layers: how many of the last layers to choose from; -1 means all.
-        parts: which parts of a model with images train.
+        model: A model with `layers`.
+        config: Its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
+        dora: Whether the adapters will be DoRA's.
+        num_layers: How many of the last layers to choose from; -1 means all.
+        parts: Which parts of a model with images train.
 
     Raises:
-        UserError: a pattern selects nothing that can take an adapter, or a layer does not exist.
+        UserError: A pattern selects nothing that can take an adapter, or a layer does not exist.
     """
     layers = chosen_layers(model, config, num_layers)
     for path in grown_tables(model):
@@ -232,7 +232,7 @@ def _suggestion(pattern: str, names: _ModuleNames) -> str:
     known = sorted({name for path in names.modules for name in (path, names.relative(path))})
     close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     if "expert" in pattern or "moe" in pattern:
-        # Checkpoints and other libraries name experts in many ways; this model's experts are what is meant.
+        # Checkpoints and other libraries name experts in many ways; all of them mean this model's experts.
         holders = {names.relative(path).rpartition(".")[0] for path, m in names.modules.items() if is_switch(m)}
         close = [*(f"{holder}.*" for holder in sorted(holders)), *close][:3]
     return f" (nearest: {', '.join(close)})" if close else ""

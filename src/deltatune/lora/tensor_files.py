@@ -98,7 +98,7 @@ def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file.
 
     Raises:
-        UserError: the file is truncated, corrupt or unreadable.
+        UserError: The file is truncated, corrupt or unreadable.
     """
     try:
         size = path.stat().st_size
@@ -177,12 +177,12 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
     """Write a safetensors file and wait until it is on the disk.
 
     Args:
-        path: the file to write.
-        tensors: arrays, or tensors of other files, by name.
-        metadata: free text to store in the header. If it holds checksum.BLANK, the file's checksum is put there.
+        path: The file to write.
+        tensors: Arrays, or tensors of other files, by name.
+        metadata: Free text to store in the header. If it holds checksum.BLANK, the file's checksum is put there.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: The disk refuses.
     """
     entries = {
         name: tensor if isinstance(tensor, StoredTensor) else _ArrayTensor(tensor) for name, tensor in tensors.items()

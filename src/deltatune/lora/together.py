@@ -1,7 +1,7 @@
 """Computes the adapters that read one input together, in a traced training step (ops/products/adapted_products.py).
 
 A layer calls its projections one by one. The first of them that is called computes the outputs of all that read the
-same array. Until the others are called, these outputs are what is known of that array (ops/tracing/known.py).
+same array. Until the others are called, these outputs are kept beside that array (ops/tracing/known.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKED = ("weight", "scales", "biases")
 
 
 class _Ahead(NamedTuple):
-    """What is known of an array that adapters read together: the outputs of those that have not been called yet."""
+    """The outputs of adapters that read an array together and have not been called yet, kept beside that array."""
 
     outputs: list[tuple[Adapter, mx.array]]
 

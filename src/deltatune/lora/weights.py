@@ -90,10 +90,10 @@ def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module
     """Return a copy of `module` with another weight; the bias is shared with the original.
 
     Args:
-        module: a linear, switch-linear or embedding module.
+        module: A linear, switch-linear or embedding module.
         weight: [..., out, in], dense.
-        dense_class: the class of the copy where a quantised module becomes dense.
-        dequantize: whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
+        dense_class: The class of the copy where a quantised module becomes dense.
+        dequantize: Whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
             module's settings.
     """
     if is_quantized(module) and not dequantize:
@@ -138,7 +138,7 @@ def _copy(module: nn.Module) -> nn.Module:
     # copy.copy would share the set of frozen parameters, so that unfreezing the copy would unfreeze the original.
     copied: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(copied)
-    # What MLX keeps of every module: its mode, and which of its parameters are frozen.
+    # MLX's own attributes of every module: its mode, and which of its parameters are frozen.
     set_by_mlx = set(vars(copied))
     vars(copied).update({name: value for name, value in vars(module).items() if name not in set_by_mlx})
     dict.update(copied, module)

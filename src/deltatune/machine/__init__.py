@@ -1,1 +1,1 @@
-"""What deltatune knows about the computer that it runs on: device, BLAS, drivers, environment variables, files."""
+"""The computer that deltatune runs on: device, BLAS, drivers, environment variables, files."""

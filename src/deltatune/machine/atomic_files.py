@@ -78,7 +78,7 @@ def flush(descriptor: int) -> None:
 def sync_directory(directory: Path) -> None:
     """Flush the entries of `directory` to the disk, so that a rename in it survives a power cut.
 
-    Some network file systems cannot, and answer that a folder is no file; what they hold of it is their own matter.
+    Some network file systems cannot, and answer that a folder is no file; such an answer is ignored.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

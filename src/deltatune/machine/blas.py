@@ -28,7 +28,7 @@ PREFIX = "scipy_"
 
 
 class BlasWarning(UserWarning):
-    """Warns that MLX keeps its own slow BLAS; the message says why and what to do."""
+    """Warns that MLX keeps its own slow BLAS; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Status:
         threads: The number of threads that OpenBLAS uses; None for another BLAS.
         path: The OpenBLAS library that was loaded; None for another BLAS.
         expected: Whether MLX's own BLAS is right here, or the user asked for it, so that no warning is due.
-        kernels: The CPU family whose kernels OpenBLAS chose; OPENBLAS_CORETYPE forces one.
+        kernels: The CPU family of the kernels that OpenBLAS chose; OPENBLAS_CORETYPE forces one.
     """
 
     name: str

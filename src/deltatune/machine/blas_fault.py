@@ -60,7 +60,7 @@ class ProbeResult:
 
     Attributes:
         library: The file that holds the sgemm that MLX calls; None if no sgemm was found.
-        wrong: The names of the cases whose product was wrong.
+        wrong: The names of the cases with a wrong product.
     """
 
     library: str | None
@@ -131,7 +131,7 @@ def _find_sgemm() -> tuple[Multiply, str] | None:
 
 
 def _sgemm_of_accelerate() -> Any | None:
-    # MLX is built for Accelerate's new LAPACK interface, whose symbols carry a suffix since macOS 13.3.
+    # MLX is built for Accelerate's new LAPACK interface. Its symbols carry a suffix since macOS 13.3.
     library = ctypes.CDLL("/System/Library/Frameworks/Accelerate.framework/Accelerate")
     return getattr(library, "cblas_sgemm$NEWLAPACK", None) or getattr(library, "cblas_sgemm", None)
 

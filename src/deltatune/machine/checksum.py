@@ -21,7 +21,7 @@ _PIECE = 1 << 22
 
 
 class DamagedFileError(ValueError):
-    """Raised for a file whose content does not fit the checksum in it."""
+    """Raised for a file with content that does not fit the checksum in it."""
 
 
 class SummedFile:
@@ -37,7 +37,7 @@ class SummedFile:
         self._start = b""
 
     def write(self, data: bytes) -> int:
-        """Write `data` after what was written before."""
+        """Append `data`."""
         self._digest.update(data)
         if len(self._start) < _START:
             self._start += bytes(data[: _START - len(self._start)])
@@ -57,7 +57,7 @@ class SummedFile:
         return self._file.closed
 
     def seal(self) -> None:
-        """Replace BLANK in the metadata by the checksum of what was written."""
+        """Replace BLANK in the metadata by the checksum of the written bytes."""
         self._file.seek(self._start.index(BLANK.encode()))
         self._file.write(_KIND.encode() + self._digest.hexdigest().encode())
         self._file.seek(0, 2)

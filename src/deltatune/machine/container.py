@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 #: Where Linux shows the control groups of this process.
 CGROUPS = Path("/sys/fs/cgroup")
-# Of versions 2 and 1: the limit, what is used, and the files' pages in `memory.stat`, which are given back on demand.
+# Of versions 2 and 1: the limit, the usage, and the files' pages in `memory.stat`, which are given back on demand.
 _FILES = (
     ("memory.max", "memory.current", "memory.stat", "file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
@@ -19,8 +19,8 @@ class Container(NamedTuple):
     """The memory of a container, in bytes.
 
     Attributes:
-        limit: What it may take.
-        left: What it may still take, where pages of files are given back; the limit where nobody says what it takes.
+        limit: The container's limit.
+        left: The memory left, with pages of files given back; the limit where the usage is unknown.
     """
 
     limit: int

@@ -17,7 +17,7 @@ _TIMES = 16
 
 
 def measured(file: Path, seconds: float = 1.0) -> float:
-    """Return how many bytes of `file` arrive a second, past what the system holds in memory.
+    """Return how many bytes of `file` arrive a second, past the page cache.
 
     Args:
         file: The file, of which pieces at random places are read.

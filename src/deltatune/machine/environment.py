@@ -18,13 +18,13 @@ BLAS = "DELTATUNE_BLAS"
 THREADS = "DELTATUNE_THREADS"
 CACHE = "DELTATUNE_CACHE"
 # This is MLX's variable. Its default, 1, lets GPUs round the factors of fp32 products to 10 bits of mantissa: NVIDIA's,
-# and Apple's from M5 on, whose matrix units compute fp32 products in no other way.
+# and Apple's from M5 on. Apple's matrix units compute fp32 products in no other way.
 TF32 = "MLX_ENABLE_TF32"
 # These are MLX's variables: the size of one piece of work for a GPU, in millions of elements read, although its name
 # says megabytes, and in operations. Up to ten pieces wait in the queue, and each holds the buffers that it uses.
 ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 PIECE = {ELEMENTS: 800, OPERATIONS: 400}
-# A command with --memory has smaller pieces, which hold less of what it may take.
+# A command with --memory has smaller pieces, which hold less of its limit.
 SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
 # This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -134,7 +134,7 @@ def limit_queue() -> None:
     """Choose the size of the pieces in which MLX hands work to NVIDIA GPUs, unless the user has set the variables.
 
     MLX reads them at its first evaluation, and its own sizes differ from GPU to GPU. Launching a piece takes a CPU 70
-    us; what waiting pieces hold is bounded by the plan of a run (plan/device_limits.py).
+    us; the memory of waiting pieces is bounded by the plan of a run (plan/device_limits.py).
     """
     if sys.platform == "linux":
         for name, size in (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE).items():

@@ -15,7 +15,7 @@ from typing import TextIO
 # POSIX locks are used because forked processes do not inherit them, and because network file systems know them. They
 # do not exclude the process itself, and closing the file anywhere in it ends them: so files are known by their inode.
 _held: set[tuple[int, int]] = set()
-# What file systems without locks answer.
+# The errors of file systems without locks.
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 # How often a lock is tried while its file is replaced by others who take it and give it back.
@@ -121,7 +121,7 @@ def _identity(file: TextIO) -> tuple[int, int]:
 
 
 def _holder(text: str) -> str:
-    """Describe the holder of a lock from what it wrote into the file, which may be incomplete."""
+    """Describe the holder of a lock from its entry in the file, which may be incomplete."""
     try:
         content = json.loads(text)
         return f"process {content['process']} on {content['machine']}, since {content['since']}"

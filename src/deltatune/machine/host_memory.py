@@ -30,7 +30,8 @@ def free(meminfo: Path = _MEMINFO, cgroups: Path = CGROUPS) -> int | None:
 def stay(arrays: list[mx.array]) -> bool:
     """Advise NVIDIA's driver that computed arrays stay in the host's memory, from which the GPU reads them.
 
-    Without the advice, the driver moves what a GPU reads into the GPU's memory. Returns whether it took the advice.
+    Without the advice, the driver moves arrays that a GPU reads into the GPU's memory. Returns whether it took the
+    advice.
     """
     for array in arrays:
         # NumPy has no bf16.

@@ -107,7 +107,7 @@ def pinned(size: int) -> int | None:
 
 
 def free_pinned(address: int) -> None:
-    """Give back what pinned() has returned."""
+    """Free memory from pinned()."""
     driver = _driver()
     if driver is not None:
         driver.cuMemFreeHost(ctypes.c_void_p(address))

@@ -14,7 +14,7 @@ _GLOBAL_NOCACHE, _NOCACHE = 55, 48
 
 
 class PageCache:
-    """What the system holds of some files in memory.
+    """The pages of some files that the system keeps in memory.
 
     Args:
         files: The files. On macOS they are not cached while this object lives.
@@ -26,7 +26,7 @@ class PageCache:
             _set(descriptor, _GLOBAL_NOCACHE, 1)
 
     def drop(self) -> None:
-        """Let the system forget what it holds of the files. Linux alone has to be told each time."""
+        """Drop the files' pages from the page cache. Only Linux needs this each time."""
         for descriptor in self._open:
             drop(descriptor)
 
@@ -39,7 +39,7 @@ class PageCache:
 
 
 def drop(descriptor: int) -> None:
-    """Let Linux forget what it holds of an open file."""
+    """Drop an open file's pages from Linux's page cache."""
     if hasattr(os, "posix_fadvise"):
         # A file system in memory has no such cache, and some others refuse the advice.
         with contextlib.suppress(OSError):

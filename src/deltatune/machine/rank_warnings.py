@@ -24,7 +24,7 @@ class Warnings(logging.Handler):
         self._changed = threading.Lock()
 
     def install(self) -> None:
-        """Take over from what writes warnings in this process, which a launcher has started."""
+        """Replace the writer of warnings in this process, which a launcher has started."""
 
         def show(
             message: Warning | str,
@@ -43,7 +43,7 @@ class Warnings(logging.Handler):
         atexit.register(self._flush)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write what a logger says."""
+        """Write a logger's message."""
         self._say(self.format(record))
 
     def _say(self, text: str) -> None:

@@ -1,7 +1,8 @@
-"""Prints once what every rank of a launched run says: rank 0 says it, and another rank only what rank 0 did not.
+"""Prints each message of a launched run once: rank 0 prints its own, and another rank those that rank 0 did not.
 
-Ranks that end or warn may never meet in a message of MLX again, so they read what rank 0 said from a file, which the
-ranks that a launcher started on one machine share. A rank that reads nothing there speaks for itself, with its number.
+Ranks that end or warn may never meet in a message of MLX again, so they read rank 0's messages from a file, which the
+ranks that a launcher started on one machine share. A rank that reads nothing there prints its own message, with its
+number.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def say_error(message: str, everywhere: bool | None = None) -> None:
 
     Args:
         message: The message.
-        everywhere: Whether every rank ends with this error; None where this is not known, so that it has to be waited
-            for what rank 0 says.
+        everywhere: Whether every rank ends with this error; None where this is not known, so that this rank waits for
+            rank 0's message.
     """
     rank = number()
     if rank == 0:
@@ -73,7 +74,7 @@ def _path() -> Path:
 
 
 def note(kind: str, text: str) -> None:
-    """Add what rank 0 says to its file; where there can be none, the other ranks speak for themselves."""
+    """Add a message of rank 0 to its file; where there can be none, the other ranks print their own messages."""
     with contextlib.suppress(OSError, UserError):
         path = _path()
         write(path, json.dumps([*said(), (kind, text)]).encode())
@@ -83,7 +84,7 @@ def note(kind: str, text: str) -> None:
 
 
 def said() -> list[tuple[str, str]]:
-    """Return what rank 0 of this run has said so far."""
+    """Return the messages of rank 0 of this run so far."""
     with contextlib.suppress(OSError, UserError, ValueError):
         path = _path()
         # The number of a launcher's process may be that of one that ended long ago.

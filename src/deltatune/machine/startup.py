@@ -1,7 +1,7 @@
 """Prepares MLX when deltatune is imported: its environment variables, its BLAS, its CPU thread.
 
-What is wrong with the machine is an exception for a program that imports deltatune. The command line keeps it instead,
-so that --help and --version still work, and every command ends with the one message.
+A fault of the machine is an exception for a program that imports deltatune. The command line keeps it instead, so that
+--help and --version still work, and every command ends with the one message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         implementations: By operator, the implementations that its environment variable may force.
 
     Raises:
-        UserError: an environment variable has an unknown value.
+        UserError: An environment variable has an unknown value.
         MissingBackendError: MLX cannot be imported. Neither is raised if this process is the command line.
     """
     global _problem
@@ -48,7 +48,7 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise what `prepare` kept, or a UserError for a variable that was set since to a value that nobody knows."""
+    """Raise the error that `prepare` kept, or a UserError for a variable that was set since to an unknown value."""
     if _problem is not None:
         raise _problem
     environment.check(implementations)

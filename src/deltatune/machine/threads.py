@@ -68,7 +68,7 @@ def choose(seconds: Callable[[int], float]) -> Threads:
 def _gain(seconds: Callable[[int], float], number: int) -> float:
     """Measure how many times as fast `number` threads are as half the number, taking turns.
 
-    The times are summed, and no minimum is taken: rare long waits are what too many threads cost.
+    The times are summed, and no minimum is taken: too many threads cost rare long waits.
     """
     half = number // 2
     seconds(number), seconds(half)
@@ -112,7 +112,7 @@ def ranks_here() -> int:
         addresses = [{address.rsplit(":", 1)[0] for address in entry} for entry in entries]
         this_host = addresses[int(rank)]
     except (OSError, ValueError, TypeError, IndexError, AttributeError):
-        return 1  # MLX reads the same file and reports what is wrong with it.
+        return 1  # MLX reads the same file and reports its faults.
     return sum(bool(this_host & others) for others in addresses)
 
 

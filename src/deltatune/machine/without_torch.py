@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _WithoutTorch:
-    """A finder in sys.meta_path that finds what another one finds, except PyTorch."""
+    """A finder in sys.meta_path that finds all modules of another one, except PyTorch."""
 
     def __init__(self, finder: Any) -> None:
         self._finder = finder

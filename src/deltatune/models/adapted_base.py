@@ -20,7 +20,7 @@ _MLX_VLM = "mlx-vlm"
 
 
 def loader_of(model: nn.Module) -> str:
-    """Return the name of the library whose class a model is."""
+    """Return the name of the library that a model's class belongs to."""
     return _MLX_VLM if has_vision(model) else "mlx-lm"
 
 
@@ -28,7 +28,7 @@ def load_base(path: Path, adapter_path: Path) -> nn.Module:
     """Load a checkpoint, lazily, for the adapter in `adapter_path`.
 
     An adapter that another program wrote does not name the library. Then mlx-vlm loads the base if the adapter changes
-    modules outside the language model, whose names are the same in both libraries.
+    modules outside the language model; their names are the same in both libraries.
 
     Raises:
         UserError: Either is damaged, or that library cannot load the base.
@@ -67,7 +67,7 @@ def load_with_adapter(
 def put_adapter(loaded: Loaded, adapter_path: str | Path) -> None:
     """Add the adapter to a model that was loaded for images or for text.
 
-    Without images a model has no vision tower, and what an adapter changes there has no effect: it is left out.
+    Without images a model has no vision tower, and an adapter's updates of it have no effect: they are left out.
 
     Raises:
         UserError: As load_adapters() does.

@@ -1,7 +1,7 @@
 """Continues many prompts at once: one compiled step gives every row of a batch its next token.
 
 Rows that have ended make room for prompts that wait (continuous batching). The caches of all rows have room beforehand,
-so that the step is one graph whose shapes seldom change, and a step is started before the tokens of the one before it
+so that the step is one graph of shapes that seldom change, and a step is started before the tokens of the one before it
 are read. On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has several times as many.
 """
 
@@ -30,9 +30,9 @@ PROMPT_TOKENS = {"cuda": 8192, "metal": 2048, "cpu": 2048}
 LEAST_ROOM = 256
 # Prompts are read when one row in so many is free, since all other rows wait meanwhile.
 SHARE_FREE = 8
-# What two ways of reading a prompt may differ by, over the norm of a state: far more than they round.
+# The tolerance between two ways of reading a prompt, over the norm of a state: far more than their rounding.
 ROUNDED = 0.1
-# Stands for a token whose logit is not finite.
+# Stands for a token with a logit that is not finite.
 NOT_FINITE = -1
 
 Sampler = Callable[[mx.array], mx.array]
@@ -40,7 +40,7 @@ Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
 
 
 def is_covered(model: nn.Module) -> bool:
-    """Whether BatchDecoder can keep what the layers of a hybrid gated-delta model keep: states, or keys and values.
+    """Whether BatchDecoder can keep the caches of a hybrid gated-delta model's layers: states, or keys and values.
 
     Models of mlx-vlm take positions besides. Windows have caches of other kinds, and latent attention reads the mask of
     a token in a way of its own.
@@ -125,7 +125,7 @@ class BatchDecoder:
         self._take(before)
 
     def _launch(self) -> mx.array:
-        """Launch a step; return the tokens [B] that it chooses, with NOT_FINITE for one whose logit is not finite."""
+        """Launch a step; return the chosen tokens [B], with NOT_FINITE in place of one without a finite logit."""
         logits, self._arrays, self._offset = self._step(self._tokens, self._arrays, self._offset)
         if self._sampler is None:
             self._tokens = logits.argmax(axis=-1).astype(mx.int32)
@@ -196,11 +196,11 @@ class BatchDecoder:
         return self._padding_is_right is not False or len({len(row.prompt) for row in group}) == 1
 
     def _read(self, group: list[_Row]) -> list[list[mx.array]]:
-        """Read all but the last token of prompts, which the next step takes; return what each layer keeps of them."""
+        """Read all but the last token of prompts, which the next step takes; return each layer's cache arrays."""
         lengths = [len(row.prompt) - 1 for row in group]
         longest = max(lengths)
         if longest == 0:
-            # There is nothing to read yet. Another token shows the shapes of what is kept.
+            # There is nothing to read yet. Another token shows the shapes of the caches.
             return [
                 [mx.zeros_like(array) for array in layer_arrays]
                 for layer_arrays in self._read([_Row([0, 0])] * len(group))
@@ -218,7 +218,7 @@ class BatchDecoder:
         return [_states_of(cache) for cache in caches]
 
     def _place(self, group: list[_Row], places: list[int], states: list[list[mx.array]]) -> None:
-        """Put prompts, and what each layer keeps of them, into free rows."""
+        """Put prompts, and the arrays of each layer's cache, into free rows."""
         for place, row in zip(places, group, strict=True):
             self._rows[place] = row
         if not self._arrays:
@@ -251,7 +251,7 @@ def _doubled(room: int, least: int) -> int:
 
 
 def _step_of(model: nn.Module, kinds: Sequence[type]) -> Step:
-    """The step: the logits after one token of each row, and what the rows then keep."""
+    """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets."""
 
     def step(
         tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
@@ -270,7 +270,7 @@ def _step_of(model: nn.Module, kinds: Sequence[type]) -> Step:
 
 
 def _states_of(cache: Any) -> list[mx.array]:
-    """What a layer's cache keeps of the prompts that were read."""
+    """The arrays of a layer's cache after prompts that were read."""
     return list(cache.keys_and_values() if isinstance(cache, KVCache) else cache.cache)
 
 

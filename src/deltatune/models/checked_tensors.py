@@ -1,4 +1,4 @@
-"""Compares the tensors of a checkpoint with what its model expects, while mlx-lm or mlx-vlm loads them."""
+"""Compares the tensors of a checkpoint with its model's parameters, while mlx-lm or mlx-vlm loads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED_TENSORS = 4
 
 
 def checked(model_class: type, path: Path) -> type:
-    """A subclass of `model_class` that compares every tensor before loading, and reports what `sanitize` misses."""
+    """A subclass of `model_class` that compares every tensor before loading, and names those that `sanitize` misses."""
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), arrays_of(self.parameters()))

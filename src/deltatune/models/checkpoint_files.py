@@ -174,7 +174,7 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files that hold the weights of a checkpoint, as transformers chooses them; every reader takes these.
 
     model.safetensors counts before an index, unless the index names it among others that are all there. An index counts
-    before what else is there. Without either, all files that mlx-lm would read are taken.
+    before other files. Without either, all files that mlx-lm would read are taken.
 
     Args:
         path: The checkpoint folder.

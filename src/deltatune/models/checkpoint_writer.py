@@ -24,7 +24,7 @@ Changes = dict[str, mx.array | StoredTensor | None]
 
 # Files of the base's weights; Mistral's own layout stands beside that of transformers.
 _WEIGHTS = (WEIGHTS, INDEX, "consolidated*.safetensors", "consolidated.safetensors.index.json")
-# What a run leaves beside its weights. It belongs to that run, not to a model that is made of its result.
+# Files that a run leaves beside its weights. They belong to that run, not to a model that is made of its result.
 _OF_A_RUN = ("metrics.jsonl", "report.html", RUN_OPTIONS, CONFIG, "*adapters.safetensors")
 
 
@@ -73,7 +73,7 @@ def write_weights(source: Path, target: Path, headers: Mapping[str, Header], cha
 def write_rest(source: Path, target: Path, config: Mapping[str, Any], ends: Sequence[int]) -> None:
     """Copy the base's other files (tokenizer, processor, chat templates, licence), and write `config` as config.json.
 
-    Weights, also those of another build or in another layout, formats that can run code, and what a run leaves beside
+    Weights, also those of another build or in another layout, formats that can run code, and a run's own files beside
     them stay behind. The tokens at which generation stops go into generation_config.json, where any are given.
     """
     left = (*_WEIGHTS, *_OF_A_RUN, ".*")

@@ -64,7 +64,7 @@ def before_head(model: nn.Module, split: Split, tokens: mx.array) -> mx.array:
 
 
 def of_piece(split: Split, outputs: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the log-likelihood of targets [T], and whether all are the likeliest, from what before_head() gives."""
+    """Return the log-likelihood of targets [T], and whether all are the likeliest, from outputs of before_head()."""
     logits = (outputs if split.head is None else split.head(outputs)).astype(mx.float32)
     of_targets = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
     return of_targets.sum(), (logits.argmax(axis=-1) == targets).all()

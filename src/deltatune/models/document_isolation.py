@@ -212,5 +212,5 @@ def _behind_others(model: nn.Module, one: mx.array, other: mx.array, tested: mx.
 def _distances(logits: mx.array, others: mx.array) -> list[float]:
     """Return how far the logits of each token [T, V] are from others, relative to the mean size of these."""
     distances: Any = (mx.abs(logits - others).mean(axis=1) / mx.abs(others).mean()).tolist()
-    # What is not a number is not below a limit either.
+    # NaN is not below a limit either.
     return [distance if math.isfinite(distance) else math.inf for distance in distances]

@@ -1,6 +1,6 @@
-"""Lets a model compute in fp32 with drawn weights for a while, so that what its layers do can be measured.
+"""Lets a model compute in fp32 with drawn weights for a while, so that the effect of its layers can be measured.
 
-Its own weights may hide it: layers whose output projection is zero pass nothing on, and 16 bits round small
+Its own weights may hide it: layers with an output projection of zero pass nothing on, and 16 bits round small
 differences away.
 """
 

@@ -1,4 +1,4 @@
-"""Refuses a model whose results depend on a function that keeps upstream's code, before its weights are read."""
+"""Refuses a model with results that depend on a function that keeps upstream's code, before its weights are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_unserved(
 
     Args:
         path: The checkpoint folder.
-        uses: What the model is used for: TRAINING, PACKING, INFERENCE.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
         image: Where the first image of the data is, as for load(); None for text.
         trust_remote_code: Whether code in the checkpoint may run.
 

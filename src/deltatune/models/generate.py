@@ -25,11 +25,11 @@ PIECE = 2048
 
 @dataclass(frozen=True)
 class Sampling:
-    """How each next token is chosen. The options mean what they mean in `mlx_lm.generate`.
+    """How each next token is chosen. The options are those of `mlx_lm.generate`.
 
     Attributes:
-        temp: The temperature. 0 takes the likeliest token, whatever the other options say.
-        top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
+        temp: The temperature. 0 takes the likeliest token, with any values of the other options.
+        top_p: Only the likeliest tokens with this sum of probabilities are drawn from.
         min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
         top_k: Only this many of the likeliest tokens are drawn from. 0 means all.
     """
@@ -40,7 +40,7 @@ class Sampling:
     top_k: int = 0
 
     def sampler(self) -> Callable[[mx.array], mx.array] | None:
-        """Return what chooses a token of each row of log-probabilities [B, V]; None for the likeliest."""
+        """Return a function that chooses a token of each row of log-probabilities [B, V]; None for the likeliest."""
         if self.temp == 0:
             return None
         return make_sampler(temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k)
@@ -71,12 +71,12 @@ def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sam
 
 
 def finite(responses: Iterator[Any], prompt: Sequence[int]) -> Iterator[Any]:
-    """Yield the responses of mlx-lm or mlx-vlm to a prompt of these tokens, whose log-probabilities must be finite.
+    """Yield the responses of mlx-lm or mlx-vlm to a prompt of these tokens; check that log-probabilities are finite.
 
     The first token is looked at before it is handed on, and each later one when the next has come: nothing waits then.
 
     Raises:
-        NotFiniteError: That of a token is not.
+        NotFiniteError: The log-probability of a token is not finite.
     """
     read = list(prompt)
     healthy: list[mx.array] = []
@@ -126,7 +126,7 @@ def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE, most
         most: The largest number of tokens in an answer.
 
     Yields:
-        What is computed at once: what the caches hold then, and behind a prompt's last token the logits, too.
+        The arrays of one evaluation: those of the caches, and behind a prompt's last token the logits, too.
     """
     cache: Any = make_prompt_cache(model)
     steps = [range(start, min(start + piece, tokens - 1)) for start in range(0, tokens - 1, piece)]
@@ -158,10 +158,10 @@ def _move(cache: Sequence[Any], tokens: int) -> None:
 
 
 class CacheBytes(NamedTuple):
-    """What the caches of a model take.
+    """The memory of a model's caches.
 
     Attributes:
-        fixed: The bytes of a row, however many tokens it has.
+        fixed: The bytes of a row of any length.
         token: The bytes that each token adds.
     """
 
@@ -170,7 +170,7 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(model: nn.Module) -> CacheBytes:
-    """Find what caches take, without computing anything."""
+    """Find the memory of caches, without computing anything."""
 
     def after(tokens: int) -> int:
         return sum(array.nbytes for array in next(begun(model, tokens + 1)))

@@ -174,7 +174,7 @@ def _backbone(model: nn.Module, parent: nn.Module, name: str) -> Callable[..., A
 def _parts(model: nn.Module, chain: list[tuple[nn.Module, str]], hidden: mx.array) -> dict[str, nn.Module] | str:
     """The modules that the head uses, by name, or a reason why they cannot be determined.
 
-    The model runs once more with stand-ins for the trunk and for every module beside it, which note what is used.
+    The model runs once more with stand-ins for the trunk and for every module beside it, which note their use.
     """
     parent, name = chain[-1]
     trunk = parent[name]

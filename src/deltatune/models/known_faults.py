@@ -26,7 +26,7 @@ class KnownFault:
     """A known fault of a model.
 
     Attributes:
-        sentence: What the model computes, and what transformers computes.
+        sentence: The difference between the model and transformers, in words.
         lengths: The lengths of the rows that are wrong, in tokens.
         refused: Whether training and evaluation are refused, since their losses would be those of no model.
     """

@@ -1,4 +1,4 @@
-"""Says what layers hand from one piece of a row to the next, and keep, by the caches with which a model decodes."""
+"""Finds the states that layers carry from one piece of a row to the next, by the caches with which a model decodes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..ops.watched_calls import calls_through
 
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
-    """Return what each layer hands on; None for a layer that runs on whole rows only.
+    """Return the carry of each layer; None for a layer that runs on whole rows only.
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
-    returns its rows alone, is seen in a forward pass of which nothing is computed. Layers of mlx-vlm take positions
-    besides, Mamba's layers and windows have caches of other kinds, and layers that share keys and values have one
-    between them, so they run on whole rows.
+    returns its rows alone, is seen in a forward pass without an evaluation. Layers of mlx-vlm take positions besides,
+    Mamba's layers and windows have caches of other kinds, and layers that share keys and values have one between them,
+    so they run on whole rows.
 
     Args:
         model: The model.
@@ -41,9 +41,9 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
 
 
 def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
-    """Return what the caches among some values keep for a recurrence, which a layer's output need not be computed from.
+    """Return the states of a recurrence in the caches among some values; a layer's output may not depend on them.
 
-    Until they are computed, they hold what they are computed from: the inputs of a convolution over a whole prompt.
+    Until they are computed, they hold their inputs: those of a convolution over a whole prompt.
     """
     states: list[mx.array] = []
     for value in values:

@@ -1,7 +1,7 @@
 """Loads a model, its tokenizer and its config through mlx-lm, with one clear message for every mistake in the files.
 
 The loaders of mlx-lm and mlx-vlm do the loading. Before they run, the folder is checked, so that no code in it runs
-unless the user allows it. While they run, every tensor is compared with what the model expects, so that the message
+unless the user allows it. While they run, every tensor is compared with the model's parameter, so that the message
 names all that do not fit, not only the first.
 """
 
@@ -128,7 +128,7 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
 
     Args:
         path: The checkpoint folder.
-        why: What needs the vision tower, as a clause with which messages begin.
+        why: The reason for loading the vision tower, as a clause with which messages begin.
 
     Returns:
         The model. Its weights stay on the disk until they are used.

@@ -37,13 +37,13 @@ from .vision.processor_files import write_picture_options
 
 @dataclass
 class Merge:
-    """What a merge wrote.
+    """The result of a merge.
 
     Attributes:
         path: The folder of the merged checkpoint.
         changed: The names of tensors with new values.
         removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
-        rounding: What quantising merged matrices again cost. None where none was quantised again.
+        rounding: The error of quantising merged matrices again. None where none was quantised again.
         pictures: A sentence on how pictures were prepared in training, where the checkpoint's files now say it.
     """
 
@@ -69,7 +69,7 @@ def merge_checkpoint(
             again as they were.
 
     Returns:
-        What was written: the names of the tensors that changed, and what quantising them again cost.
+        The names of the tensors that changed, and the error of quantising them again.
 
     Raises:
         UserError: The adapter belongs to another model, the base's tensors cannot be written back, a merged weight is
@@ -152,7 +152,7 @@ def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[C
 
 
 def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
-    """Compute every merged matrix once, and return what quantising them again costs; None where none is quantised.
+    """Compute every merged matrix once, and return the error of quantising them again; None where none is quantised.
 
     Raises:
         UserError: A merged matrix is not finite.

@@ -176,7 +176,7 @@ def _without_scaling(config: Config) -> dict[str, Any]:
 
 
 def _positions(model: nn.Module) -> list[Any]:
-    """The class, the plain attributes and the private arrays of every module: what a scaling may change of a model."""
+    """The class, the plain attributes and the private arrays of every module, any of which a scaling may change."""
     parts: list[Any] = []
     for path, module in model.named_modules():
         attributes = [*vars(module).items(), *module.items()]

@@ -32,7 +32,7 @@ _LARGEST_WHOLE = 2**23
 
 
 class _Origin(NamedTuple):
-    """What a parameter is made of: the stored tensors by name, and the constant that `sanitize` adds to them."""
+    """The origin of a parameter: the stored tensors by name, and the constant that `sanitize` adds to them."""
 
     sources: list[str]
     offset: mx.array
@@ -46,7 +46,7 @@ class StoredNames:
     No values are read before `write_back` needs them.
 
     Args:
-        model: The model, loaded through mlx-lm or mlx-vlm, whose `sanitize` is used if it has one.
+        model: The model, loaded through mlx-lm or mlx-vlm. Its `sanitize` is used if it has one.
         path: The checkpoint folder.
     """
 
@@ -131,7 +131,7 @@ class StoredNames:
             changes[source] = result if is_complete else mx.where(count == 1, result, old)
 
     def _examine(self, name: str, value: mx.array) -> _Origin:
-        """Find what the parameter `name`, of the shape of `value`, is made of; UserError where that has no inverse."""
+        """Find the origin of the parameter `name`, of the shape of `value`; UserError if it has no inverse."""
         offset = self._offsets.pop(name)
         sources = self._sources(self._numbers.pop(name) - offset, name)
         if not all(is_floating(self._stored[source]) for source in sources):
@@ -170,9 +170,9 @@ class StoredNames:
 
 
 def stored_parameters(model: nn.Module, path: Path) -> dict[str, mx.array]:
-    """Return what `model` makes of the tensors of its checkpoint's files, by its parameters' names, lazily.
+    """Return the parameters that `model` makes of the tensors of its checkpoint's files, by name, lazily.
 
-    No model is built for it. What mlx-lm makes of tensors outside the model's own `sanitize` is missing.
+    No model is built for it. Changes that mlx-lm makes to tensors outside the model's own `sanitize` are missing.
     """
     return _sanitize(model)(_lazy_tensors(path))
 
@@ -185,7 +185,7 @@ def _lazy_tensors(path: Path) -> dict[str, mx.array]:
 
 
 def _sanitize(model: nn.Module) -> Sanitize:
-    """The function that makes the parameters of a model of stored tensors, and does not change what it is given."""
+    """The function that makes the parameters of a model of stored tensors, and does not change its argument."""
     if has_vision(model):
         return sanitizer(model)
     return _repeatable(model) if hasattr(model, "sanitize") else dict

@@ -43,7 +43,7 @@ _KINDS = {
     "granitemoehybrid": {"linear_attention": "mamba", _FULL: "attention"},
     "jamba": {"linear_attention": "mamba", _FULL: "attention"},
 }
-# What a class of transformers raises for a config that it was not made for.
+# The errors of a class of transformers for a config that it was not made for.
 _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 Config = Mapping[str, Any]
@@ -81,8 +81,8 @@ def completed(config: Config) -> dict[str, Any]:
     """Return a config in which the options that mlx-lm and mlx-vlm read stand beside those of transformers 5.
 
     Args:
-        config: The content of config.json. What it says already stays, but for the names of kinds of layers, for the
-            model_type of a vision tower, for bailing_hybrid's `head_dim`, and for nemotron_h's `time_step_limit`.
+        config: The content of config.json. Its options stay, except the names of kinds of layers, the model_type of a
+            vision tower, bailing_hybrid's `head_dim`, and nemotron_h's `time_step_limit`.
 
     Raises:
         UserError: Layers with a sliding window scale their positions, and mlx-lm's model cannot.
@@ -91,11 +91,11 @@ def completed(config: Config) -> dict[str, Any]:
     native = _native(config)
     fields = _fields(config)
     text = config.get("text_config")
-    # A class with a text part takes a config without one as that part, whose fields it does not show.
+    # A class with a text part takes a config without one as that part, and does not show its fields.
     complete = _part(config, native, None if "text_config" in fields and text is None else fields, by_transformers)
     if isinstance(text, dict):
         native_text = getattr(native, "text_config", None)
-        # What stands beside the text part holds for the text too: its class does not know that.
+        # Options beside the text part hold for the text too: its class does not know that.
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         complete["text_config"] = _part(text, native_text, None, by_transformers, outer)
         if "model_type" in text:
@@ -142,7 +142,7 @@ def fields_beside(part: Config) -> set[str]:
 
 
 def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
-    """UserError where rope_parameters ask for what no option of mlx-lm's model says."""
+    """Refuse rope_parameters that no option of mlx-lm's model can express (UserError)."""
     rope = part.get("rope_parameters")
     local = rope.get(_SLIDING) if isinstance(rope, dict) else None
     if not isinstance(local, dict) or not fields or "rope_parameters" in fields or "text_config" in fields:
@@ -161,9 +161,9 @@ def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
 
 
 def as_written(loaded: Config, config: Config) -> dict[str, Any]:
-    """Return the config `loaded` after loading without what `completed` added to `config`.
+    """Return the config `loaded` after loading without the options that `completed` added to `config`.
 
-    A run is thereby continued whichever version of deltatune began it.
+    So a run from any version of deltatune can be continued.
     """
     complete = completed(config)
     added = complete.keys() - config.keys()

@@ -65,7 +65,7 @@ def with_joined_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Stack the tensors of single experts that a model's `sanitize` has left as they were.
 
     Args:
-        tensors: What `sanitize` returned. A matrix of one expert is named BLOCK.experts.N.up_proj.weight.
+        tensors: The result of `sanitize`. A matrix of one expert is named BLOCK.experts.N.up_proj.weight.
 
     Returns:
         The tensors, with BLOCK.switch_mlp.up_proj.weight [experts, out, in] in the place of those of single experts.

@@ -157,7 +157,7 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
     Args:
         loaded: A model without adapters, and its tokenizer.
         scratch_seed: The seed of a model that trains from scratch, which is made anew with more rows; None for any
-            other, whose new rows start at the mean of the old ones.
+            other, with new rows that start at the mean of the old ones.
 
     Raises:
         UserError: Rows cannot be added to this model.
@@ -195,10 +195,10 @@ def _first_new_row(model: nn.Module, tokenizer: Any, from_scratch: bool) -> int:
 
 
 def _first_untrained(tokenizer: Any, table: nn.Module, rows: int) -> int:
-    """Return the first of the added tokens at the end of the vocabulary whose rows nobody trained; `rows` if none is.
+    """Return the first of the added tokens at the end of the vocabulary with untrained rows; `rows` without any.
 
-    A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show what rows
-    look like that nobody trained (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
+    A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show the values of
+    untrained rows (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
     """
     added = hugging_face_tokenizer(tokenizer).added_tokens_decoder.keys()
     last = max(tokenizer.get_vocab().values())

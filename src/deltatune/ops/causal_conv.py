@@ -29,8 +29,8 @@ def causal_conv(
 
     Args:
         x: [B, T, C], T >= 1, fp32, fp16 or bf16.
-        weight: [C, K], whose last column multiplies the present token. The `conv1d.weight` of an mlx-lm layer is
-            [C, K, 1], so pass `weight[..., 0]`.
+        weight: [C, K]; the last column multiplies the present token. The `conv1d.weight` of an mlx-lm layer is [C, K,
+            1], so pass `weight[..., 0]`.
         bias: [C].
         initial_state: [B, K - 1, C], the inputs just before x, oldest first, which count as part of the first segment.
             None means zeros.
@@ -42,7 +42,7 @@ def causal_conv(
         after the mask, with zeros for those of an earlier segment than the last token's.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: A shape does not fit.
 
     Source: `GatedDeltaNet.__call__` in mlx_lm/models/qwen3_5.py, `ShortConv1d` in kimi_linear.py.
     """
@@ -121,7 +121,7 @@ def _forward(padded, weight, segment):
 
 @mx.compile
 def _d_padded(cotangent, weight, segment):
-    """The gradient of the padded input, whose row s entered the outputs s - column for every column of the weight."""
+    """The gradient of the padded input: row s entered the outputs s - column for every column of the weight."""
     K = weight.shape[1]
     rows = cotangent.shape[1] + K - 1
     d_output = mx.pad(cotangent, [(0, 0), (K - 1, K - 1), (0, 0)])

@@ -26,17 +26,17 @@ from .watched_calls import as_subclasses
 
 
 def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
-    """Wrap `fn` so that only its arguments are kept for the backward pass, which runs it again.
+    """Wrap `fn` so that only its arguments are saved for the backward pass, which recomputes it.
 
     Values and gradients are those of `fn`. The second run draws the same random numbers as the first, and sees the
     same segments of a packed batch.
 
     Args:
-        fn: takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS, and lists, tuples and
+        fn: Takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS, and lists, tuples and
             dicts of all these. It must not change its arguments, except those objects. Only arguments and parameters
             get gradients: an array that `fn` closes over gets none, without a warning.
-        module: the module whose trainable parameters `fn` uses. None means `fn` itself, or the owner of the bound
-            method `fn`, if that is a module.
+        module: The module with the trainable parameters that `fn` uses. None means `fn` itself, or the owner of the
+            bound method `fn`, if that is a module.
 
     Returns:
         A function that is called like `fn`. It raises ValueError for an argument of another kind, for a list or dict
@@ -67,13 +67,13 @@ def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] |
     kind than `checkpoint` takes, such as a cache, runs without a checkpoint, since that is inference.
 
     Args:
-        modules: the layers; one that is already checkpointed stays as it is.
-        carries: for each layer what it hands from one piece of a row to the next, or None. A long row runs through the
+        modules: The layers; one that is already checkpointed stays as it is.
+        carries: The carry of each layer from one piece of a row to the next, or None. A long row runs through the
             layers that have a `Carry` in pieces (see pieces.py).
 
     Raises:
-        ValueError: something is not a module, or a layer in training mode is called with such an object.
-        RuntimeError: the class of a layer was changed by other code within the context.
+        ValueError: Something is not a module, or a layer in training mode is called with such an object.
+        RuntimeError: The class of a layer was changed by other code within the context.
 
     Example:
         >>> with checkpointed(model.layers):
@@ -121,7 +121,7 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
 
 
 def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
-    """Call fn(*args, **kwargs) as an MLX function of arrays, whose gradient calls it again."""
+    """Call fn(*args, **kwargs) as an MLX function of arrays with a gradient that recomputes it."""
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     told = trace.current()

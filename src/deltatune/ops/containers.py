@@ -17,7 +17,8 @@ import mlx.core as mx
 from .tracing.known_masks import rule_of
 
 # Classes of objects that a layer may change while it runs, by name, and the attributes that it may change.
-# The layers of kimi_k3 append to ResidualBlocks. Layers of afm7 and deepseek_v41 leave what later ones share.
+# The layers of kimi_k3 append to ResidualBlocks. Layers of afm7 and deepseek_v41 leave arrays there that later ones
+# share.
 CONTAINERS: dict[str, tuple[str, ...]] = {
     "ResidualBlocks": ("raw", "inv_rms"),
     "ConcatenateKVCache": ("keys", "values", "offset"),
@@ -45,10 +46,10 @@ class ArgumentArrays:
     """The arrays in a function's arguments, and the way back from arrays to arguments and results.
 
     Args:
-        tree: the arguments: arrays, constants, containers, and lists, tuples and dicts of them.
+        tree: The arguments: arrays, constants, containers, and lists, tuples and dicts of them.
 
     Raises:
-        ValueError: an argument is of another class.
+        ValueError: An argument is of another class.
     """
 
     def __init__(self, tree: Any):
@@ -57,7 +58,8 @@ class ArgumentArrays:
             raise ValueError(f"checkpoint: cannot take a {unknown}: the arrays in it would get no gradient.")
         self.arrays: list[mx.array] = []
         self._containers: list[_Container] = []
-        # What a run must not change: the name of the class, a function that lists the contents, and the list before.
+        # Objects that a run must not change: the name of the class, a function that lists the contents, and the list
+        # before.
         self._unchangeable: list[tuple[str, Callable[[], list], list]] = []
         self._rebuild = self._take_apart(tree, self.arrays)
 
@@ -75,7 +77,7 @@ class ArgumentArrays:
             copies; it must be called while the caller's containers are alive.
 
         Raises:
-            ValueError: the run changed a list, a dict, or an attribute of a container that holds no arrays.
+            ValueError: The run changed a list, a dict, or an attribute of a container that holds no arrays.
         """
         for kind, contents, before in self._unchangeable:
             after = contents()
@@ -171,7 +173,7 @@ class _Container:
 
     @classmethod
     def of(cls, tree: Any) -> _Container:
-        """Make the record of an object whose class is in CONTAINERS."""
+        """Make the record of an object of a class in CONTAINERS."""
         attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
         for name in attributes:
             setattr(empty, name, None)

@@ -21,8 +21,8 @@ from .pointwise.vocabulary_loss import vocabulary_losses
 from .products.quantized_product import unpacked_once
 from .random_state import drawing_from, repeatable
 
-# A chunk's fp32 logits take CHUNK_BYTES, or what FEWEST_TOKENS tokens take if that is more (a few rows would read the
-# head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
+# A chunk's fp32 logits take CHUNK_BYTES, or the bytes of FEWEST_TOKENS tokens if those are more (a few rows would read
+# the head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
 CHUNK_BYTES, LARGEST_CHUNK_BYTES, FEWEST_TOKENS = 16 * 2**20, 128 * 2**20, 128
 # How many times larger chunks are on an NVIDIA GPU, where products are fast and the launches would cost more than they.
 CUDA_FACTOR = 4
@@ -45,18 +45,18 @@ def linear_cross_entropy(
     evaluated together then hold one chunk each.
 
     Args:
-        head: a module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as
+        head: A module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as
             `model.embed_tokens.as_linear`. The logits of a token must depend on that token alone.
         hidden: [..., D], of at least one token.
         targets: [...] integers; a token of weight 0 may have a negative target (-100).
         weights: [...]; a token of weight 0 does not count. If all weights are 0, the loss and all gradients are 0.
-        chunk_tokens: how many tokens make a chunk; None chooses the number by the memory of the logits.
+        chunk_tokens: How many tokens make a chunk; None chooses the number by the memory of the logits.
 
     Returns:
         (loss_sum, weight_sum), fp32 scalars.
 
     Raises:
-        ValueError: the shapes disagree, there are no tokens, the targets are not integers, the head is not a module
+        ValueError: The shapes disagree, there are no tokens, the targets are not integers, the head is not a module
             or a method of one, or a second derivative is taken.
 
     Example:
@@ -88,16 +88,16 @@ def linear_token_losses(
     multiplies each row by its cotangent. A head that trains runs again in the backward pass.
 
     Args:
-        head: as for linear_cross_entropy.
+        head: As for linear_cross_entropy.
         hidden: [..., D], of at least one token.
         targets: [...] integers; a negative target (-100) counts as token 0, and must not count in the loss.
-        chunk_tokens: how many tokens make a chunk; None chooses the number by the memory of the logits.
+        chunk_tokens: How many tokens make a chunk; None chooses the number by the memory of the logits.
 
     Returns:
         [...], fp32.
 
     Raises:
-        ValueError: as linear_cross_entropy does.
+        ValueError: As linear_cross_entropy does.
 
     Example:
         >>> log_probability = -(linear_token_losses(model.lm_head, hidden, targets) * mask).sum(axis=-1)
@@ -179,7 +179,7 @@ def _loss(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
-        # A chunk at a time, because the fp32 product of all tokens would take twice what a 16-bit gradient does.
+        # A chunk at a time, because the fp32 product of all tokens would take twice the bytes of a 16-bit gradient.
         d_hidden = mx.concatenate([_scale(d, cotangents[0], hidden) for d in d_hidden])
         return scaled, d_hidden, mx.zeros_like(targets), d_weights
 

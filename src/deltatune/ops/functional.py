@@ -38,7 +38,7 @@ def is_floating(array: mx.array) -> bool:
 
 
 def as_list(arrays: Any) -> list[mx.array]:
-    """Return what a rule of a custom function was given as a list: MLX passes a single array by itself."""
+    """Return the arrays passed to a rule of a custom function as a list: MLX passes a single array by itself."""
     return [arrays] if isinstance(arrays, mx.array) else list(arrays)
 
 
@@ -83,14 +83,14 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # A module comes after those that hold it, whose mode train() gives to it.
+        # A module comes after those that hold it, since their train() sets its mode too.
         for module, training in modes:
             if module.training != training:
                 module.train(training)
 
 
 def differentiated_once() -> AbstractContextManager[None]:
-    """Within the context, what is traced is a training step: nobody maps it, or differentiates its gradients.
+    """Within the context, the traced functions are a training step: nobody maps it, or differentiates its gradients.
 
     MLX keeps the rule of a custom function in the graph and walks through it at every step. Rules that only a second
     derivative or mx.vmap needs are therefore left out here. The context must enclose the call of mx.value_and_grad.
@@ -100,7 +100,7 @@ def differentiated_once() -> AbstractContextManager[None]:
 
 def recomputed() -> AbstractContextManager[None]:
     """Within the context a layer runs that is checkpointed: its first run is for its output alone, its second run for
-    its gradients alone. What a layer keeps for its backward pass is then needed in neither, or computed at once.
+    its gradients alone. A layer's saved tensors are then needed in neither, or used at once.
     """
     return trace.having(recomputed=True)
 

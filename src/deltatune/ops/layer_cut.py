@@ -27,7 +27,7 @@ class LayerCut:
 
     Args:
         axis: ROWS for pieces of whole rows; TOKENS for pieces that each have a part of every row.
-        bounds: where pieces begin and end along the axis, from 0 to its length.
+        bounds: Where pieces begin and end along the axis, from 0 to its length.
     """
 
     axis: int

@@ -1,10 +1,10 @@
 """Runs a decoder layer on one piece of a batch after another, so that no array inside it is as large as the batch.
 
 A batch is cut between its rows, or across all of them if a row alone is long. Whole rows hand nothing on. Where rows
-are cut, a layer hands from piece to piece what it keeps in its cache while it decodes: a recurrence its states,
-attention its keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept
-for the backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from
-last to first, computes each one again, and adds up the gradients of the weights in fp32.
+are cut, a layer carries from piece to piece the arrays of its cache in decoding: a recurrence its states, attention its
+keys and values. So every layer that can read a prompt piece by piece can be trained piece by piece. Kept for the
+backward pass are the layer's input and the states between the pieces. The backward pass takes the pieces from last to
+first, recomputes each one, and adds up the gradients of the weights in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class States:
     """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
 
     Args:
-        arrays: the states before the piece; None for each at the start of a row.
+        arrays: The states before the piece; None for each at the start of a row.
     """
 
     lengths = left_padding = None
@@ -47,12 +47,12 @@ class States:
 
     @property
     def handed(self) -> list[mx.array]:
-        """What the piece hands on."""
+        """The arrays that the piece hands on."""
         return [array for array in self.arrays if array is not None]
 
     @property
     def following(self) -> list[mx.array]:
-        """What the next piece is given."""
+        """The arrays that the next piece gets."""
         return self.handed
 
 
@@ -60,13 +60,13 @@ class KeysAndValues:
     """The keys and values of an attention layer, in the place of mlx-lm's KVCache.
 
     Args:
-        offset: how many tokens came before the piece.
-        before: their keys and values, [B, heads, offset, size] each; None if nothing reads them.
+        offset: How many tokens came before the piece.
+        before: Their keys and values, [B, heads, offset, size] each; None if nothing reads them.
     """
 
     def __init__(self, offset: int, before: Sequence[mx.array] | None):
         self.offset, self._before = offset, before
-        # What the piece hands on, its own keys and values; and what the next is given, those up to its end.
+        # The piece hands on its own keys and values; the next one gets those up to its end.
         self.handed: list[mx.array] = []
         self.following: list[mx.array] = []
 
@@ -83,11 +83,11 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Carry:
-    """What a layer hands from one piece to the next.
+    """The states that a layer carries from one piece to the next.
 
     Args:
-        states: how many states a recurrent layer has; None for attention, which has keys and values.
-        packed: whether a piece of attention can be told which documents its keys belong to.
+        states: How many states a recurrent layer has; None for attention, which has keys and values.
+        packed: Whether a piece of attention can be told which documents its keys belong to.
     """
 
     states: int | None = None
@@ -107,8 +107,8 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     tokens, which no piece can.
 
     Args:
-        carry: what the layer hands on, if that is known.
-        arguments: the arguments of the call, with their names.
+        carry: The layer's carry, if that is known.
+        arguments: The arguments of the call, with their names.
     """
     (_, x), *others = arguments
     options = {name: value for name, value in others if value is not None}
@@ -128,15 +128,15 @@ def in_pieces(
     """Return layer(x, **options) [B, T, D], computed one piece after another in both passes.
 
     Args:
-        layer: called as layer(x, cache=cache, **options). It gives [B, t, D] for x [B, t, D].
-        module: the module whose trainable parameters `layer` uses.
-        carry: what the layer hands on from one piece of a row to the next.
+        layer: Called as layer(x, cache=cache, **options). It gives [B, t, D] for x [B, t, D].
+        module: The module with the trainable parameters that `layer` uses.
+        carry: The layer's carry from one piece of a row to the next.
         x: [B, T, D].
-        cut: how x is cut.
-        options: further arguments without arrays.
+        cut: How x is cut.
+        options: Further arguments without arrays.
 
     Raises:
-        ValueError: the layer does not set its states or read its keys and values, as `carry` says.
+        ValueError: The layer does not set its states or read its keys and values, as `carry` says.
 
     Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
     """
@@ -211,7 +211,7 @@ class _Pieces:
         keys = mx.random.split(key, len(self.spans))
         totals: list[mx.array] = []
         dxs: list[mx.array] = []
-        # The gradients of what each piece hands on, so far.
+        # The gradients of each piece's carry, so far.
         d_handed: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
             if self.carry.states is None:
@@ -241,14 +241,14 @@ class _Pieces:
         rows: mx.array,
         before: Sequence[mx.array],
     ) -> tuple[mx.array, States | KeysAndValues]:
-        """Call the layer on a piece, given what the piece before it handed on; return y and the layer's cache."""
+        """Call the layer on a piece with the carry of the piece before it; return y and the layer's cache."""
         start, stop = self.spans[number]
         cache: States | KeysAndValues
         if self.carry.states is None:
             cache = KeysAndValues(start, before or None)
         else:
             cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
-        # Queries of attention see keys of earlier pieces, whose documents are needed as well.
+        # Queries of attention see keys of earlier pieces, so their documents are needed as well.
         first = 0 if before and self.carry.states is None else start
         readable = None if documents is None else self.cut.part(documents, (first, stop))
         routers = trace.current().routers
@@ -279,7 +279,7 @@ class _Pieces:
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*keys_and_values, strict=True)]
 
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
-        """Return what the piece before the given one handed on; nothing for the first."""
+        """Return the carry of the piece before this one; nothing for the first."""
         if number == 0:
             return []
         if self.carry.states is not None:
@@ -296,10 +296,10 @@ class _Pieces:
         d_next: list[mx.array],
         d_aside: list[mx.array],
     ) -> list[mx.array]:
-        """Return the gradients of the parameters, of the piece's rows, and of what was handed to the piece.
+        """Return the gradients of the parameters, of the piece's rows, and of the carry into the piece.
 
-        `arrays` are the rows, the cotangent of y, and what was handed to the piece; `d_next` are the gradients of what
-        it hands on, none for the last piece; `d_aside` are those of the sums of the pieces' side outputs.
+        `arrays` are the rows, the cotangent of y, and the carry into the piece; `d_next` are the gradients of its own
+        carry, none for the last piece; `d_aside` are those of the sums of the pieces' side outputs.
         """
         rows, d_rows, *before = arrays
         count = len(parameters)
@@ -313,7 +313,7 @@ class _Pieces:
         return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_next, *d_aside])[1])
 
     def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
-        """Add the gradients of what was handed to a piece to `d_handed` of the pieces before it.
+        """Add the gradients of the carry into a piece to `d_handed` of the pieces before it.
 
         A recurrence got its states from the last of them, and attention keys and values [B, heads, t, size] from each.
         """

@@ -55,7 +55,7 @@ def drawing_from(key: mx.array) -> Iterator[None]:
 
 @contextmanager
 def repeatable() -> Iterator[mx.array]:
-    """Yield a key; drawing_from(key) draws again what is drawn within the context.
+    """Yield a key; drawing_from(key) repeats the draws within the context.
 
     Outside the contexts of this module, the draws also move MLX's random state on, as they would without this one.
     """

@@ -1,9 +1,9 @@
-"""Operators that are cheap to compute again, whose results a backward pass then need not keep.
+"""Operators that are cheap to recompute, so that their results need not be saved for a backward pass.
 
 The gradient of an adapter needs the adapter's input, which a norm or an activation computed in a pass over memory, from
-arrays that are kept in any case. Within `cheap_recomputed` that pass is made again in the backward pass, and what the
-first one computed is freed. So it is with the convolution before the gated delta rule, and with what the kernels of
-that rule keep (gated_delta/fused_op.py).
+arrays that are kept in any case. Within `cheap_recomputed` the backward pass repeats that pass, and the result of the
+first one is freed. So it is with the convolution before the gated delta rule, and with the saved tensors of that rule's
+kernels (gated_delta/fused_op.py).
 
 MLX's own gradient of such an operator keeps every array between its inputs and its result, such as the sigmoid within
 an activation. `from_inputs` keeps the inputs alone.
@@ -63,11 +63,11 @@ def large_enough(x: mx.array) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a backward pass computes again, so that the forward pass need not keep it.
+    """A checkpointing plan: the layers and operators that a backward pass recomputes.
 
     Attributes:
-        layers: The positions of the layers of which only the input is kept.
-        operators: Whether the other layers compute their cheap operators again.
+        layers: The positions of the layers that save only their input.
+        operators: Whether the other layers recompute their cheap operators.
     """
 
     layers: Sequence[int] = ()
@@ -75,7 +75,7 @@ class Checkpoints:
 
 
 class _Result(NamedTuple):
-    """What is known of an array that a cheap operator computed: `compute` returns `size` arrays, it at `place`."""
+    """The origin of an array from a cheap operator: `compute` returns `size` arrays, it at `place`."""
 
     place: int
     size: int
@@ -109,7 +109,7 @@ def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array)
     computed: list[Arrays] = []
 
     def compute(cotangents: Arrays) -> Arrays:
-        # Several adapters may read the arrays. The one whose cotangents come first has them computed for all.
+        # Several adapters may read the arrays. The one that gets its cotangents first has them computed for all.
         if not computed:
             computed.append(function(*mx.depends(list(inputs), list(cotangents))))
         return computed[0]
@@ -120,22 +120,22 @@ def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array)
 
 
 def keeps_inputs_alone() -> bool:
-    """Whether `from_inputs` keeps the inputs alone: on Apple GPUs, and where cheap operators are computed again.
+    """Whether `from_inputs` keeps the inputs alone: on Apple GPUs, and where cheap operators are recomputed.
 
-    On Apple GPUs mx.compile fuses what is computed again with the gradient, which then reads fewer arrays. A layer that
-    is computed again as a whole keeps nothing for long in any case.
+    On Apple GPUs mx.compile fuses the recomputation with the gradient, which then reads fewer arrays. A layer that is
+    recomputed as a whole keeps nothing for long in any case.
     """
     return recomputes() or (backend.device() == "metal" and not trace.current().recomputed)
 
 
 def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
-    """Return function(*inputs), whose gradient keeps the inputs alone where `keeps_inputs_alone`.
+    """Return function(*inputs), with a gradient that saves the inputs alone where `keeps_inputs_alone`.
 
     The gradient computes the function again, and differentiates that. An array that `function` closes over gets none.
 
     Args:
-        function: takes arrays of floats, and returns a list of such arrays.
-        inputs: its arguments.
+        function: Takes arrays of floats, and returns a list of such arrays.
+        inputs: Its arguments.
     """
     if not large_enough(inputs[0]) or not keeps_inputs_alone():
         return function(*inputs)
@@ -182,14 +182,14 @@ class Input:
 
 
 def input_of(*arrays: mx.array) -> Input:
-    """Return the arrays as an operator's input: they are computed again if they are what was remembered."""
+    """Return the arrays as an operator's input: they are recomputed if they are the remembered ones."""
     told = trace.current()
     if not told.cheap_twice:
         return Input(None)
     results = [told.known.of(array, _Result) for array in arrays]
     first = results[0]
     if first is None or results != [_Result(place, first.size, first.compute) for place in range(first.size)]:
-        # Another array is read. What was remembered will not be read soon, and is kept if it is read after all.
+        # Another array is read. The remembered ones will not be read soon, and are saved if they are read after all.
         told.known.forget(_Result)
         return Input(None)
     return Input(None if told.recomputed else first.compute)

@@ -24,10 +24,10 @@ def segments(array: mx.array | None) -> AbstractContextManager[None]:
     """Within the context, `array` gives the segments of the batch.
 
     Args:
-        array: integers [B, T], non-decreasing along T, equal for tokens of one document; None for rows of one document.
+        array: Integers [B, T], non-decreasing along T, equal for tokens of one document; None for rows of one document.
 
     Raises:
-        ValueError: the array has another number of axes, or does not hold integers.
+        ValueError: The array has another number of axes, or does not hold integers.
 
     Example:
         >>> with segments(mx.array([[0, 0, 0, 1, 1]])):
@@ -44,9 +44,9 @@ def attention_mask(array: mx.array, window_size: int | None = None, *, read: boo
     deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there (known_masks.py).
 
     Args:
-        array: the segments.
-        window_size: how many positions a query sees, its own included; None for all before it.
-        read: whether layers read the mask themselves, so that no other form of it serves.
+        array: The segments.
+        window_size: How many positions a query sees, its own included; None for all before it.
+        read: Whether layers read the mask themselves, so that no other form of it serves.
     """
     steps = mx.arange(array.shape[1])
     queries, keys = steps[:, None], steps[None]

@@ -44,7 +44,7 @@ def as_subclasses(modules: Iterable[nn.Module], subclass: Callable[[type], type]
 
 
 def _calling(original: type, around: Around) -> type:
-    """Make a subclass of the same name whose calls go through `around`."""
+    """Make a subclass of the same name with calls that go through `around`."""
 
     def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         # Bound late: a subclass must call what the class holds now, also where a patch has replaced it.

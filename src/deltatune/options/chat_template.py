@@ -11,7 +11,7 @@ from ..errors import UserError
 from .values import short
 
 THINKING = "enable_thinking"
-# Arguments of transformers' apply_chat_template that deltatune sets, or that would change what it returns.
+# Arguments of transformers' apply_chat_template that deltatune sets, or that would change its result.
 _OWN = {
     "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -25,12 +25,12 @@ def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[s
     """Return variables of a chat template after a check.
 
     Args:
-        options: the variables by name.
-        where: what to name in messages.
-        prompt: whether they are for one prompt, which may set tools and the template, too.
+        options: The variables by name.
+        where: The name of their source in messages.
+        prompt: Whether they are for one prompt, which may set tools and the template, too.
 
     Raises:
-        UserError: it is no mapping, holds what JSON lacks, or names an argument that deltatune sets itself.
+        UserError: It is no mapping, holds values that JSON lacks, or names an argument that deltatune sets itself.
     """
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {short(options)}.")

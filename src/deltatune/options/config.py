@@ -35,7 +35,7 @@ class TrainConfig:
     may have; making a TrainConfig checks them.
 
     Raises:
-        UserError: a value is not one that the option may have, or two options contradict each other.
+        UserError: A value is not one that the option may have, or two options contradict each other.
     """
 
     model: str | None = option(None, _MODEL, "folder of the model, or its name on the Hugging Face hub; required")
@@ -349,7 +349,7 @@ class TrainConfig:
         return [part.strip() for part in self.parts.split(",") if part.strip()]
 
     def _check_streaming(self) -> None:
-        """Refuse what has no meaning for data that is streamed."""
+        """Refuse options that have no meaning for streamed data."""
         if not self.streaming:
             return
         if self.loss != "sft":
@@ -365,7 +365,7 @@ class TrainConfig:
             )
 
     def _check_memory(self) -> None:
-        """Refuse what does not train while frozen weights stay on the disk."""
+        """Refuse options with which frozen weights cannot stay on the disk."""
         refused = {
             "fine_tune_type: full trains them": self.fine_tune_type == "full",
             "from_scratch trains them": self.from_scratch,

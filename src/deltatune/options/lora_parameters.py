@@ -16,7 +16,7 @@ class LoraConfig:
     Each field's metadata holds its help text and the values that it may have; making a LoraConfig checks them.
 
     Raises:
-        UserError: a value is not one that the option may have.
+        UserError: A value is not one that the option may have.
     """
 
     rank: int = option(8, _GROUP, "inner size of each adapter's update", range=Range(least=1))

@@ -1,7 +1,7 @@
 """Which values an option may have: its type, its range and its choices, stated once with the field of a dataclass.
 
 `fix` checks the fields of a dataclass when it is made, and `build` makes one from a mapping, such as one read from
-YAML. Both refuse a value in one message that names the option, what was expected and what came.
+YAML. Both refuse a value in one message that names the option, the expected value and the actual one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..errors import UserError
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
-# What a text that counts bytes is called, and what one of each unit is in bytes.
+# The name of a text that counts bytes, and the bytes of one of each unit.
 SIZE = "a size such as 4GB or 500MB"
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 
 
 class _ShortRepr(reprlib.Repr):
-    """Writes values cut to what fits a message, since YAML can describe one that takes gigabytes to write out."""
+    """Writes values cut to the length of a message, since YAML can describe one that takes gigabytes to write out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Range:
     """The numbers that an option may have.
 
     Args:
-        least: the smallest number.
-        above: a number below the smallest, where the smallest itself has no name: `above=0`.
-        most: the largest number; None means as large as MLX can count, or as fp32 can hold.
-        below: a number above the largest.
-        also: numbers outside the range that have a meaning of their own, such as -1 for "all".
-        size: whether the numbers count bytes, so that a text such as 4GB may stand for one.
+        least: The smallest number.
+        above: A number below the smallest, where the smallest itself has no name: `above=0`.
+        most: The largest number; None means as large as MLX can count, or as fp32 can hold.
+        below: A number above the largest.
+        also: Numbers outside the range that have a meaning of their own, such as -1 for "all".
+        size: Whether the numbers count bytes, so that a text such as 4GB may stand for one.
 
     Example:
         >>> 0 in Range(least=1, also=(-1,))
@@ -113,13 +113,13 @@ def option(
     """Return the field of a dataclass that is an option.
 
     Args:
-        default: the option's default, or a function that makes it anew for each dataclass, as of a list.
-        group: the group in which the option is listed.
-        text: the option's help text.
-        flag: whether the option is a command-line flag, or the flag where its name differs from the option's.
-        choices: the texts that the option may be; any where there are none.
-        words: the words that the option may hold, separated by commas.
-        range: the numbers that the option may be; a test asks every number for one.
+        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
+        group: The group in which the option is listed.
+        text: The option's help text.
+        flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
+        choices: The texts that the option may be; any where there are none.
+        words: The words that the option may hold, separated by commas.
+        range: The numbers that the option may be; a test asks every number for one.
     """
     about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
     if callable(default):
@@ -147,7 +147,7 @@ def fix(instance: Any) -> None:
     """Check every field of a dataclass in place; a whole number becomes a float, and a path text, where one is meant.
 
     Raises:
-        UserError: a value has another type than the field's annotation says, or is not one that its metadata allows
+        UserError: A value has another type than the field's annotation says, or is not one that its metadata allows
             (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
             where a text may be empty).
     """
@@ -160,12 +160,12 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """Make a dataclass from a mapping of its fields' names to values; a field that is a dataclass may be a mapping.
 
     Args:
-        cls: the dataclass, such as TrainConfig.
-        values: the values by name. Names that are missing keep their defaults.
-        where: what to name as the source in messages, such as a file's path; an empty text names the option alone.
+        cls: The dataclass, such as TrainConfig.
+        values: The values by name. Names that are missing keep their defaults.
+        where: The name of the source in messages, such as a file's path; with an empty text they name the option alone.
 
     Raises:
-        UserError: a name is unknown, or a value is refused (see `fix`).
+        UserError: A name is unknown, or a value is refused (see `fix`).
     """
     check_values(cls, values, where)
     return cls(**values)
@@ -210,13 +210,13 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     """Return a value in the type that `hint` asks for.
 
     Args:
-        value: the value.
-        hint: a type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
-        metadata: what else is asked for: `range`, `choices`, `words` and `empty`, as in `fix`.
-        name: what to call the value in messages.
+        value: The value.
+        hint: A type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
+        metadata: Further requirements: `range`, `choices`, `words` and `empty`, as in `fix`.
+        name: The value's name in messages.
 
     Raises:
-        UserError: the value is not what is asked for.
+        UserError: The value does not meet the requirements.
     """
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if Any in options or (value is None and type(None) in options):
@@ -287,7 +287,7 @@ def _is_allowed(text: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _expected(value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
-    """Say what should stand in place of a value, such as `a whole number of 1 or more`."""
+    """Describe the expected value in place of one, such as `a whole number of 1 or more`."""
     if metadata.get("words"):
         return f"any of {', '.join(metadata['words'])}, separated by commas"
     if kind is str and metadata.get("choices"):

@@ -1,4 +1,4 @@
-"""Reads the mapping in a YAML file, and refuses what a person did not mean, such as a key that stands there twice."""
+"""Reads the mapping in a YAML file, and refuses likely mistakes, such as a key that stands there twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:
-            # PyYAML passes on what int(), datetime() and its own tables raise for a text that is none of theirs.
+            # PyYAML passes on the errors of int(), datetime() and its own tables for a text that is none of theirs.
             if isinstance(error, yaml.YAMLError):
                 raise
             raise yaml.constructor.ConstructorError(
@@ -49,7 +49,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file is an empty mapping.
 
     Raises:
-        UserError: the file cannot be read, is not YAML in UTF-8, gives a key twice, or does not hold a mapping.
+        UserError: The file cannot be read, is not YAML in UTF-8, gives a key twice, or does not hold a mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -73,7 +73,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """Say in one line what is wrong with the YAML, and in which line of the file."""
+    """Describe the mistake in the YAML in one line, with the line of the file."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     text = str(problem or first_line(error))
     return f"{text}, in line {mark.line + 1}" if mark is not None else text

@@ -1,4 +1,4 @@
-"""Says what smaller moments, and a lower rank for experts, would take from a step that does not fit, by their plans."""
+"""Says by plans how much less memory a step takes with 8-bit moments, or with a lower rank of experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Planned = Callable[[nn.Module, TrainConfig], int]
 
 # The optimizers that have a form with moments of 8 bits.
 _IN_8_BITS = {"adam": "adam8bit", "adamw": "adamw8bit"}
-# What takes less of the peak than this share away is not worth its words.
+# A change that saves less than this share of the peak is not worth its words.
 _LEAST_SHARE = 0.02
 
 
@@ -38,11 +38,11 @@ def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned
     """Return one sentence on 8-bit moments and a lower rank for experts, or nothing where they would hardly help.
 
     Args:
-        run: the run, its model prepared.
-        config: its options, as its step was planned.
-        peak: what the step was planned to hold, in bytes.
-        over: how much of that is too much; less than 1 where it fits.
-        planned: plans the same step anew. It is asked twice at most.
+        run: The run, its model prepared.
+        config: Its options, as its step was planned.
+        peak: The planned peak of the step, in bytes.
+        over: How much of that is too much; less than 1 where it fits.
+        planned: Plans the same step anew. It is called twice at most.
     """
     if config.resume:
         return ""
@@ -110,7 +110,7 @@ def _factors(adapter: nn.Module) -> list[mx.array]:
 
 
 def _moments(model: nn.Module, config: TrainConfig) -> int:
-    """The bytes of the optimizer's state for what trains; nothing is computed."""
+    """Return the bytes of the optimizer's state for the trainable parameters; nothing is computed."""
     optimizer = build_optimizer(config)
     optimizer.init(model.trainable_parameters())
     return _bytes(optimizer.state)

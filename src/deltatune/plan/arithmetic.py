@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .graph import Node
 
-# By kind of primitive: the position of the input whose last axis is summed over.
+# By kind of primitive: the position of the input that is summed over its last axis.
 _PRODUCTS = {"Matmul": 0, "AddMM": 0, "GatherMM": 0, "QuantizedMatmul": 0, "GatherQMM": 0}
 # Enough rows, summed elements and columns to be as fast as it gets. More take longer to measure, and a vocabulary's
 # matrix would take gigabytes.
@@ -23,8 +23,8 @@ class Products:
     """The matrix products of a step.
 
     Args:
-        operations: multiplications and additions of all of them. What kernels of our own compute is not counted.
-        largest: rows, summed length and columns of the product that most of the operations are in; None without one.
+        operations: Multiplications and additions of all of them. Kernels of our own are not counted.
+        largest: Rows, summed length and columns of the product that most of the operations are in; None without one.
     """
 
     operations: int = 0
@@ -48,9 +48,9 @@ def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) ->
     A product that is larger than any need be is measured on a part of its size.
 
     Args:
-        shape: rows, summed length and columns.
-        dtype: of the matrices.
-        seconds: for how long it is measured.
+        shape: Rows, summed length and columns.
+        dtype: Of the matrices.
+        seconds: For how long it is measured.
     """
     rows, inner, columns = map(min, shape, _MOST)
     x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))

@@ -1,9 +1,9 @@
 """Reads shape, primitive and inputs of a lazy MLX array out of this process's memory.
 
-MLX's Python interface does not lead from an array to what it will be computed from: `mx.export_to_dot` gives names
-without shapes, and `mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is
-in memory, so it is read there. Its offsets differ between MLX builds. They are therefore measured on the loaded MLX
-with arrays whose contents are known, and LayoutError is raised where that fails.
+MLX's Python interface does not lead from an array to its inputs: `mx.export_to_dot` gives names without shapes, and
+`mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is in memory, so it is
+read there. Its offsets differ between MLX builds. They are therefore measured on the loaded MLX with arrays of known
+contents, and LayoutError is raised where that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE = 24
 
 
 class Description(NamedTuple):
-    """What MLX records about one array.
+    """MLX's description of one array.
 
     `primitive`, `inputs` and `siblings` are addresses. Siblings are the other outputs of the same primitive, and
     `position` is this array's index among all of them.
@@ -54,7 +54,7 @@ class ArrayLayout:
         """Measure the layout of the MLX that is loaded.
 
         Raises:
-            LayoutError: this MLX stores its arrays in another way; the message says what did not fit.
+            LayoutError: This MLX stores its arrays in another way; the message names the difference.
         """
         read = reader()
         layout = cls(read, *_measure(read))
@@ -202,7 +202,7 @@ def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
 
 
 def _verify(layout: ArrayLayout) -> None:
-    """Read everything that a plan reads from arrays whose contents are known; LayoutError where something differs."""
+    """Read everything that a plan reads from arrays of known contents; LayoutError where something differs."""
     base = mx.arange(24, dtype=mx.int16).reshape(2, 3, 4)
     mx.eval(base)
     checks: list[tuple[mx.array, str, tuple[int, ...], int]] = [

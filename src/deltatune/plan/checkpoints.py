@@ -1,8 +1,8 @@
-"""Chooses what `grad_checkpoint: auto` computes again in the backward pass: as little as the memory allows.
+"""Chooses the layers that `grad_checkpoint: auto` recomputes in the backward pass: as few as the memory allows.
 
 The cheap operators of all layers come first, since they free the most memory for their time. Which layers come next was
 found by planning Qwen3.5's shapes (docs/decisions/memory.md). A layer near the input is checkpointed before one near
-the loss, since the layers above it have freed what they kept when it is computed again. A recurrent layer is
+the loss, since the layers above it have freed their saved tensors when it is recomputed. A recurrent layer is
 checkpointed before one with attention, which keeps less and takes longer to compute again in a long row.
 """
 
@@ -20,7 +20,7 @@ from .device_limits import DeviceLimits
 from .forecast import Forecast
 from .search import fits
 
-# The share of the device's memory that the chosen step may take. The rest is for what a plan does not know.
+# The share of the device's memory that the chosen step may take. The rest is for memory that a plan does not know.
 SHARE = 0.9
 # More plans than this do not pay: each takes seconds for a large model.
 _PLANS = 5
@@ -28,13 +28,13 @@ _PLANS = 5
 
 @dataclass(frozen=True)
 class Choice:
-    """What is computed again in the backward pass.
+    """A choice of layers to recompute in the backward pass.
 
     Args:
-        checkpoints: the layers, and whether cheap operators of the others are.
-        again: how many layers are computed again.
-        of: how many layers the backward pass reaches.
-        forecast: the step with these checkpoints.
+        checkpoints: The layers, and whether cheap operators of the others are.
+        again: How many layers are recomputed.
+        of: How many layers the backward pass reaches.
+        forecast: The step with these checkpoints.
     """
 
     checkpoints: Checkpoints
@@ -55,8 +55,8 @@ class Order:
     """The layers of a model in the order in which they are checkpointed.
 
     Args:
-        frozen: positions of layers that the backward pass does not reach. To checkpoint them costs nothing.
-        reached: positions of the others, the first to be checkpointed first.
+        frozen: Positions of layers that the backward pass does not reach. To checkpoint them costs nothing.
+        reached: Positions of the others, the first to be checkpointed first.
     """
 
     frozen: list[int]
@@ -92,10 +92,10 @@ def choose(
     layers are enough without the operators, as where few layers are kept of a long row, no operators are chosen.
 
     Args:
-        attempt: makes the plan for what is computed again.
-        order: which layers to checkpoint first.
-        limits: the limits of the device.
-        operators: whether cheap operators may be chosen.
+        attempt: Plans the step with these checkpoints.
+        order: Which layers to checkpoint first.
+        limits: The limits of the device.
+        operators: Whether cheap operators may be chosen.
     """
     most = None if limits.bytes is None else int(SHARE * limits.bytes)
     limits = replace(limits, bytes=most)
@@ -122,10 +122,11 @@ def choose(
 
 
 def _fewest(planned: Callable[[int], Forecast], good: int, limits: DeviceLimits) -> int:
-    """The fewest of at most `good` layers whose plan fits, while none is too few; `good` itself if its plan does not.
+    """The fewest of at most `good` layers with a plan that fits, while none is too few; `good` itself if its plan does
+    not.
 
-    Memory falls with the layers that are computed again, so the number tried next is where a straight line from the
-    largest step that fits to the smallest that does not meets the limit. At most five plans are made.
+    Memory falls with the recomputed layers, so the number tried next is where a straight line from the largest step
+    that fits to the smallest that does not meets the limit. At most five plans are made.
     """
     bad, plans = 0, {good: planned(good), 0: planned(0)}
     while good - bad > 1 and len(plans) <= _PLANS and fits(plans[good], limits):

@@ -12,15 +12,15 @@ from ..machine.container import container
 
 # The number in the message `[metal::malloc] Resource limit (499000) exceeded` of Apple GPUs.
 METAL_BUFFERS = 499_000
-# What CUDA takes during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
+# CUDA's memory during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
 CUDA_BYTES = 1_500_000_000
-# From this share of what arrays may take on, MLX is always made to wait for what it has queued for an NVIDIA GPU. The
-# rest is for what an operation allocates before MLX looks.
+# From this share of the memory for arrays on, MLX is always made to wait for its queued work on an NVIDIA GPU. The rest
+# is for the results of an operation, allocated before MLX looks.
 MOST = 0.95
 # Below this share it never waits in a step: where MLX may not keep memory that it freed, it asks the driver for it
 # again, which takes 10 to 25 us each time (docs/decisions/nvidia-step.md).
 FREE = 0.7
-# Between the two, a step may take so many times what it needs if each operation waits for the one before.
+# Between the two, a step may take so many times its least memory, with each operation waiting for the one before.
 ROOM = 1.1
 
 
@@ -29,8 +29,8 @@ class Brake:
     """From how many bytes on MLX waits for the work that it has queued for an NVIDIA GPU, which keeps its inputs.
 
     Args:
-        most: it waits from here on in any case.
-        free: it never waits below.
+        most: It waits from here on in any case.
+        free: It never waits below.
     """
 
     most: int
@@ -46,10 +46,10 @@ class DeviceLimits:
     """The limits of a device.
 
     Args:
-        buffers: how many buffers may live at once; None where the device has no such limit.
-        bytes: how many bytes may live at once; None where that is not known.
-        why_buffers: where the limit of buffers comes from, in words.
-        why_bytes: where the limit of bytes comes from, in words.
+        buffers: How many buffers may live at once; None where the device has no such limit.
+        bytes: How many bytes may live at once; None where that is not known.
+        why_buffers: Where the limit of buffers comes from, in words.
+        why_bytes: Where the limit of bytes comes from, in words.
     """
 
     buffers: int | None
@@ -73,8 +73,8 @@ def brake(size: int) -> int | None:
 def device_limits() -> DeviceLimits:
     """The limits of MLX's default device.
 
-    Metal reports both limits. On CUDA arrays may take what is free of the GPU's memory, but for what CUDA needs.
-    On a CPU the limit is the memory of the machine or the container.
+    Metal reports both limits. On CUDA arrays may take the GPU's free memory, less CUDA_BYTES. On a CPU the limit is the
+    memory of the machine or the container.
     """
     device = backend.device()
     if device == "cpu":
@@ -93,7 +93,7 @@ def _cuda_memory() -> tuple[int | None, str]:
     total, free = backend.gpu_memory(), nvidia.free_memory()
     if free is None:
         return total or None, "the GPU's memory"
-    # What this process has taken serves the run.
+    # Memory that this process has allocated is free for the run.
     free += mx.get_active_memory() + mx.get_cache_memory()
     return max(0, min(total, free) - CUDA_BYTES), "the free memory of the GPU"
 

@@ -55,13 +55,13 @@ def examine(
     The weights are not read from the disk.
 
     Args:
-        config: the run.
-        limits: the limits to plan for; those of MLX's default device where None.
-        shown: is told what is found, as soon as it is known.
-        advise: whether to say what smaller adapters and moments would save where the run fits, too.
+        config: The run.
+        limits: The limits to plan for; those of MLX's default device where None.
+        shown: The screen, which gets each finding as soon as it is known.
+        advise: Whether to advise on smaller adapters and moments where the run fits, too.
 
     Raises:
-        UserError: the graphs of this MLX cannot be read, or the run cannot be set up.
+        UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
     """
     try:
         layout = ArrayLayout.measured()
@@ -119,7 +119,7 @@ def _searches(
         lambda length: planned(rows, length), limits, lengths,
         Values(_LENGTHS, max(length, _positions(run.loaded.config))), deadline=_halfway(until),
     )  # fmt: skip
-    # A row more needs what as many tokens more in each row need, or more than that.
+    # A further row needs at least as much memory as the same number of tokens spread over the rows.
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
         lambda rows: planned(rows, length), limits, {rows: first},
@@ -147,10 +147,10 @@ class Checked:
     """A run that was checked.
 
     Args:
-        said: what to tell the user: the plan, or why there is none on this version of MLX.
-        checkpoints: what is computed again, for Trainer.run; None unless `grad_checkpoint` is auto.
-        memory_limit: the bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
-        feature_bytes: what cached features of images may take, for Trainer.run; None for its default.
+        said: Lines for the user: the plan, or why there is none on this version of MLX.
+        checkpoints: The layers to recompute, for Trainer.run; None unless `grad_checkpoint` is auto.
+        memory_limit: The bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
+        feature_bytes: The limit of cached features of images, for Trainer.run; None for its default.
     """
 
     said: list[Fact | str]
@@ -163,11 +163,11 @@ def check(run: Run, *, force: bool = False) -> Checked:
     """Check that a run which is about to start fits the device, and choose its checkpoints if that is left to the plan.
 
     Args:
-        run: the run, its model prepared.
-        force: report a run that does not fit instead of refusing it.
+        run: The run, its model prepared.
+        force: Report a run that does not fit instead of refusing it.
 
     Raises:
-        UserError: the run does not fit; the message says what would make it fit.
+        UserError: The run does not fit; the message names changes with which it fits.
     """
     limits = device_limits()
     try:
@@ -198,10 +198,9 @@ def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: Brake | N
 def _choice(
     run: Run, limits: DeviceLimits, layout: ArrayLayout, tried: Callable[[Choice], None] | None = None
 ) -> Choice | None:
-    """What is computed again if `grad_checkpoint` is auto: that of the run that is continued, or a new choice.
+    """Return the choice of `grad_checkpoint: auto`: that of the continued run, or a new one; None without auto.
 
-    Every rank computes again what the one with the least memory needs, so that all round alike. `tried` is told each
-    plan.
+    Every rank takes the checkpoints of the one with the least memory, so that all round alike. `tried` gets each plan.
     """
     if run.config.grad_checkpoint != "auto":
         return None
@@ -230,18 +229,18 @@ def _of_all_ranks(run: Run, order: Order, here: Checkpoints) -> Checkpoints:
 
 
 def _saved_checkpoints(run: Run) -> Checkpoints | None:
-    """What the run which is continued computes again; None if it chose nothing, or none is continued."""
+    """Return the checkpoints of the continued run; None if it chose none, or none is continued."""
     saved = state.peek(state.state_path(run.config.adapter_path)) if run.config.resume else None
     return None if saved is None else saved.checkpoints
 
 
 def _unplanned(run: Run, line: str) -> Checked:
-    """What is told of a run that cannot be planned; auto then checkpoints every layer of a new run."""
+    """Return the report on a run that cannot be planned; auto then checkpoints every layer of a new run."""
     if run.config.grad_checkpoint != "auto":
         return Checked([line], None)
     order, saved = order_of(run.model), _saved_checkpoints(run)
     chosen = order.first(len(order.reached), operators=False) if saved is None else saved
-    # The other ranks ask in _choice.
+    # The other ranks wait for this one in _choice.
     checkpoints = _of_all_ranks(run, order, chosen)
     again = order.count(checkpoints)
     return Checked(
@@ -265,7 +264,7 @@ def _without_choice(config: TrainConfig) -> TrainConfig:
 
 
 def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimits, layout: ArrayLayout) -> str:
-    """A sentence on what would make the run fit, the least change first."""
+    """Return a sentence on changes with which the run would fit, the least change first."""
     config = _without_choice(run.config)
 
     def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
@@ -313,7 +312,7 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
     config = dataclasses.replace(run.config, grad_checkpoint=True)
     if limits.bytes is None:
         return ""
-    # What is named is what is planned for, and no more than there is.
+    # The size in the message is the planned one, and at most the size of the device.
     scale, unit = (10**9, "GB") if limits.bytes >= 10**9 else (10**6, "MB")
     hundredths = limits.bytes * 100 // scale
     room = hundredths * scale // 100

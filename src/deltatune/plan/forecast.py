@@ -1,4 +1,4 @@
-"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and what holds it."""
+"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and in which arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AliveKind:
 
 @dataclass(frozen=True)
 class Moment:
-    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and what was alive then, largest first."""
+    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and the live arrays, largest first."""
 
     amount: int
     where: str
@@ -46,18 +46,18 @@ class Forecast:
     """The forecast of one step of `rows` rows of `length` tokens.
 
     Args:
-        rows: rows of the batch.
-        length: tokens of a row, padding included.
-        rank: the rank of the LoRA adapters.
-        buffers: the peak of live buffers.
-        bytes: the peak of live bytes.
-        counts: how many arrays are parameters, gradients and moments; the peak of buffers includes them.
-        sizes: bytes of parameters, gradients and moments; the peak of bytes includes them.
-        unknown: how many primitives of the step have no rule in primitives.py, by kind.
-        products: the matrix products of the step.
-        layer_inputs: bytes of layers' inputs that a step by layers keeps between its passes.
-        memory_limit: the bytes from which on MLX waits for queued work in this step; None where it does not.
-        seconds: how long it took to make this plan.
+        rows: Rows of the batch.
+        length: Tokens of a row, padding included.
+        rank: The rank of the LoRA adapters.
+        buffers: The peak of live buffers.
+        bytes: The peak of live bytes.
+        counts: How many arrays are parameters, gradients and moments; the peak of buffers includes them.
+        sizes: Bytes of parameters, gradients and moments; the peak of bytes includes them.
+        unknown: How many primitives of the step have no rule in primitives.py, by kind.
+        products: The matrix products of the step.
+        layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
+        memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
+        seconds: How long it took to make this plan.
     """
 
     rows: int
@@ -97,13 +97,13 @@ def forecast_step(
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
     Args:
-        model: the model, with its adapters.
-        config: the run.
-        shape: the shape of the batch.
-        layout: how the loaded MLX stores its arrays.
-        checkpoints: what is computed again where `config.grad_checkpoint` is auto.
-        inputs_on_disk: whether a step by layers keeps the inputs of layers in files, or in the host's memory.
-        brake: from how many bytes on MLX waits for queued work; None where it does not.
+        model: The model, with its adapters.
+        config: The run.
+        shape: The shape of the batch.
+        layout: How the loaded MLX stores its arrays.
+        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto.
+        inputs_on_disk: Whether a step by layers keeps the inputs of layers in files, or in the host's memory.
+        brake: From how many bytes on MLX waits for queued work; None where it does not.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
@@ -112,8 +112,8 @@ def forecast_step(
         forecast = _planned(built, config, layout, brake)
         del built
     finally:
-        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. What was made
-        # while the collector waited is young, so that all other objects need not be looked through.
+        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects made
+        # while the collector waited are young, so that all others need not be looked through.
         gc.collect(0)
         if collects:
             gc.enable()

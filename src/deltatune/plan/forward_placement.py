@@ -97,7 +97,7 @@ def placed_answer(
     Args:
         loaded: A model that was loaded lazily, without an adapter.
         adapter_path: The folder of the adapter, which is put on it; None for the model alone.
-        memory: What may be held, in bytes.
+        memory: The memory limit, in bytes.
         prompt: The prompt.
         trust_remote_code: Whether Python code in the checkpoint may run.
 
@@ -126,12 +126,12 @@ def placed_answer(
 def placed_tasks(
     loaded: Loaded, adapter_path: str | None, memory: int, rows: int, length: int, *, trust_remote_code: bool
 ) -> Placed:
-    """Choose which layers stay on the disk while tasks of lm-eval are put to a model. Nothing is read.
+    """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
 
     Args:
         loaded: A model that was loaded lazily, without an adapter.
         adapter_path: The folder of the adapter, which is put on it; None for the model alone.
-        memory: What may be held, in bytes.
+        memory: The memory limit, in bytes.
         rows: How many texts are scored, or prompts answered, at once.
         length: The largest number of tokens of one, the answer's included.
         trust_remote_code: Whether Python code in the checkpoint may run.
@@ -151,7 +151,7 @@ def placed_tasks(
 
 
 def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
-    """Return what continuations of so many texts take, which models.continuations scores."""
+    """Return the peak of scoring continuations of so many texts (models.continuations), in bytes."""
     with evaluating(model), whole_rows():
         split, piece = split_head(model, compare=False), min(PIECE, length)
         with _noted(model, by_layers=bound is None) as noted:
@@ -162,7 +162,7 @@ def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int
 
 
 def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
-    """Return what answers take that models.answer gives to so many prompts at once."""
+    """Return the peak of answering so many prompts at once (models.answer), in bytes."""
     most = PROMPT_TOKENS[backend.device()]
     read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
     with inferring(model):
@@ -176,7 +176,7 @@ def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> i
 
 
 def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
-    """Return what is made of a prompt's pictures before the layers, not computed."""
+    """Return the lazy embeddings of a prompt with pictures; nothing without pictures."""
     pictures = prompt.pictures
     return [] if pictures is None else embedded(model, prompt.tokens, pictures.images, pictures.videos)
 
@@ -192,9 +192,9 @@ def _noted(model: nn.Module, *, by_layers: bool) -> Iterator[list[list[mx.array]
 
 
 def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], bound: int | None) -> int:
-    """Return what evaluations that follow each other hold at most, all weights included.
+    """Return the peak of evaluations that follow each other, in bytes, all weights included.
 
-    Where all of it is to fit `bound` bytes, MLX waits for queued work; None for a pass by layers.
+    For a pass as a whole within `bound` bytes, MLX waits for queued work; None is for a pass by layers.
     """
     limit = None if bound is None else brake(bound)
     return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes.amount
@@ -207,10 +207,10 @@ def _planned(
 
     Args:
         model: The model.
-        memory: What may be held, in bytes.
-        peak: Returns what the pass holds with all weights in memory, as a whole within so many bytes, or by layers.
+        memory: The memory limit, in bytes.
+        peak: Returns the peak of the pass with all weights in memory, as a whole within so many bytes, or by layers.
         tokens: Rows, and tokens of a row.
-        smaller: What would take less memory, in words.
+        smaller: A change that would take less memory, in words.
     """
     if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(memory)) <= memory:
         return PlannedPass(whole, tokens, smaller)

@@ -73,8 +73,8 @@ def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
     are waiting. It then runs the tape backwards.
 
     Args:
-        outputs: the nodes that are evaluated.
-        width: the value of MLX_BFS_MAX_WIDTH, 20 unless it is set.
+        outputs: The nodes that are evaluated.
+        width: The value of MLX_BFS_MAX_WIDTH, 20 unless it is set.
 
     Source: eval_impl in mlx/transforms.cpp.
     """

@@ -1,4 +1,4 @@
-"""Computes which layers stay on the disk where a step by layers has so much memory, and what it then holds."""
+"""Computes which layers of a step by layers stay on the disk within a memory limit, and the step's peak."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ def held(peak: int, layers: Sequence[int], streamed: Sequence[int]) -> int:
     """Return the peak of a step that holds two of the layers on the disk at a time.
 
     Args:
-        peak: the peak with all weights in memory.
-        layers: the bytes of each layer's frozen weights.
-        streamed: the positions of the layers on the disk.
+        peak: The peak with all weights in memory.
+        layers: The bytes of each layer's frozen weights.
+        streamed: The positions of the layers on the disk.
     """
     sizes = sorted(layers[at] for at in streamed)
     return peak - sum(sizes) + sum(sizes[-2:])

@@ -1,7 +1,7 @@
-"""Chooses which frozen layers stay in memory where `memory` bounds a run, and says what reading the others costs.
+"""Chooses which frozen layers stay in memory where `memory` bounds a run, and reports the time of reading the others.
 
-A step by layers holds what a checkpointed step holds, but for the frozen weights of layers on the disk: of these, two
-are in memory at a time, one in use and one that is being read.
+A step by layers holds as much as a checkpointed step, except for the frozen weights of layers on the disk: two of these
+layers are in memory at a time, one in use and one that is prefetched.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Placement:
     """Where the frozen weights of a model's layers are.
 
     Args:
-        memory: what may be held, in bytes.
-        peak: what is held with all weights in memory, in bytes.
-        tokens: what is computed at once, as rows and tokens of a row.
-        layers: the bytes of each layer's frozen weights.
-        lowest: the first layer that a backward pass reaches; their number without one.
-        streamed: the positions of the layers that stay on the disk, ascending.
-        folder: the folder of the checkpoint.
-        products: the matrix products of a step; None without one.
-        dtype: what they are computed in.
-        on_host: whether the host's memory, not the disk, gives them to a GPU.
-        inputs: the bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
-        inputs_on_host: whether they go to the host's memory, not to the disk.
-        features: what cached features of a frozen vision tower may take: of `memory`, or of the host's beside a GPU.
+        memory: The memory limit, in bytes.
+        peak: The peak with all weights in memory, in bytes.
+        tokens: The shape of a pass: rows, and tokens of a row.
+        layers: The bytes of each layer's frozen weights.
+        lowest: The first layer that a backward pass reaches; their number without one.
+        streamed: The positions of the layers that stay on the disk, ascending.
+        folder: The folder of the checkpoint.
+        products: The matrix products of a step; None without one.
+        dtype: The dtype of these products.
+        on_host: Whether the host's memory, not the disk, gives them to a GPU.
+        inputs: The bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
+        inputs_on_host: Whether they go to the host's memory, not to the disk.
+        features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
     """
 
     memory: int
@@ -86,7 +86,7 @@ class Placement:
 
     @property
     def bytes(self) -> int:
-        """What is held at the peak."""
+        """The peak, in bytes."""
         return held(self.peak, self.layers, self.streamed)
 
     @property
@@ -105,12 +105,12 @@ class Placement:
 
     @property
     def shape(self) -> str:
-        """What is computed at once, in words."""
+        """The shape of a pass, in words."""
         rows, length = self.tokens
         return f"{rows} x {length:,} tokens"
 
     def said(self, unit: str = "iteration") -> list[Fact | str]:
-        """Return what to tell the user; this reads from the disk for a second. Every `unit` is a pass."""
+        """Return the lines to print; this reads from the disk for a second. Every `unit` is a pass."""
         where = "the host's memory" if backend.device() == "cuda" else "the rest"
         features = f"; features of images take up to {size(self.features)} of {where}" if self.features else ""
         if not self.streamed:
@@ -169,11 +169,11 @@ class TooLittleMemoryError(UserError):
 
 
 class Placed(NamedTuple):
-    """A model whose weights have been placed.
+    """A model with placed weights.
 
     Attributes:
         placement: Where they are.
-        lines: What the preparation of a run says.
+        lines: The lines to print from the preparation of a run.
         stored: Which arrays lie in files.
     """
 
@@ -182,7 +182,7 @@ class Placed(NamedTuple):
     stored: StoredWeights
 
     def checked(self) -> Checked:
-        """Return what is said, what cached features may take, and the memory limit of a step that is not by layers."""
+        """Return the lines to print, the limit of cached features, and the memory limit of a step as a whole."""
         return Checked(self.placement.said(), None, self._brake(), self.placement.features)
 
     def limit(self) -> int:
@@ -193,7 +193,7 @@ class Placed(NamedTuple):
         return None if self.placement.streamed else brake(self.placement.memory)
 
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
-        """Read what stays in memory; return where the layers' weights are read from, or None if all stay.
+        """Read the weights that stay in memory; return the reader of the others, or None if all stay.
 
         The files are closed with `stack`.
         """
@@ -204,7 +204,7 @@ class Placed(NamedTuple):
         return weights if placement.streamed else None
 
     def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
-        """Return of() for the model of a run, whose option `memory` is left out if all weights stay."""
+        """Return of() for the model of a run; its option `memory` is left out if all weights stay."""
         weights = self.of(run.model, stack)
         if weights is None:
             run.config = dataclasses.replace(run.config, memory=None)
@@ -222,10 +222,10 @@ def placed(run: Run) -> Placed:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
     Args:
-        run: the run; its options are changed to what `memory` implies.
+        run: The run; its options are changed to those that `memory` implies.
 
     Raises:
-        UserError: the run cannot be computed by layers, or `memory` is too small for it.
+        UserError: The run cannot be computed by layers, or `memory` is too small for it.
     """
     config, model = run.config, run.model
     memory = config.memory
@@ -271,7 +271,7 @@ def placed(run: Run) -> Placed:
 
 
 def _feature_bytes(model: nn.Module, spare: int) -> int:
-    """Return what cached features may take of so many bytes that a plan leaves, or of the host's beside a GPU."""
+    """Return the limit of cached features: so many bytes that a plan leaves, or the host's share beside a GPU."""
     if frozen_tower(model) is None:
         return 0
     return CACHE_BYTES if backend.device() == "cuda" else min(spare, CACHE_BYTES)
@@ -308,12 +308,12 @@ def refusing_layouts() -> Iterator[None]:
 
 
 class PlannedPass(NamedTuple):
-    """What is computed at once.
+    """The plan of one pass.
 
     Attributes:
-        peak: What is held with all weights in memory, in bytes.
+        peak: The peak with all weights in memory, in bytes.
         tokens: Rows, and tokens of a row.
-        smaller: What would take less memory, in words.
+        smaller: A change that would take less memory, in words.
         whole: Whether all layers are computed at once, so that all may stay in memory.
     """
 
@@ -327,15 +327,15 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
     """Choose which layers stay on the disk.
 
     Args:
-        model: the model.
-        stored: which of its arrays lie in files.
-        memory: what may be held, in bytes.
-        planned: what is computed at once.
-        ranks: how many processes hold weights on the host, at most.
+        model: The model.
+        stored: Which of its arrays lie in files.
+        memory: The memory limit, in bytes.
+        planned: The plan of one pass.
+        ranks: How many processes hold weights on the host, at most.
 
     Raises:
-        TooLittleMemoryError: it is too little with all layers but two on the disk.
-        UserError: it is more than the device has.
+        TooLittleMemoryError: It is too little with all layers but two on the disk.
+        UserError: It is more than the device has.
     """
     layers = describe(model)
     sizes = tuple(

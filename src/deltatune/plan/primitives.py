@@ -22,7 +22,7 @@ _SPARE = 16384
 
 
 class Machine(Protocol):
-    """What a rule may ask of the simulation while a primitive runs."""
+    """The interface of the simulation for a rule while its primitive runs."""
 
     layout: ArrayLayout
 

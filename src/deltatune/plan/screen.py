@@ -1,4 +1,4 @@
-"""Shows a plan: its answer first, then what the step needs and the largest values that fit, as each is known."""
+"""Shows a plan: its answer first, then the step's memory and the largest values that fit, as each is known."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .search import Largest, RunForecast, fits
 
 
 class Shown(Protocol):
-    """Is told what a plan finds, as it is found."""
+    """Shows the findings of a plan, one by one."""
 
     def shape(self, rows: int, length: int, max_seq_length: int) -> None:
-        """Take the step that is planned."""
+        """Report the shape of the planned step."""
 
     def fault(self, note: str) -> None:
-        """Take a note on a known fault of the model."""
+        """Report a known fault of the model."""
 
     def tried(self, choice: Choice) -> None:
-        """Take what the step needs with one choice of checkpoints."""
+        """Report the memory of one checkpointing plan."""
 
     def step(self, run_forecast: RunForecast) -> None:
-        """Take what the step of the run needs."""
+        """Report the memory of the run's step."""
 
     def largest(self, name: str, result: Largest) -> None:
         """Take the largest length, batch or rank that fits."""
 
     def advice(self, sentence: str) -> None:
-        """Take what smaller adapters and moments would save; an empty text where that is nothing."""
+        """Report the savings of smaller adapters and moments; an empty text where there are none."""
 
 
 class PlanLines:
@@ -172,7 +172,7 @@ def size_above(count: int) -> str:
 
 
 def verdict(run_forecast: RunForecast) -> str:
-    """Whether the step fits, and what it needs of what there is, such as `Fits: 12.1 of 80 GB`."""
+    """Return whether the step fits, its memory and the limit, such as `Fits: 12.1 of 80 GB`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     word = "Fits" if fits(plan, limits) else "Does not fit"
     need, most = plan.bytes.amount, limits.bytes
@@ -197,7 +197,7 @@ def longest(result: Largest) -> str:
 
 
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
-    """What the step needs of what the device has, for the first lines of a run."""
+    """Return the step's memory and the device's limit, for the first lines of a run."""
     of = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes else ""
     text = f"{size(plan.bytes.amount)} planned{of}{_waits(plan, limits)}; {plan.rows} x {plan.length:,} tokens"
     text += f".{unknown(plan)}" if plan.unknown else ""
@@ -206,7 +206,7 @@ def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
 
 
 def checkpoints(choice: Choice) -> Fact:
-    """What is computed again where `grad_checkpoint` is auto, for the first lines of a run."""
+    """Return the recomputed layers where `grad_checkpoint` is auto, for the first lines of a run."""
     return Fact("checkpoints", str(choice).partition(": ")[2].rstrip("."), line=str(choice))
 
 
@@ -222,7 +222,7 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
 
 
 def _waits(plan: Forecast, limits: DeviceLimits) -> str:
-    """What follows where a step that fits does so because MLX waits for queued work."""
+    """Return a note for a step that fits only because MLX waits for queued work; "" for others."""
     waits = limits.brake is not None and plan.bytes.amount > limits.brake.most and fits(plan, limits)
     return ", with less work queued for the GPU, which may take a quarter longer" if waits else ""
 
@@ -244,7 +244,7 @@ def _shape(rows: int, length: int, max_seq_length: int) -> str:
 
 
 def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
-    """What the step of the run needs; with the primitives that hold it where `verbose`."""
+    """Return the memory of the run's step, with the primitives that hold it where `verbose`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
@@ -260,7 +260,7 @@ def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
 
 
 def tried(choice: Choice) -> str:
-    """What the step needs with one choice of checkpoints."""
+    """Return the line on the memory of one checkpointing plan."""
     operators = " and cheap operators" if choice.checkpoints.operators else ""
     return (
         f"Tried: {choice.again} of {choice.of} layers{operators} computed again, {size(choice.forecast.bytes.amount)}."

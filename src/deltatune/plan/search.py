@@ -23,12 +23,12 @@ def fits(plan: Forecast, limits: DeviceLimits) -> bool:
 
 @dataclass(frozen=True)
 class Largest:
-    """What a search found.
+    """Outcome of a search for the largest value that fits.
 
     Args:
-        value: the largest value whose plan was made and fits, 0 where none was.
-        more: larger values than are named here, which were not tried, may fit.
-        probable: a larger value, for whose plan there was no time. It fits if memory grows as in the plans made.
+        value: The largest value with a plan that fits, 0 where there is none.
+        more: Larger values than are named here, which were not tried, may fit.
+        probable: A larger value that there was no time to plan. It fits if memory grows as in the plans made.
     """
 
     value: int
@@ -40,7 +40,8 @@ class Largest:
 class RunForecast:
     """The forecast of a run, the device's limits, and the largest batch, length and rank that fit.
 
-    A largest value that was not searched for is None. `checkpoints` says what was chosen for `grad_checkpoint: auto`.
+    A largest value that was not searched for is None. `checkpoints` is the line on the choice of `grad_checkpoint:
+    auto`.
     """
 
     forecast: Forecast
@@ -76,19 +77,19 @@ def largest(
     slower: Callable[[float], float] = lambda times: times,
     deadline: float = math.inf,
 ) -> Largest:
-    """Search for the largest of some values whose plan fits.
+    """Search for the largest of some values with a plan that fits.
 
     The search ends within 2 % of a value that does not fit. Memory grows with the value, so the next one tried is where
     the parabola through the plans meets the limit, or a smaller one if that plan would not be made by the deadline.
 
     Args:
-        attempt: makes the plan for a value.
-        limits: the limits to stay within.
-        known: plans that exist already, by value. Those that are made here are added.
-        values: the values that may be tried.
-        alike: plans of other steps, by the value that would need as much memory. They only help to choose values.
-        slower: how many times as long a plan takes for a value that many times as large.
-        deadline: when to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
+        attempt: Makes the plan for a value.
+        limits: The limits to stay within.
+        known: Plans that exist already, by value. Those that are made here are added.
+        values: The values that may be tried.
+        alike: Plans of other steps, by the value that would need as much memory. They only help to choose values.
+        slower: How many times as long a plan takes for a value that many times as large.
+        deadline: When to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
     """
     step, most = values.step, values.most
     for _ in range(_PLANS):
@@ -118,7 +119,7 @@ def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> t
 def _in_time(
     plans: Mapping[int, Forecast], wanted: int, step: int, slower: Callable[[float], float], left: float
 ) -> int | None:
-    """`wanted`, or the half, quarter and so on of it, whose plan is new and takes at most `left` seconds; else None."""
+    """Return `wanted`, or its half, quarter and so on, if a new plan for it takes at most `left` seconds; else None."""
     value = wanted
     while value >= step:
         near = min(plans, key=lambda planned: abs(planned - value), default=None)

@@ -22,10 +22,10 @@ class Pace:
     """How a device groups queued operations into tasks, and how it rounds buffers.
 
     Args:
-        operations: a task ends after this many operations.
-        elements: a task also ends after its operations have read this many elements; None for no such limit.
-        page: bytes of a page; larger buffers are rounded up to whole pages.
-        releases: whether releasing an operation's inputs counts as an operation.
+        operations: A task ends after this many operations.
+        elements: A task also ends after its operations have read this many elements; None for no such limit.
+        page: Bytes of a page; larger buffers are rounded up to whole pages.
+        releases: Whether releasing an operation's inputs counts as an operation.
     """
 
     operations: int
@@ -35,7 +35,7 @@ class Pace:
 
 
 def cuda_pace(piece: Mapping[str, int]) -> Pace:
-    """The pace of an NVIDIA GPU whose pieces of work have these sizes, as in environment.PIECE."""
+    """The pace of an NVIDIA GPU with pieces of work of these sizes, as in environment.PIECE."""
     return Pace(piece[environment.OPERATIONS] + 1, (piece[environment.ELEMENTS] + 1) << 20, page=16384)
 
 
@@ -81,8 +81,8 @@ class Simulation:
     as possible. Real runs come close to this, since operations take longer than queueing them.
 
     Args:
-        layout: how the loaded MLX stores its arrays.
-        pace: how the device groups operations into tasks.
+        layout: How the loaded MLX stores its arrays.
+        pace: How the device groups operations into tasks.
         brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
     """
 

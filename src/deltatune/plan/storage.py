@@ -50,7 +50,7 @@ def product(shape: Sequence[int]) -> int:
 
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense array whose last axis is contiguous."""
+    """The strides of a dense array with a contiguous last axis."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)

@@ -1,4 +1,4 @@
-"""Traces a step by layers: what it computes one after another, and how long each result stays alive."""
+"""Traces a step by layers: the sequence of its evaluations, and how long each result stays alive."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class _AsLoaded:
 
 
 class NotedInputs:
-    """Stands in for InputsOnDisk and InputsOnHost in a plan: notes what that would read, and writes nothing.
+    """Stands in for InputsOnDisk and InputsOnHost in a plan: notes their reads, and writes nothing.
 
     Args:
         note: Notes the results of an evaluation.
         on_disk: Whether inputs go to the disk, or to the host's memory; they are only counted otherwise.
 
     Attributes:
-        bytes: What is kept between the passes.
+        bytes: The bytes of inputs kept between the passes.
     """
 
     def __init__(self, note: Callable[..., None], *, on_disk: bool):
@@ -57,7 +57,7 @@ class NotedInputs:
         self._ahead: mx.array | None = None
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop the kept inputs."""
         self._kept, self._ahead, self.bytes = [], None, 0
 
     def keep(self, x: mx.array, computing: Any) -> None:
@@ -72,7 +72,7 @@ class NotedInputs:
         return array
 
     def close(self) -> None:
-        """Forget what is kept."""
+        """Drop the kept inputs."""
         self.clear()
 
     def _read(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -82,11 +82,11 @@ class NotedInputs:
 
 
 class NotedPasses(NamedTuple):
-    """What is traced of a step by layers.
+    """The trace of a step by layers.
 
     Attributes:
         passes: Its passes, which compute nothing; None for a step as a whole.
-        noted: The results of what would be evaluated, one evaluation after another.
+        noted: The results of each evaluation, one after another; nothing is computed.
         inputs: Keeps the inputs of layers.
     """
 
@@ -99,12 +99,12 @@ class NotedPasses(NamedTuple):
 def noted_passes(
     model: nn.Module, config: TrainConfig, trained: Training, *, inputs_on_disk: bool
 ) -> Iterator[NotedPasses]:
-    """Yield the passes of a step by layers, which note what they would compute. A step as a whole notes nothing.
+    """Yield the passes of a step by layers, which note their evaluations. A step as a whole notes nothing.
 
     Args:
         model: The model, set up by setup.training(), with every layer checkpointed if the step is one by layers.
         config: The options of the run.
-        trained: What setup.training() yields.
+        trained: The result of setup.training().
         inputs_on_disk: Whether the inputs of layers go to the disk, or to the host's memory.
     """
     noted: list[list[mx.array]] = []
@@ -121,10 +121,11 @@ def noted_passes(
 
 @contextmanager
 def noted_calls(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
-    """Within the context, layers that are called one after another compute nothing; yield the list of what they would.
+    """Within the context, layers called one after another note their evaluations, in the yielded list, and compute
+    nothing.
 
     Args:
-        layers: The layers of a model that answers, or that tasks are put to.
+        layers: The layers of a model that answers prompts or tasks.
     """
     noted: list[list[mx.array]] = []
     with reading_calls(layers, _AsLoaded(layers), _noting(noted)).watched():
@@ -146,7 +147,7 @@ def nothing_started() -> Iterator[None]:
 
 
 def _noting(noted: list[list[mx.array]]) -> Callable[..., None]:
-    """Return what notes arrays in the place of computing them."""
+    """Return a function that notes arrays in the place of computing them."""
 
     def note(*results: Any) -> None:
         noted.append([array for _, array in leaves(results) if isinstance(array, mx.array)])
@@ -162,11 +163,11 @@ def parts_read(
     Args:
         layout: How the loaded MLX stores its arrays.
         noted: The results of each evaluation.
-        existing: Addresses of what exists before the first of them.
+        existing: Addresses of the arrays that exist before the first of them.
 
     Returns:
-        The outputs of each evaluation, which are its results and what a later one reads of its graph; and for each
-        the addresses of what earlier ones made, and neither it nor a later one reads.
+        The outputs of each evaluation, which are its results and the nodes of its graph that later ones read; and for
+        each the addresses of earlier ones' nodes that neither it nor a later one reads.
     """
     graphs: list[list[Node]] = []
     made_by: dict[int, tuple[int, Node]] = {}

@@ -61,7 +61,7 @@ class TracedStep:
     shared_buffers: list[list[int]]
     # The names of parameters by address.
     names: dict[int, str]
-    # What the loss is computed from, and how many primitives come before the update.
+    # The nodes of the forward pass, and how many primitives come before the update.
     forward: set[Node]
     update_from: int
     # How many arrays are parameters, gradients and moments, and their bytes.
@@ -100,7 +100,7 @@ class BatchShape:
 
 
 def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> Batch:
-    """A batch of this shape, whose content does not matter, with that many preferences."""
+    """A batch of this shape and arbitrary content, with that many preferences."""
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
@@ -262,7 +262,7 @@ def _constants_among(nodes: Sequence[Node], others: set[int]) -> list[Node]:
 
 @contextlib.contextmanager
 def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints | None) -> Iterator[Training]:
-    """Yields what was set up; within it the model is as Trainer has it, and afterwards it is as before."""
+    """Yield setup.training()'s result; within it the model is as Trainer has it, and afterwards it is as before."""
     parameters = model.trainable_parameters()
     with modes_kept(model), training(model, config, compare=False, checkpoints=checkpoints) as trained:
         model.train()
@@ -287,7 +287,7 @@ def simulate_forward(
 ) -> Simulation:
     """The simulated evaluations, one after another, of arrays that were not computed, from the arrays in `inputs`.
 
-    Those of the last evaluation stay alive, and what a later one reads. `brake` is MLX's memory limit.
+    Results of the last evaluation, and those that a later one reads, stay alive. `brake` is MLX's memory limit.
     """
     held = [array for _, array in leaves(inputs) if isinstance(array, mx.array)]
     existing = _addresses(layout, held)

@@ -1,4 +1,4 @@
-"""The primitives whose outputs are views of their inputs' buffers, and the layout that each view has.
+"""The primitives with views of their inputs' buffers as outputs, and the layout that each view has.
 
 A rule returns the outputs in order, or None where MLX copies instead.
 

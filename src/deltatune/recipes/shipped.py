@@ -13,7 +13,7 @@ from ..options.values import nearest
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of options: its name, its text, and its first comment, which says what it is for."""
+    """A file of options: its name, its text, and its first comment, which states its purpose."""
 
     name: str
     text: str
@@ -48,11 +48,11 @@ def copy(name: str, path: Path | None) -> Path:
     """Write a recipe and return its path.
 
     Args:
-        name: the recipe's name, with or without .yaml.
-        path: the new file, or a folder for it; None takes NAME.yaml here.
+        name: The recipe's name, with or without .yaml.
+        path: The new file, or a folder for it; None takes NAME.yaml here.
 
     Raises:
-        UserError: there is no such recipe, or the file exists.
+        UserError: There is no such recipe, or the file exists.
     """
     by_name = {recipe.name: recipe for recipe in recipes()}
     name = name.removesuffix(".yaml").lower()

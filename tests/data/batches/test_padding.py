@@ -10,7 +10,7 @@ from deltatune.data import collate
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "kimi_linear"])
-def test_what_stands_in_the_padding_changes_neither_loss_nor_gradient(tiny_model, examples_of, family):
+def test_tokens_in_padding_change_neither_loss_nor_gradient(tiny_model, examples_of, family):
     model = tiny_model(family)
     model.train()
     batch = collate([examples_of([11])], 24, packed=False)

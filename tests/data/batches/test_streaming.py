@@ -117,7 +117,7 @@ def saved(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved"])
-def test_what_datasets_can_stream_gives_the_batches_of_a_jsonl_file(order, tmp_path, kind):
+def test_streamed_data_set_gives_the_batches_of_its_jsonl_file(order, tmp_path, kind):
     expected = [(inputs, weights) for inputs, weights, _ in taken(order(), 20)]
     data = saved(kind, tmp_path)
     batches = order(data=data)

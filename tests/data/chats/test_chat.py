@@ -183,7 +183,7 @@ def test_an_answer_to_nothing_is_named(tokenizer):
         counted(tokenizer, CONVERSATION[1:])
 
 
-def test_what_the_template_refuses_is_named(tokenizers):
+def test_refusal_of_the_template_is_quoted(tokenizers):
     with pytest.raises(UserError, match=r"file:1: the model's chat template, line 1, refuses.*roles must alternate"):
         counted(tokenizers("strict"), [QUESTION, FURTHER])
 

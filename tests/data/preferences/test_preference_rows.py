@@ -113,7 +113,7 @@ def test_kto_sets_each_answer_behind_its_own_prompt_and_behind_the_next(read, to
     ]
 
 
-def test_what_the_length_limit_makes_equal_is_left_out(read, tokenizer):
+def test_pairs_made_equal_by_truncation_are_left_out(read, tokenizer):
     rows = [
         {"prompt": "the dog", "chosen": " jumps over the fox", "rejected": " jumps over the dog"},
         {"prompt": "a", "chosen": " b", "rejected": " c"},

@@ -92,7 +92,7 @@ def test_nulls_that_a_line_of_json_holds_stay(qwen, folder):
     assert "city" in qwen.decode(example.tokens.tolist())
 
 
-def test_what_is_a_null_of_arrow():
+def test_nulls_added_by_arrow_are_removed():
     text = datasets.Value("string")
     parts = {"type": text, "text": text, "image": text}
     features = {

@@ -95,7 +95,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_is_not_read_is_noted(tokenizer, folder, name):
+def test_unread_columns_are_noted(tokenizer, folder, name):
     row, meaning = NOTED[name]
     config = folder(train=[row, PAIR, PAIR | {name: None}])
     for _ in range(2):  # The second start reads kept tokens.

@@ -125,7 +125,7 @@ def hidden_grey():
 
 
 @pytest.mark.parametrize("case", TRANSPARENT)
-def test_what_is_transparent_is_white(case):
+def test_transparent_pixels_become_white(case):
     content = TRANSPARENT[case]()
     pixels = np.asarray(open_image(content, "x"))
     assert (pixels[ALPHA == 0] == 255).all()
@@ -270,6 +270,6 @@ def test_the_frames_of_a_video_lie_on_white(tmp_path):
         ("its content in base64", "iVBOR" * 2000, r"expected a path, got a text of 10,000 characters"),
     ],
 )
-def test_what_is_no_path_is_refused_by_the_row(what, value, message, tmp_path):
+def test_value_that_is_no_image_is_refused_by_its_row(what, value, message, tmp_path):
     with pytest.raises(UserError, match=rf"^train.jsonl:3: .*{message}"):
         image_file(value, tmp_path, "train.jsonl:3")

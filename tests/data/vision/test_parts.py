@@ -151,7 +151,7 @@ NOT_READ = {
 
 @pytest.mark.bad_input("a part or column with an image: {case}")
 @pytest.mark.parametrize("case", NOT_READ)
-def test_what_is_not_read_is_refused_by_name(case, refusal):
+def test_unread_message_part_is_refused_by_name(case, refusal):
     row, message = NOT_READ[case]
     text = refusal(parts(image="a.png"), row)
     assert message in text

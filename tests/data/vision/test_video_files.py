@@ -149,7 +149,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 
 @pytest.mark.bad_input("a sound file as a video, and a video whose codec has no decoder")
-def test_what_cannot_be_decoded_is_refused_with_a_way_out(tmp_path):
+def test_undecodable_video_is_refused_with_a_remedy(tmp_path):
     with av.open(str(tmp_path / "sound.wav"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")

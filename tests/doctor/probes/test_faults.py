@@ -98,7 +98,7 @@ def test_this_gradient_is_not_tried_on_an_nvidia_gpu(monkeypatch):
     assert sorted_gather.find_gradient().status == "not run"
 
 
-def test_what_mlx_cannot_compute_at_all_is_present_with_its_words(monkeypatch):
+def test_product_that_mlx_refuses_is_a_present_fault(monkeypatch):
     def refused(*_, **__):
         raise RuntimeError("cudaGraphAddKernelNode(...) failed: invalid argument\nand more")
 

@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatc
     assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
 
 
-def test_what_does_not_fit_the_cache_is_computed_anew(tiny_vision_model):
+def test_features_beyond_the_cache_are_recomputed(tiny_vision_model):
     model = tiny_vision_model("qwen3_vl")
     prepare(model, TrainConfig(num_layers=-1))
     tower, spec = frozen.frozen_tower(model, 10_000), vision_spec(model)

@@ -52,7 +52,7 @@ def arrays_of(layer: GatedAttention, rows: int = 2, capacity: int = 9) -> RowArr
     return RowArrays(projected, drawn(layer.size), drawn(layer.size), drawn(*kept), drawn(*kept), offsets)
 
 
-def test_what_is_behind_a_row_does_not_matter(running):
+def test_keys_behind_a_row_do_not_matter(running):
     """Behind a row's last key lies NaN, and only the token's own place is written."""
     layer = layer_of(4, 2, 32, 32)
     given = arrays_of(layer)

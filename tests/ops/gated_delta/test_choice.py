@@ -142,7 +142,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_what_metals_compiler_refuses_is_one_line_and_is_not_tried_again(monkeypatch, tmp_path):
+def test_refusal_of_metals_compiler_is_one_line_and_cached(monkeypatch, tmp_path):
     said = "program_source:12:3: warning: unused\nprogram_source:40:7: error: no 'simdgroup_bfloat8x8'\n  more\n"
     tried = []
 

@@ -60,7 +60,7 @@ def test_who_asks_for_what_no_thread_has_begun_builds_it():
     assert others.built == 1
 
 
-def test_what_is_dropped_is_built_when_it_is_asked_for_or_begun_again():
+def test_dropped_build_runs_when_asked_for_or_begun_again():
     others, compiler = Compiler(), Compiler()
     compiler.may_end.set()
     dropped = ThreadPoolExecutor(1)

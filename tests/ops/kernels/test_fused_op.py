@@ -70,7 +70,7 @@ def test_optional_arguments_left_out(on_machine):
     assert launched == names
 
 
-def test_what_the_kernels_keep_is_computed_again(on_machine):
+def test_saved_tensors_are_recomputed(on_machine):
     function, launched = on_machine
     arrays = arguments() | {"initial_state": mx.random.normal((2, 4, 24, 16), key=mx.random.key(9))}
     constants = {"mask": mx.arange(20)[None] >= mx.array([[0], [3]]), "segments": mx.array([[0] * 7 + [1] * 13] * 2)}

@@ -312,7 +312,7 @@ def test_few_heads_are_divided_into_more_blocks(batch, value_heads, rows, monkey
     assert tiling.slice == rows
 
 
-def test_what_a_chunk_keeps(monkeypatch):
+def test_bytes_that_a_chunk_saves(monkeypatch):
     """Beside y there are 130 KB a chunk and head: Z, P, two states with tails, u and R in twelve bits that count."""
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)

@@ -124,7 +124,7 @@ TAILS = {
 
 
 @pytest.mark.parametrize("name", TAILS)
-def test_what_only_the_gradient_of_the_gates_shows(name, host_module, host_folder, on_host, norms, table):
+def test_defect_that_only_the_gradient_of_the_gates_shows(name, host_module, host_folder, on_host, norms, table):
     old, new = TAILS[name]
     wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal", FILES), old, new))
     sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}

@@ -37,7 +37,7 @@ def test_a_fact_is_of_one_array_and_of_one_kind():
     assert known.of(x, Read) == Read("two")
 
 
-def test_what_is_taken_is_forgotten_with_all_of_its_kind():
+def test_taken_fact_is_forgotten_with_its_kind():
     known, x, y = Known(), mx.zeros(3), mx.zeros(3)
     for array, fact in ((x, Made("one")), (y, Made("two")), (x, Read("three"))):
         known.note(array, fact)

@@ -122,7 +122,7 @@ def change(key):
 """
 
 
-def test_what_is_planted_is_found():
+def test_planted_state_is_found():
     tree = ast.parse(PLANTED)
     assert context_variables(tree) == 2
     assert globals_that_change(tree) == {"bound", "table", "counts", "attribute", "three"}

@@ -37,10 +37,10 @@ class Batch:
         weights: float32 [B, T], 1 where the target counts in the loss and 0 elsewhere.
         segments: int32 [B, T] for packed rows, else None; non-decreasing along a row, with one number for each document
             and one more for the padding.
-        sources: for each row, the source of each of its documents; a blank row has none.
-        positions: for each row, the number of positions of each of its documents.
-        images: the inputs of the vision tower, or None for a model without one.
-        preferences: which documents are the answers of one preference, or None where each is learnt by itself.
+        sources: For each row, the source of each of its documents; a blank row has none.
+        positions: For each row, the number of positions of each of its documents.
+        images: The inputs of the vision tower, or None for a model without one.
+        preferences: Which documents are the answers of one preference, or None where each is learnt by itself.
     """
 
     inputs: np.ndarray
@@ -73,13 +73,13 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool, visi
     Each document is shifted by one on its own, so no target crosses from one document into the next.
 
     Args:
-        rows: for each row, its documents in order; an empty row becomes a blank row of weight 0.
-        width: the number of positions T of every row.
-        packed: whether a row may hold several documents, which are then told apart by `segments`.
-        vision: the numbers of the model's vision tower; None for a model without one.
+        rows: For each row, its documents in order; an empty row becomes a blank row of weight 0.
+        width: The number of positions T of every row.
+        packed: Whether a row may hold several documents, which are then told apart by `segments`.
+        vision: The numbers of the model's vision tower; None for a model without one.
 
     Raises:
-        ValueError: a row needs more than `width` positions, or holds several documents and `packed` is False.
+        ValueError: A row needs more than `width` positions, or holds several documents and `packed` is False.
     """
     shape = (len(rows), width)
     inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -17,10 +17,10 @@ class Window:
     """The examples of some consecutive rows.
 
     Args:
-        examples: the examples. There are none where all rows were too long and left out.
-        place: where its rows begin.
-        after: where the next window begins; None, the beginning, after the last row.
-        rows: the number of its rows.
+        examples: The examples. There are none where all rows were too long and left out.
+        place: Where its rows begin.
+        after: Where the next window begins; None, the beginning, after the last row.
+        rows: The number of its rows.
     """
 
     examples: Sequence[Example]
@@ -34,9 +34,9 @@ class ExampleStream:
     """The training examples of a stream.
 
     Args:
-        source: the rows.
-        encode: turns rows, with what messages call them, into examples.
-        rows: the number of rows of a window.
+        source: The rows.
+        encode: Turns rows, each with its name in messages, into examples.
+        rows: The number of rows of a window.
     """
 
     source: RowStream
@@ -47,7 +47,7 @@ class ExampleStream:
         """Read the window at a place.
 
         Raises:
-            UserError: a row cannot be read or trained on.
+            UserError: A row cannot be read or trained on.
         """
         rows, after = self.source.read(place, self.rows)
         if not rows and place is not None:
@@ -61,11 +61,11 @@ class ExampleStream:
 
 @dataclass(frozen=True)
 class StreamedSplits(Splits):
-    """The examples of a run whose training data is streamed; `train` has those of the first window.
+    """The examples of a run with streamed training data; `train` has those of the first window.
 
     Args:
-        stream: the training examples.
-        first: the first window, which is read already.
+        stream: The training examples.
+        first: The first window, which is read already.
     """
 
     stream: ExampleStream = field(kw_only=True)

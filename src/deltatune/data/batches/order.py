@@ -33,17 +33,17 @@ class BatchOrder:
     documents in a packed row.
 
     Args:
-        examples: the documents, or preferences.
-        batch_size: the rows of a batch, summed over all ranks; without packing, the preferences of a batch.
-        max_seq_length: the largest number of positions in a row.
-        seed: the seed of the shuffles.
-        packed: whether a row holds several documents.
-        rank: the number of this process, from 0.
-        world: the number of processes.
+        examples: The documents, or preferences.
+        batch_size: The rows of a batch, summed over all ranks; without packing, the preferences of a batch.
+        max_seq_length: The largest number of positions in a row.
+        seed: The seed of the shuffles.
+        packed: Whether a row holds several documents.
+        rank: The number of this process, from 0.
+        world: The number of processes.
 
     Raises:
-        UserError: there are no examples, or `batch_size` is not a multiple of `world`.
-        ValueError: an example has more than `max_seq_length` positions.
+        UserError: There are no examples, or `batch_size` is not a multiple of `world`.
+        ValueError: An example has more than `max_seq_length` positions.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BatchOrder:
         self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
         self._preferences = [example for example in examples if isinstance(example, Preference)]
         documents = (document for example in examples for document in example.documents)
-        # A rank whose share of a batch is blank needs the numbers too.
+        # A rank needs the numbers even if its share of a batch is blank.
         self._vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
         needed_by = sum if packed else max
         positions = [needed_by(document.positions for document in example.documents) for example in examples]
@@ -125,7 +125,7 @@ class BatchOrder:
         """Continue from the place that `state()` returned.
 
         Raises:
-            UserError: the state belongs to other data or other options.
+            UserError: The state belongs to other data or other options.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:

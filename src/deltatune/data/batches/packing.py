@@ -21,14 +21,14 @@ def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     possible number, plus a small constant.
 
     Args:
-        positions: the number of positions of each document.
-        capacity: the largest number of positions in a row.
+        positions: The number of positions of each document.
+        capacity: The largest number of positions in a row.
 
     Returns:
         The document numbers of each row.
 
     Raises:
-        ValueError: a document is longer than `capacity`.
+        ValueError: A document is longer than `capacity`.
 
     Source:
         Johnson et al. 1974, doi:10.1137/0203025.

@@ -1,4 +1,4 @@
-"""An order of training whose next batch can be had early, while its place in the data stays that before the batch."""
+"""An order of training that gives the next batch ahead of time, with its place in the data still before that batch."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
     command.
 
     Args:
-        batch: the batch to print.
+        batch: The batch to print.
         tokenizer: mlx-lm's TokenizerWrapper.
-        console: where to print; None means standard output.
+        console: Where to print; None means standard output.
     """
     console = console or Console()
     # A dumb terminal has no styles at all.
@@ -50,7 +50,7 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 
 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
-    """Return the text of some tokens, with what counts in the loss marked."""
+    """Return the text of some tokens, with the target tokens marked."""
     marked = Text()
     for counted, text, special in _pieces(tokens, counts, tokenizer):
         if coloured:

@@ -39,10 +39,10 @@ class StreamOrder:
     shared between ranks in the same way. Every rank reads the whole stream.
 
     Args:
-        stream: the examples.
-        first: the first window, which is read already.
-        order: makes the BatchOrder of a window's examples, for this rank.
-        max_seq_length: the largest number of positions in a row.
+        stream: The examples.
+        first: The first window, which is read already.
+        order: Makes the BatchOrder of a window's examples, for this rank.
+        max_seq_length: The largest number of positions in a row.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StreamOrder:
         """Continue from the place that `state()` returned.
 
         Raises:
-            UserError: the rows at that place are not the ones that they were.
+            UserError: The rows at that place are not the ones that they were.
         """
         part = self._part
         if (part.number, part.window.place) == (state["window"], state["place"]):

@@ -13,8 +13,8 @@ from .template_probes import behind_the_last_answer, first_of
 def missing_end(tokenizer: Any) -> str | None:
     """Return the token that ends an answer in the chat template, if generation stops at no token there; else None.
 
-    So it is with base models whose config, as Qwen3-Base's, names the end of a text alone: trained on chats, they learn
-    to write the template's end, and go on behind it.
+    So it is with base models. Their configs, as Qwen3-Base's, name the end of a text alone: trained on chats, they
+    learn to write the template's end, and go on behind it.
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.

@@ -65,7 +65,7 @@ class AnswerParser:
 
 
 def _without_space(text: str, opening: str) -> str:
-    """Return a text without its opening, of whose last white space the text may lack some."""
+    """Return a text without its opening; the text may lack some of the white space at the opening's end."""
     space = opening[len(opening.rstrip()) :]
     behind = text.removeprefix(opening.rstrip())
     return behind[in_common(behind, space) :]

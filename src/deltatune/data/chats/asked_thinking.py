@@ -15,9 +15,9 @@ def asked_options(
     """Return the variables of the chat template with which samples and `generate` ask.
 
     Args:
-        variables: the variables that the user gave, or None.
+        variables: The variables that the user gave, or None.
         tokenizer: mlx-lm's TokenizerWrapper.
-        prompts: how many answers follow a prompt with each value of enable_thinking.
+        prompts: How many answers follow a prompt with each value of enable_thinking.
 
     Returns:
         The variables, None where mlx-lm's own are right; and sentences for the user.

@@ -43,7 +43,7 @@ class ChatTokenizer:
         """Return which tokens of a row count, bool [N], and how many turns are behind a prompt of `row.others`.
 
         Raises:
-            UserError: there are no tokens, or those of a turn do not begin or end where the turn does.
+            UserError: There are no tokens, or those of a turn do not begin or end where the turn does.
         """
         if not tokens:
             raise UserError(f"{source}: empty after the chat template; give the conversation messages with content.")
@@ -101,10 +101,10 @@ class _Places:
     """Finds the places of characters among the tokens of a text.
 
     Args:
-        text: the text.
-        tokens: its tokens.
-        added: the added tokens among them, as they are written.
-        tokenizer: tokenises parts of the text.
+        text: The text.
+        tokens: Its tokens.
+        added: The added tokens among them, as they are written.
+        tokenizer: Tokenises parts of the text.
     """
 
     def __init__(self, text: str, tokens: list[int], added: dict[int, str], tokenizer: ChatTokenizer):

@@ -25,17 +25,17 @@ class RefusalError(Exception):
 
 @dataclass
 class Marks:
-    """What a template and its tokenizer are known by, as far as the rows of a conversation depend on it.
+    """The properties of a template and its tokenizer on which the rows of a conversation depend.
 
     Args:
-        specials: the special tokens as they are written, of which some templates end a conversation with one.
-        ends: the tokens at which generation stops, as they are written.
-        end: the one of them that ends a text; "" if there is none.
-        added: the tokens that are cut out of a text before anything else, so that nothing merges with them.
-        blocks: whether the template marks what is generated with {% generation %} blocks.
-        thinking: the value of enable_thinking that the template is given.
-        other: what the prompt with the other value has after the prompt with this one; "" if it is the same prompt, and
-            None if it is not known yet or not so simple.
+        specials: The special tokens as they are written, of which some templates end a conversation with one.
+        ends: The tokens at which generation stops, as they are written.
+        end: The one of them that ends a text; "" if there is none.
+        added: The tokens that are cut out of a text before anything else, so that nothing merges with them.
+        blocks: Whether the template marks generated text with {% generation %} blocks.
+        thinking: The value of enable_thinking that the template is given.
+        other: The text that the prompt with the other value has after the prompt with this one; "" if it is the same
+            prompt, and None if it is not known yet or not so simple.
     """
 
     specials: Sequence[str]
@@ -59,18 +59,18 @@ def chat_rows(
     answer is put behind its prompt.
 
     Args:
-        messages: the conversation.
-        turns: the numbers of the messages that count in the loss; None if the whole text counts.
-        every_turn: whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
-        render: renders the first messages; returns the text and the spans of the {% generation %} blocks.
-        marks: what is known of the template.
-        ends: what ends a turn.
+        messages: The conversation.
+        turns: The numbers of the messages that count in the loss; None if the whole text counts.
+        every_turn: Whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
+        render: Renders the first messages; returns the text and the spans of the {% generation %} blocks.
+        marks: The properties of the template.
+        ends: The ends of turns in the template.
 
     Returns:
-        The rows. Of several starts of a turn, the first whose tokens fit is meant.
+        The rows. Of several starts of a turn, the first with fitting tokens is meant.
 
     Raises:
-        RefusalError: an answer does not begin with its prompt.
+        RefusalError: An answer does not begin with its prompt.
     """
     count = len(messages)
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -107,7 +107,8 @@ def chat_rows(
 
 
 def _row_render(last: list[int], render: Render, marks: Marks) -> Render:
-    """Return what renders a row whose last turn this is, with the value of enable_thinking whose prompt begins it.
+    """Return the render function for a row that ends with this turn: its enable_thinking gives a prompt that begins the
+    row.
 
     Most templates write the same row with both values. Qwen3.8's writes another system message with each, so its prompt
     without thinking begins no row with thinking.

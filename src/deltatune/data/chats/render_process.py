@@ -30,11 +30,11 @@ _LOOK_SECONDS = 0.1
 
 
 class RenderLimits(NamedTuple):
-    """What rendering one conversation may take.
+    """The limits of rendering one conversation.
 
     Args:
-        seconds: processor time; a single step of Python is stopped after twice this time.
-        memory: bytes beyond those that the process has.
+        seconds: Processor time; a single step of Python is stopped after twice this time.
+        memory: Bytes beyond those that the process has.
     """
 
     seconds: float = 10
@@ -69,10 +69,10 @@ def _refusal(error: BaseException, limits: RenderLimits) -> str:
 
 @contextlib.contextmanager
 def _limited(limits: RenderLimits) -> Iterator[None]:
-    """Stop what runs inside when it reaches a limit.
+    """Stop the code inside when it reaches a limit.
 
     A timer looks every tenth of a second, between two steps of Python. A single step that takes for ever, such as the
-    power of large numbers, is stopped by the second timer, whose signal ends the process.
+    power of large numbers, is stopped by the second timer: its signal ends the process.
     """
     began, before = time.process_time(), _peak_bytes()
 
@@ -164,7 +164,7 @@ class _Template:
         return with_arguments(messages, self._form)
 
     def _write(self, messages: Messages) -> str:
-        """Return what the template writes for messages of our own."""
+        """Render messages of our own."""
         return self.text(messages, None, self._options)
 
 
@@ -204,7 +204,7 @@ def main(limits: RenderLimits) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Let Linux refuse this process more than `more` bytes beyond what it has, even in a single step."""
+    """Let Linux refuse this process more than `more` bytes beyond its present memory, even in a single step."""
     # transformers would import PyTorch with itself, which templates do not need.
     sys.modules.setdefault("torch", cast(Any, None))
     import transformers.tokenization_utils_base  # noqa: F401  (its memory is not the template's)

@@ -56,12 +56,12 @@ class ChatRow:
     """A conversation, or its beginning, as a chat template writes it.
 
     Args:
-        text: the text.
-        turns: for each part that counts in the loss, the characters at which it may start, and at which it ends. Of
-            several starts, the first whose tokens fit is meant.
-        messages: the number of messages in the text.
-        others: those of the starts that are behind a prompt with the other value of enable_thinking.
-        blocks: whether the parts are the template's {% generation %} blocks.
+        text: The text.
+        turns: For each part that counts in the loss, the characters at which it may start, and at which it ends. Of
+            several starts, the first with fitting tokens is meant.
+        messages: The number of messages in the text.
+        others: Those of the starts that are behind a prompt with the other value of enable_thinking.
+        blocks: Whether the parts are the template's {% generation %} blocks.
     """
 
     text: str
@@ -79,10 +79,10 @@ class Renderer:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        options: variables for the template, which those of a conversation override.
+        options: Variables for the template, which those of a conversation override.
 
     Attributes:
-        options: the variables, with enable_thinking as mlx-lm sets it where it was not given.
+        options: The variables, with enable_thinking as mlx-lm sets it where it was not given.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
@@ -107,8 +107,8 @@ class Renderer:
         """Yield the items in order, a chunk at a time, with the rows of each conversation or why there are none.
 
         Args:
-            items: conversations, and texts, which have no rows.
-            count: about how many items there are, which decides in how many processes they are rendered.
+            items: Conversations, and texts, which have no rows.
+            count: About how many items there are, which decides in how many processes they are rendered.
         """
         chunks = _chunks(items)
         if self.writes_by_itself:
@@ -138,12 +138,12 @@ class Renderer:
         """Return the text of a conversation.
 
         Args:
-            messages: the messages, each with its role.
-            tools: the tools that the template may name.
-            options: further arguments of transformers' apply_chat_template, and variables for the template.
+            messages: The messages, each with its role.
+            tools: The tools that the template may name.
+            options: Further arguments of transformers' apply_chat_template, and variables for the template.
 
         Raises:
-            UserError: the template does not render it.
+            UserError: The template does not render it.
         """
         if self.writes_by_itself:
             try:
@@ -172,11 +172,11 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
 
     def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
-        """Return what a process is asked for the conversations of a chunk."""
+        """Return the requests to a process for the conversations of a chunk."""
         return [self._request(item) for item in chunk if isinstance(item, Conversation)]
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """Return what a process is asked for a conversation."""
+        """Return the request to a process for a conversation."""
         return {
             "template": self._setup(conversation.tools, conversation.options),
             "messages": conversation.messages,
@@ -186,7 +186,7 @@ class Renderer:
         }
 
     def _setup(self, tools: Any, options: Mapping[str, Any]) -> str:
-        """Return the name of what a process has to know of the template for conversations with these tools."""
+        """Return the name of the setup (template, options, marks) that a process needs to render with these tools."""
         template = self._inner.get_chat_template(None, tools)
         options = {**self.options, **options}
         key = template + json.dumps(options, sort_keys=True)
@@ -240,7 +240,7 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, False) for text, turns, messages, others in rows]
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
-        """Return what code of the tokenizer writes for a conversation."""
+        """Render a conversation with the tokenizer's own code."""
         options = {**self.options, **options}
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
 

@@ -1,4 +1,4 @@
-"""Asks a chat template what it does with short conversations: which form of arguments it takes, what ends an answer."""
+"""Probes a chat template with short conversations: which form of arguments it takes, which text ends an answer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def argument_form(write: Write) -> str:
     """Return the form in which a template takes the arguments of tool calls: MAPPING, TEXT or GIVEN.
 
     A template that joins texts refuses a mapping, or writes it as Python does. One that reads arguments by name refuses
-    a text, or writes it as a text within JSON. One that takes both alike gets what the row has, as from mlx_lm.lora.
+    a text, or writes it as a text within JSON. One that takes both alike gets the row's own form, as from mlx_lm.lora.
 
     Args:
-        write: renders messages; it may raise what templates raise.
+        write: Renders messages; it may raise the errors of templates.
     """
     as_mapping, as_text = (_tried(write, _asked(_call(form))) for form in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
     if as_text is not None and (as_mapping is None or str(_ARGUMENTS) in as_mapping):
@@ -57,12 +57,12 @@ def calls_tools(messages: Messages) -> bool:
 
 
 def behind_an_answer(write: Write, *, tools: bool) -> str | None:
-    """Return what a template writes between an answer and the next message; None if it refuses to.
+    """Return the text that a template writes between an answer and the next message; None if it refuses to.
 
     Args:
-        write: renders messages; it may raise what templates raise.
-        tools: whether the answer calls a tool, whose result is then the next message. What the template writes for the
-            call is part of what is returned.
+        write: Renders messages; it may raise the errors of templates.
+        tools: Whether the answer calls a tool; the result is then the next message. The template's text for the call is
+            part of the returned text.
     """
     follows = {"role": "tool", "tool_call_id": _ID, "name": "name"} if tools else {"role": "user"}
     text = _tried(write, [*_answered(write, tools), {**follows, "content": _NEXT}])
@@ -70,30 +70,30 @@ def behind_an_answer(write: Write, *, tools: bool) -> str | None:
 
 
 def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
-    """Return what a template writes behind an answer that ends a conversation, as behind_an_answer does."""
+    """Return the text that a template writes behind an answer that ends a conversation, as behind_an_answer does."""
     text = _tried(write, _answered(write, tools))
     return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
 
 
 def behind_the_question(write: Write) -> str | None:
-    """Return what a template writes behind a question that nothing follows; None if it refuses to."""
+    """Return the text that a template writes behind a question that nothing follows; None if it refuses to."""
     text = _tried(write, [{"role": "user", "content": _QUESTION}])
     return None if text is None or _QUESTION not in text else text[text.rindex(_QUESTION) + len(_QUESTION) :]
 
 
 def around_content(write: Write) -> str:
-    """Return what a template writes between a question and its answer without reasoning; "" if it refuses to."""
+    """Return the text that a template writes between a question and an answer without reasoning; "" if it refuses."""
     return _between(_tried(write, _answered(write, False)) or "", _QUESTION, _ANSWER) or ""
 
 
 def around_reasoning(write: Write, key: str) -> tuple[str, str] | None:
-    """Return what a template writes between a question and the reasoning of its answer, and behind that.
+    """Return the texts that a template writes between a question and the reasoning of its answer, and behind that.
 
     Kimi K2 Thinking's template writes the reasoning of answers that call a tool alone, so these are tried, too.
 
     Args:
-        write: renders messages; it may raise what templates raise.
-        key: the key of a message under which the reasoning stands.
+        write: Renders messages; it may raise the errors of templates.
+        key: The key of a message under which the reasoning stands.
 
     Returns:
         The text between the question and the reasoning, and the text between the reasoning and the content; None if the
@@ -152,7 +152,7 @@ def _converted(call: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _tried(write: Write, messages: Messages) -> str | None:
-    """Return what a template writes, or None if it refuses these messages."""
+    """Render messages; return None if the template refuses them."""
     try:
         return write(messages)
     except _REFUSED:
@@ -160,6 +160,6 @@ def _tried(write: Write, messages: Messages) -> str | None:
 
 
 def _between(text: str, first: str, last: str) -> str | None:
-    """Return what stands between two texts; None where the template leaves one of them out."""
+    """Return the text between two texts; None where the template leaves one of them out."""
     start, end = text.rfind(first), text.rfind(last)
     return text[start + len(first) : end] if 0 <= start < end else None

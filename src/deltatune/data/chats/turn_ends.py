@@ -13,17 +13,17 @@ _LOOK_BACK = 200
 
 
 class TurnEnds:
-    """What ends a turn in the texts of one template.
+    """The ends of turns in the texts of one template.
 
     GLM-4.5 ends a turn by the marker of the next role, which is a token at which generation stops. So it is part of the
     turn, and behind the last turn it is added, as in TRL's template for that model. Where a template marks no end at
     all, the tokenizer's end token is added behind the last turn.
 
     Args:
-        write: renders messages with the template; it may raise what templates raise.
-        ends: the tokens at which generation stops, as they are written.
-        specials: the special tokens, as they are written.
-        added: the token that is added where the template marks no end; "" if there is none.
+        write: Renders messages with the template; it may raise the errors of templates.
+        ends: The tokens at which generation stops, as they are written.
+        specials: The special tokens, as they are written.
+        added: The token that is added where the template marks no end; "" if there is none.
     """
 
     def __init__(self, write: Write, ends: Sequence[str], specials: Sequence[str], added: str):
@@ -47,7 +47,7 @@ class TurnEnds:
         return end + len(next((token for token in self._ends if text.startswith(token, end)), ""))
 
     def _found_missing(self, tools: bool) -> str | None:
-        """Return what is missing behind a last answer, "" if nothing is; None if the template says nothing of it."""
+        """Return the end token missing behind a last answer, "" if none is; None if the template does not show it."""
         tail = behind_the_last_answer(self._write, tools=tools)
         follows = first_of(self._ends, behind_an_answer(self._write, tools=tools) or "")
         if tail is None:

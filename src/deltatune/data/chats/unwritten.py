@@ -47,7 +47,7 @@ _REMEDIES = {
     "system messages": "join their text to the first message",
     "tool messages": "give results as messages of the user",
 }
-# Templates read what stands in these tags as reasoning and as the result of a call.
+# Templates read text in these tags as reasoning and as the result of a call.
 _THINK_END = "</think>"
 _TAGS = ("<think>", _THINK_END, "<tool_response>", "</tool_response>")
 _FIRST_NUMBER = 931_000_000
@@ -59,9 +59,9 @@ class MessagePart(NamedTuple):
     """A part of a conversation.
 
     Args:
-        kind: the kind as which it is counted where it alone is not written.
-        mark: the word or number in its place in the copy.
-        text: the text or number in the conversation itself; "" for true and false, which templates write variously.
+        kind: The kind as which it is counted where it alone is not written.
+        mark: The word or number in its place in the copy.
+        text: The text or number in the conversation itself; "" for true and false, which templates write variously.
     """
 
     kind: str
@@ -110,7 +110,7 @@ class UnwrittenParts:
         tokenizer: mlx-lm's TokenizerWrapper.
 
     Attributes:
-        counts: how many messages or rows have unwritten parts of each kind.
+        counts: How many messages or rows have unwritten parts of each kind.
     """
 
     def __init__(self, tokenizer: Any):
@@ -147,7 +147,7 @@ class UnwrittenParts:
         Both conversations of a pair have the name of its row; the messages of their prompt are counted once.
 
         Raises:
-            UserError: nothing of an answer that counts is written.
+            UserError: Nothing of an answer that counts is written.
         """
         lost = self._lost[conversation.shape]
         # A row of no text at all is refused by its tokens.
@@ -176,7 +176,7 @@ class UnwrittenParts:
 
 
 def _lost(copy: MarkedCopy, stands: Callable[[MessagePart], bool]) -> LostParts:
-    """Return what is not written of a conversation."""
+    """Return the parts of a conversation that the template does not write."""
     parts: dict[tuple[str, int | None], None] = {}
     silent = {group.message for group in copy.groups}
     for group in copy.groups:
@@ -200,8 +200,8 @@ class _Marking:
     """Makes the marked copy of one conversation.
 
     Args:
-        tags: matches the texts that templates look for, which stay.
-        ends: those of them that end reasoning.
+        tags: Matches the texts that templates look for, which stay.
+        ends: Those of them that end reasoning.
     """
 
     def __init__(self, tags: re.Pattern[str], ends: tuple[str, ...]):
@@ -320,7 +320,7 @@ class _Marking:
         return self._ids.setdefault(value, f"call{len(self._ids):05d}") if isinstance(value, str) else value
 
     def _tool(self, tool: Any) -> Any:
-        """Return the copy of the description of a tool, in OpenAI's form or without what stands around it."""
+        """Return the copy of the description of a tool, in OpenAI's form or as the bare function."""
         if not isinstance(tool, Mapping):
             return tool
         function = tool.get("function", tool)

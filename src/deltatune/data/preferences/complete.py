@@ -1,4 +1,4 @@
-"""Completes the preferences of a data set: drops what the length limit made useless, and adds KTO's other answers."""
+"""Completes the preferences of a data set: drops pairs that truncation made equal, and adds KTO's other answers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     them, and each gets the answer of the row before it as its second document.
 
     Args:
-        preferences: what was read, with one or two documents each.
-        config: the options of the run.
-        notes: sentences for the user, to which this function adds.
+        preferences: The preferences as read, with one or two documents each.
+        config: The options of the run.
+        notes: Sentences for the user, to which this function adds.
 
     Raises:
-        UserError: the loss does not take these documents.
+        UserError: The loss does not take these documents.
     """
     limit = config.max_seq_length
     pictured = next((one for one in preferences if one.documents[0].pictures is not None), None)

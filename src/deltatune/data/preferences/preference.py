@@ -1,4 +1,4 @@
-"""Defines what a preference loss learns from: two documents that a batch holds together."""
+"""Defines a preference, the example of a preference loss: two documents that a batch holds together."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Preference:
     """Two documents that belong together.
 
     Args:
-        documents: the chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
+        documents: The chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
             (KTO), the answer, and the answer of another row behind the same prompt; before that other answer is added,
             the answer alone. The targets of a document mark its answer.
-        desirable: whether the first document is a good answer; always True for a chosen one.
+        desirable: Whether the first document is a good answer; always True for a chosen one.
         reference: float32 [2], the log-probability of each document's answer under the reference model, which is filled
             in before training (train/preferences/reference.py); NaN until then.
     """
@@ -52,7 +52,8 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferenceBatch:
-    """Which documents of a batch belong together, and what is known of them: P preferences, of which some are blank.
+    """The preferences of a batch: which documents belong together, and their properties. P preferences, some of them
+    blank.
 
     The documents are numbered row by row, D in each row, and documents 2p and 2p + 1 are those of preference p.
 
@@ -90,15 +91,15 @@ def lay_out(
     """Lay the preferences of a batch out in rows.
 
     Args:
-        rows: for each row of preferences, their numbers; an empty row is blank.
-        preferences: all preferences.
-        slots: the number of preferences for which a packed row has room; 1 without packing.
-        width: the number of positions of a row.
-        packed: whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
+        rows: For each row of preferences, their numbers; an empty row is blank.
+        preferences: All preferences.
+        slots: The number of preferences for which a packed row has room; 1 without packing.
+        width: The number of positions of a row.
+        packed: Whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
             row of preferences becomes two rows of the batch, of one document each.
 
     Returns:
-        The documents of each row of the batch, and what the loss needs to know of them.
+        The documents of each row of the batch, and the arrays that the loss needs of them.
     """
     numbers = np.full((len(rows), slots), -1, np.int32)
     documents: list[list[Example]] = []

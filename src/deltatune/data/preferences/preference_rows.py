@@ -20,9 +20,9 @@ from .preference import Preference
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
-# What a row may hold besides the answers: tools for the chat template, and images or videos.
+# Columns that a row may hold besides the answers: tools for the chat template, and images or videos.
 _BESIDE = ("tools", "functions", "chat_template_kwargs", "images", "image", "videos", "video")
-# Keys of rows whose answers are imitated.
+# Keys of rows with answers to be imitated.
 _IMITATED = {"messages", "conversations", "output", "text", COMPLETION}
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...} (the prompt may be left out)'
 _LABELLED = '{"prompt": ..., "completion": ..., "label": true or false}'
@@ -32,13 +32,13 @@ class PreferenceEncoder:
     """Turns rows into preferences, and collects their formats (`kinds`).
 
     A row holds strings, which are taken as plain text, or lists of messages, which go through the chat template. Only
-    answers count: what follows the prompt, and of messages the assistant's. Without a "prompt", both answers begin with
-    it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
+    answers count: the text behind the prompt, and of messages the assistant's. Without a "prompt", both answers begin
+    with it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
 
     Args:
-        conversations: the encoder of conversations, with images or without.
+        conversations: The encoder of conversations, with images or without.
         tokenizer: mlx-lm's TokenizerWrapper.
-        labels: whether answers with a label are expected (KTO). A pair then stands for two such answers.
+        labels: Whether answers with a label are expected (KTO). A pair then stands for two such answers.
 
     Source:
         trl.data_utils and the tokenisation of trl.DPOTrainer, which give the same tokens for the same row.
@@ -246,7 +246,7 @@ def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def _text_of(message: Any) -> Any:
-    """Return the text of a message, whose parts may stand around pictures."""
+    """Return the text of a message; its parts may stand around pictures."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return content

@@ -16,11 +16,11 @@ def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     """Return a row without the nulls in its nested objects.
 
     A null that somebody wrote looks the same as one that Arrow added, and goes too. Members of a list stay, since Arrow
-    adds none. Values that are stored as JSON hold what was written.
+    adds none. Values that are stored as JSON keep the nulls that were written.
 
     Args:
-        row: a row as the datasets library gives it.
-        features: the library's description of the columns, or None where it has none.
+        row: A row as the datasets library gives it.
+        features: The library's description of the columns, or None where it has none.
     """
     return {key: _value(value, _ANY if features is None else features.get(key)) for key, value in row.items()}
 

@@ -14,17 +14,17 @@ _LATER = ("split", "streaming", "keep_in_memory", "num_proc", "save_infos", "ver
 def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return further arguments of `datasets.load_dataset` for data in CSV files; none for data of another format.
 
-    Without them pandas guesses what a column holds: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An
-    empty cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
+    Without them pandas guesses a column's type: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An empty
+    cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
     unless the options name a separator.
 
     Args:
-        path: the first argument of load_dataset.
-        options: its further arguments.
+        path: The first argument of load_dataset.
+        options: Its further arguments.
 
     Raises:
-        UserError: the splits have other columns.
-        Exception: what the datasets library and pandas raise where the data cannot be opened.
+        UserError: The splits have other columns.
+        Exception: An error of the datasets library or pandas, where the data cannot be opened.
     """
     import datasets
     import pandas

@@ -13,13 +13,13 @@ def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) ->
     """Return the value that bytes of a file hold, alone in a tuple, or None if they are blank.
 
     Args:
-        raw: the bytes; at the start of the file they may begin with a byte order mark.
-        path: the file.
-        line: the number of the line that they are, or None if they are the whole file.
-        expected: what the JSON should be, for messages.
+        raw: The bytes; at the start of the file they may begin with a byte order mark.
+        path: The file.
+        line: The number of the line that they are, or None if they are the whole file.
+        expected: The expected JSON, for messages.
 
     Raises:
-        UserError: they are not UTF-8, or not JSON, or hold half of a character.
+        UserError: They are not UTF-8, or not JSON, or hold half of a character.
     """
     where, first = (str(path), 1) if line is None else (f"{path}:{line}", line)
     try:

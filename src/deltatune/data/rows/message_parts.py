@@ -20,12 +20,12 @@ def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: 
     """Refuse a part with a key that is not read.
 
     Args:
-        part: the part of a message, or the object that describes an image.
-        known: the keys that are read.
-        where: what messages call the part.
+        part: The part of a message, or the object that describes an image.
+        known: The keys that are read.
+        where: The part's name in messages.
 
     Raises:
-        UserError: there is another key, and its value is not empty.
+        UserError: There is another key, and its value is not empty.
     """
     for key in part:
         if key not in known and not is_absent(part[key]):

@@ -48,13 +48,13 @@ class Conversation:
     """A conversation that is to be rendered.
 
     Args:
-        messages: the messages, each with its role.
-        tools: the tools that the template describes to the model.
-        turns: the numbers of the messages that count in the loss; None if everything counts.
-        every_turn: whether these are all of the assistant's turns.
-        source: where the conversation came from, for messages to the user.
-        options: variables for the chat template, beside those of the run.
-        shape: a digest of its roles, keys and types, in which texts do not matter.
+        messages: The messages, each with its role.
+        tools: The tools that the template describes to the model.
+        turns: The numbers of the messages that count in the loss; None if everything counts.
+        every_turn: Whether these are all of the assistant's turns.
+        source: Where the conversation came from, for messages to the user.
+        options: Variables for the chat template, beside those of the run.
+        shape: A digest of its roles, keys and types, in which texts do not matter.
     """
 
     messages: Messages
@@ -79,7 +79,7 @@ class RowFormats:
     """Reads rows, and counts the formats that it met (`kinds`) and the columns that it does not read (`unread`).
 
     Args:
-        features: the keys of a row.
+        features: The keys of a row.
     """
 
     features: Features
@@ -152,7 +152,7 @@ class RowFormats:
         return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats.values())
 
     def _kind(self, row: Mapping[str, Any], source: str) -> str:
-        """Return the format of a row: the first whose keys it all has."""
+        """Return the format of a row: the first with all of its keys in the row."""
         formats = self._formats
         present = {key for key, value in row.items() if value is not None}
         # A column that is empty says nothing of the format, unless the row fits no other.
@@ -174,7 +174,7 @@ class RowFormats:
 def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
     """Return the tools of a row, which may be JSON in a string; None if it has none.
 
-    OpenAI's older form has them as "functions", without what a tool has around its function.
+    OpenAI's older form has them as "functions", bare, without a tool around each function.
     """
     name = TOOLS if row.get(TOOLS) else FUNCTIONS
     value = json_text(row.get(name), f"{source}: {name!r}")
@@ -194,21 +194,21 @@ def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that say something: null, "", [] and {} are what programs write where a field is absent."""
+    """Return the fields that say something: programs write null, "", [] and {} where a field is absent."""
     return {name: value for name, value in fields.items() if not is_absent(value)}
 
 
 def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
-    """Return the messages of a prompt and of what follows it, of whose assistant turns those behind it alone count.
+    """Return the messages of a prompt and of its answer; only assistant turns of the answer count in the loss.
 
     Args:
-        prompt: the messages of the prompt.
-        answer: the messages behind it.
-        name: the column of the answer.
-        source: what messages to the user call the row.
+        prompt: The messages of the prompt.
+        answer: The messages behind it.
+        name: The column of the answer.
+        source: The row's name in messages to the user.
 
     Raises:
-        UserError: the answer is empty, or says the prompt again.
+        UserError: The answer is empty, or says the prompt again.
     """
     if not answer:
         raise UserError(f"{source}: {name!r} has no message of its own; remove this row.")
@@ -345,7 +345,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
-    """Return what a JSON text holds; UserError if it is not JSON."""
+    """Return the value of a JSON text; UserError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -367,7 +367,7 @@ def short(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# What the columns of other data sets are called, by the name that ours has in their place.
+# Names of columns in other data sets, by the name of our column in their place.
 _MEANT = {
     "prompt": ("question", "query", "input", "instruction", "problem", "request", "user", "source"),
     "completion": ("answer", "response", "output", "reply", "solution", "assistant", "target", "summary"),

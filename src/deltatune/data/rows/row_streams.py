@@ -24,7 +24,7 @@ class RowStream(Protocol):
     """Rows that are read in order.
 
     Attributes:
-        name: what messages call the stream.
+        name: The stream's name in messages.
     """
 
     name: str
@@ -40,10 +40,10 @@ class JsonLines:
     """A JSONL file as a stream. A place is the number of bytes and of lines before it.
 
     Args:
-        path: the file.
+        path: The file.
 
     Raises:
-        UserError: the file cannot be read; while rows are read, it names the file and line of a bad one.
+        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
     """
 
     def __init__(self, path: Path):
@@ -79,10 +79,10 @@ class StreamedDataset:
     """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
 
     Args:
-        name: what messages call the stream.
-        path: the data set's name on the hub, or its folder.
-        split: the split.
-        options: further arguments of `datasets.load_dataset`.
+        name: The stream's name in messages.
+        path: The data set's name on the hub, or its folder.
+        split: The split.
+        options: Further arguments of `datasets.load_dataset`.
     """
 
     name: str
@@ -126,15 +126,15 @@ def hugging_face_streams(
     """Open a data set of the Hugging Face hub, or a folder that the datasets library reads, as streams.
 
     Args:
-        name: the data set's name on the hub, or its folder.
-        split: one split; None opens all splits.
-        options: further arguments of `datasets.load_dataset`.
+        name: The data set's name on the hub, or its folder.
+        split: One split; None opens all splits.
+        options: Further arguments of `datasets.load_dataset`.
 
     Returns:
         The stream of each split, by the split's name.
 
     Raises:
-        UserError: there is no such data set, split or option, or `split` is a part of one.
+        UserError: There is no such data set, split or option, or `split` is a part of one.
     """
     if split is not None and "[" in split:
         raise UserError(

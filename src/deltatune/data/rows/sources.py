@@ -30,12 +30,12 @@ class DataTable:
     """The rows of one split.
 
     Args:
-        name: what messages call the table.
-        count: the number of rows, or a little more where blank lines are counted.
-        rows: a function that yields (source, row) for every row.
-        candidates: a function that yields (source, row) for the rows that may hold an image or a video, found without
+        name: The table's name in messages.
+        count: The number of rows, or a little more where blank lines are counted.
+        rows: A function that yields (source, row) for every row.
+        candidates: A function that yields (source, row) for the rows that may hold an image or a video, found without
             parsing the others.
-        digest: a function that returns a digest of the rows, or None for rows whose tokens are not kept.
+        digest: A function that returns a digest of the rows, or None for rows without a cache of tokens.
     """
 
     name: str
@@ -49,7 +49,7 @@ def jsonl(path: Path) -> DataTable:
     """Open a JSONL file. Its rows are the lines in order, without blank ones.
 
     Raises:
-        UserError: the file cannot be read; while rows are read, it names the file and line of a bad one.
+        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
     """
     try:
         with path.open("rb") as file:
@@ -72,7 +72,7 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
-    """Yield the rows whose lines contain one of the given byte strings."""
+    """Yield the rows of lines that contain one of the given byte strings."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
@@ -86,7 +86,7 @@ def parsed_line(raw: bytes, path: Path, number: int) -> tuple[Any] | None:
     """Return the row in a line of a JSONL file, alone in a tuple, or None if the line is blank.
 
     Raises:
-        UserError: the line is not UTF-8 or not JSON.
+        UserError: The line is not UTF-8 or not JSON.
     """
     return parsed(raw, path, number, expected="one object a line")
 
@@ -105,15 +105,15 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
     """Open a data set of the Hugging Face hub, or a folder that the datasets library reads or has saved.
 
     Args:
-        name: the data set's name on the hub, or its folder.
-        split: one split, which may be a slice such as "train[:80%]"; None opens all splits.
-        options: further arguments of `datasets.load_dataset`.
+        name: The data set's name on the hub, or its folder.
+        split: One split, which may be a slice such as "train[:80%]"; None opens all splits.
+        options: Further arguments of `datasets.load_dataset`.
 
     Returns:
         The table of each split, by the split's name.
 
     Raises:
-        UserError: there is no such data set, split or option, or reading it could run code.
+        UserError: There is no such data set, split or option, or reading it could run code.
     """
     loaded = load_hugging_face(name, split, options or {})
     return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
@@ -125,13 +125,13 @@ def load_hugging_face(
     """Return the datasets library's own data set of each split, as hugging_face() opens it.
 
     Args:
-        name: the data set's name on the hub, or its folder.
-        split: one split; None opens all splits.
-        options: further arguments of `datasets.load_dataset`.
-        streaming: whether the data sets are read while they are iterated over.
+        name: The data set's name on the hub, or its folder.
+        split: One split; None opens all splits.
+        options: Further arguments of `datasets.load_dataset`.
+        streaming: Whether the data sets are read while they are iterated over.
 
     Raises:
-        UserError: there is no such data set, split or option, or reading it could run code.
+        UserError: There is no such data set, split or option, or reading it could run code.
     """
     import datasets
 
@@ -166,10 +166,10 @@ def load_hugging_face(
 
 
 def _library_path(name: str, options: dict[str, Any]) -> str:
-    """Return what the datasets library is told to open: the full path of a folder, so that it reads it as no name.
+    """Return the path or name for the datasets library: the full path of a folder, so that it is not read as a name.
 
     Raises:
-        UserError: the name is that of a format, and no files are given: the library would take those of the current
+        UserError: The name is that of a format, and no files are given: the library would take those of the current
             folder. Or it is that of a format that can run code.
     """
     folder = expanded(name)
@@ -236,7 +236,7 @@ def _arrow_tables(dataset: Any) -> Iterator[Any]:
 
 
 class _DigestFile(io.RawIOBase):
-    """A file that only takes a digest of what is written to it."""
+    """A file that only takes a digest of the bytes written to it."""
 
     def __init__(self) -> None:
         self.digest = _digest()
@@ -264,7 +264,7 @@ def leave_undecoded(features: Any) -> None:
     """Switch off, in place, the decoding of the images and videos among the columns of a data set.
 
     Args:
-        features: the columns, `dataset.info.features`, or a part of them.
+        features: The columns, `dataset.info.features`, or a part of them.
     """
     import datasets
 
@@ -287,7 +287,7 @@ def json_file(path: Path) -> DataTable:
     """Open a .json file.
 
     Raises:
-        UserError: the file cannot be read, is not UTF-8, or holds an array that is not JSON.
+        UserError: The file cannot be read, is not UTF-8, or holds an array that is not JSON.
     """
     try:
         content = path.read_bytes()

@@ -21,12 +21,12 @@ def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
     """Return whether a message of the assistant counts in the loss: no mark says otherwise.
 
     Args:
-        message: the message.
-        number: its place in the conversation, from 1.
-        source: what messages to the user call the row.
+        message: The message.
+        number: Its place in the conversation, from 1.
+        source: The row's name in messages to the user.
 
     Raises:
-        UserError: a mark has a value that says neither, or marks parts of a turn.
+        UserError: A mark has a value that says neither, or marks parts of a turn.
     """
     marks = {name: message[name] for name in MARKS if message.get(name) is not None}
     for name, value in marks.items():

@@ -29,26 +29,26 @@ _COLUMNS = {
     "system": "it is read beside conversations and instruction alone; make it the first message",
 }
 TOOLS, MARKED_TURNS, MARKS_IN_TEXT = "tools", "marked turns", "marks in text"
-# What notes say that rows have, by what RowFormats.unread calls it.
+# Notes on columns and marks, by their keys in RowFormats.unread.
 MEANINGS = {name: f"{name!r}: {meaning}" for name, meaning in _COLUMNS.items()} | {
     MARKED_TURNS: "turns that are marked not to count, which --no-mask-prompt counts all the same",
     MARKS_IN_TEXT: "<image> or <video> in a text, and no image or video left for it, so it is learnt as text",
 }
-# What ms-swift writes in a text in place of the next box or name of "objects", and of the next sound.
+# Marks that ms-swift writes in a text in place of the next box or name of "objects", and of the next sound.
 _MARKS = {_OBJECTS: ("<bbox>", "<ref-object>"), **dict.fromkeys(_AUDIO, ("<audio>",))}
 MEDIA = ("image", "images", "video", "videos", *_AUDIO)
 
 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
-    """Refuse a row whose answer is marked as a bad one: imitation would learn it like a good one.
+    """Refuse a row that marks its answer as a bad one: imitation would learn it like a good one.
 
     Args:
-        row: the row.
-        read: the columns that are read as parts of the conversation.
-        source: what messages to the user call the row.
+        row: The row.
+        read: The columns that are read as parts of the conversation.
+        source: The row's name in messages to the user.
 
     Raises:
-        UserError: the row says that its answer is bad.
+        UserError: The row says that its answer is bad.
     """
     for name in _JUDGED:
         value = None if name in read else row.get(name)
@@ -62,15 +62,15 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
 
 
 def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
-    """Refuse a row whose texts hold marks for the values of a column that is not read: they would be learnt as text.
+    """Refuse a row with marks in its texts for the values of a column that is not read: they would be learnt as text.
 
     Args:
-        row: the row.
-        messages: its messages.
-        source: what messages to the user call the row.
+        row: The row.
+        messages: Its messages.
+        source: The row's name in messages to the user.
 
     Raises:
-        UserError: there is such a mark, or a message holds media of its own.
+        UserError: There is such a mark, or a message holds media of its own.
     """
     for number, message in enumerate(messages, 1):
         for name, marks in _MARKS.items():

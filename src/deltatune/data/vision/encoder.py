@@ -30,10 +30,10 @@ class VisionEncoder:
     ("image": PATH), or in order from the row's "images" (or "image") and "videos" (or "video").
 
     Args:
-        text: the encoder of the text.
-        spec: the token ids and sizes of the vision tower.
-        reader: the reader of images and videos.
-        names: how the tokenizer writes the token that begins a picture, the one that stands for a feature of a video,
+        text: The encoder of the text.
+        spec: The token ids and sizes of the vision tower.
+        reader: The reader of images and videos.
+        names: How the tokenizer writes the token that begins a picture, the one that stands for a feature of a video,
             and the one that ends a picture.
     """
 

@@ -1,4 +1,4 @@
-"""Opens image files: upright, in RGB, and with white behind what is transparent."""
+"""Opens image files: upright, in RGB, and with white behind transparent pixels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..rows.message_parts import refuse_unknown_keys
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-# What Pillow's readers raise for a file that is damaged.
+# The errors of Pillow's readers for a damaged file.
 _DAMAGED = (
     OSError, SyntaxError, ValueError, RuntimeError, LookupError, TypeError, ArithmeticError, EOFError, struct.error,
     zlib.error,
@@ -76,7 +76,7 @@ def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
     if _BASE64.fullmatch(value) and not _is_file(folder, value):
         from PIL import Image
 
-        # A path may be made of the same letters, so what they stand for decides.
+        # A path may be made of the same letters, so only bytes that decode to an image count as one.
         with contextlib.suppress(UserError, *_DAMAGED):
             content = _decoded(value, source)
             Image.open(io.BytesIO(content)).close()
@@ -112,7 +112,7 @@ def media_path(kind: str, value: str, folder: Path, source: str) -> Path:
 
 
 def _local(value: str) -> str:
-    """Return the path in a URL of a file, whose letters may be written as %20, or a path as it is."""
+    """Return the path in a file URL, with letters such as %20 decoded, or a path as it is."""
     if not value.startswith(_FILE_URL):
         return value
     path = re.sub("^localhost/", "/", value.removeprefix(_FILE_URL))
@@ -132,13 +132,13 @@ def shown(value: str) -> str:
 
 
 def file_content(file: Any) -> bytes:
-    """Return the bytes of what `image_file` returns."""
+    """Return the bytes of an image from `image_file`."""
     content = file.read_bytes() if isinstance(file, Path) else file
     return content if isinstance(content, bytes) else content.tobytes()
 
 
 def name_of(value: Any) -> str:
-    """Return what messages call an image."""
+    """Return the name of an image in messages."""
     if isinstance(value, Mapping):
         value = value.get("path") or value.get("url")
     return f"image {shown(value)}" if isinstance(value, str) else "image in the data set"
@@ -148,11 +148,11 @@ def open_image(file: Any, source: str) -> Any:
     """Read an image: of an animation the first picture, upright, with white behind what is transparent, in RGB.
 
     Args:
-        file: what `image_file` returns.
-        source: where the row came from, for messages to the user.
+        file: The file, bytes or image from `image_file`.
+        source: Where the row came from, for messages to the user.
 
     Raises:
-        UserError: the file is no image, damaged, too large or of an unfit kind.
+        UserError: The file is no image, damaged, too large or of an unfit kind.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -30,7 +30,7 @@ def size_options(part: Mapping[str, Any], where: str) -> dict[str, int]:
     """Return those of SIZE_OPTIONS that a part of a message gives.
 
     Raises:
-        UserError: one of them is no whole number above 0, or contradicts or lacks another.
+        UserError: One of them is no whole number above 0, or contradicts or lacks another.
     """
     options = {name: part[name] for name in SIZE_OPTIONS if part.get(name) is not None}
     for name, value in options.items():
@@ -48,12 +48,12 @@ def resized(height: int, width: int, options: Mapping[str, int], unit: int) -> t
     """Return the height and the width, in pixels, to which an image is scaled.
 
     Args:
-        height, width: the size of the image, in pixels.
-        options: those of SIZE_OPTIONS that are given; a size that is given wins over limits.
-        unit: the side of the square that becomes one token, in pixels.
+        height, width: The size of the image, in pixels.
+        options: Those of SIZE_OPTIONS that are given; a size that is given wins over limits.
+        unit: The side of the square that becomes one token, in pixels.
 
     Raises:
-        ValueError: the image is too long and narrow, or the limits leave it no pixel.
+        ValueError: The image is too long and narrow, or the limits leave it no pixel.
 
     Source:
         qwen_vl_utils.vision_process: fetch_image and smart_resize.

@@ -19,11 +19,11 @@ from .image_sizes import SizedImage, resized
 
 @dataclass(frozen=True, eq=False)
 class ImageReader:
-    """Turns an image of a row into patches. The row gives a path, or what `datasets` holds in an image column.
+    """Turns an image of a row into patches. The row gives a path, or a value of an image column of `datasets`.
 
     Args:
-        processor: the model's image processor.
-        folder: the folder to which relative paths refer.
+        processor: The model's image processor.
+        folder: The folder to which relative paths refer.
         limits: min_pixels and max_pixels, the areas between which images are scaled; the processor's own if missing.
     """
 

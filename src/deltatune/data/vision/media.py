@@ -54,7 +54,7 @@ class MediaReader:
         return picture, MediaSize(picture.grid)
 
     def name(self, value: Any) -> str:
-        """Return what messages call an image or video."""
+        """Return the name of an image or video in messages."""
         if isinstance(value, Video):
             return name_of_video(value)
         return name_of(value.value if isinstance(value, SizedImage) else value)
@@ -69,12 +69,12 @@ class Pictures:
     """The images and videos of one example. A row of text alone has none.
 
     Args:
-        values: what the row gave for each image and video, in the order of the tokens.
-        grids: the grid of patches of each.
-        digests: a digest of the content of each.
+        values: The row's value for each image and video, in the order of the tokens.
+        grids: The grid of patches of each.
+        digests: A digest of the content of each.
         positions: int32 [3, N], the rotary positions (time, height, width) of each of the example's tokens.
-        spec: the token ids and sizes of the vision tower.
-        reader: the reader that opens the values.
+        spec: The token ids and sizes of the vision tower.
+        reader: The reader that opens the values.
     """
 
     values: tuple[Any, ...]

@@ -54,15 +54,15 @@ def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) 
     videos go to the start of the first user message. A mark for which no image or video is left is text.
 
     Args:
-        messages: the row's messages.
-        columns: the images and videos of the row's columns, by kind.
-        source: where the row came from, for messages to the user.
+        messages: The row's messages.
+        columns: The images and videos of the row's columns, by kind.
+        source: Where the row came from, for messages to the user.
 
     Returns:
         The messages with a part for each image and video, and the values of these parts in order.
 
     Raises:
-        UserError: the places and the values do not match.
+        UserError: The places and the values do not match.
     """
     with_parts: Messages = []
     places: list[tuple[str, Any]] = []

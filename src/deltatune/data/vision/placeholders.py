@@ -12,19 +12,19 @@ from .media import MediaSize
 
 
 def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpec, source: str) -> np.ndarray:
-    """Return how often each token of a conversation stands in what the model reads: once, or once for each feature.
+    """Return how often each token of a conversation stands in the model's input: once, or once for each feature.
 
     Args:
-        tokens: the token ids [N] that the chat template wrote.
-        sizes: the sizes of the images and videos, in the order of the conversation.
-        spec: the token ids and sizes of the vision tower.
-        source: where the conversation came from, for messages to the user.
+        tokens: The token ids [N] that the chat template wrote.
+        sizes: The sizes of the images and videos, in the order of the conversation.
+        spec: The token ids and sizes of the vision tower.
+        source: Where the conversation came from, for messages to the user.
 
     Returns:
         int64 [N].
 
     Raises:
-        UserError: the tokens of images and videos are not those of `sizes`.
+        UserError: The tokens of images and videos are not those of `sizes`.
     """
     marks = _marks(tokens, sizes, spec, source)
     counts = np.ones(len(tokens), np.int64)

@@ -23,9 +23,9 @@ class VisionProcessors:
     """The parts of a vision model that reading images and videos needs.
 
     Args:
-        processor: the model's image processor.
-        spec: the token ids and sizes of the vision tower.
-        videos: the model's video processor, or None if it has none.
+        processor: The model's image processor.
+        spec: The token ids and sizes of the vision tower.
+        videos: The model's video processor, or None if it has none.
     """
 
     processor: Any
@@ -34,15 +34,15 @@ class VisionProcessors:
 
 
 def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[str, Any]) -> MediaReader:
-    """Return what reads the images and videos of training, evaluation and generation alike.
+    """Return the reader of images and videos for training, evaluation and generation alike.
 
     Args:
-        processors: the processors of the model.
-        folder: the folder to which relative paths refer.
-        options: the options of a run; of these, PICTURE_OPTIONS matter.
+        processors: The processors of the model.
+        folder: The folder to which relative paths refer.
+        options: The options of a run; of these, PICTURE_OPTIONS matter.
 
     Raises:
-        UserError: a processor cuts other patches than the vision tower takes.
+        UserError: A processor cuts other patches than the vision tower takes.
     """
     _check_patches(processors)
     limits = {name: options[name] for name in ("min_pixels", "max_pixels") if options.get(name) is not None}
@@ -71,11 +71,11 @@ def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dic
     """Return PICTURE_OPTIONS as they are given, and where they are not, as an adapter was trained with them.
 
     Args:
-        options: the options that the user gave; None stands for one that was not given.
-        adapter_path: the folder of the adapter, or None for a model alone.
+        options: The options that the user gave; None stands for one that was not given.
+        adapter_path: The folder of the adapter, or None for a model alone.
 
     Raises:
-        UserError: the adapter's config is missing or damaged.
+        UserError: The adapter's config is missing or damaged.
     """
     trained = options_of(Path(adapter_path)) if adapter_path else {}
     return {name: trained.get(name) if options.get(name) is None else options[name] for name in PICTURE_OPTIONS}

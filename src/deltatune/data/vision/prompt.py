@@ -19,11 +19,11 @@ class PromptPictures:
     """Images and videos of a prompt: of one message, which they stand before, or of a conversation.
 
     Attributes:
-        images: the patches of each image.
-        videos: the patches of each video.
-        sizes: the sizes of all of them.
-        video_texts: for each video, the text that stands for it in the prompt.
-        spec: the token ids and sizes of the vision tower.
+        images: The patches of each image.
+        videos: The patches of each video.
+        sizes: The sizes of all of them.
+        video_texts: For each video, the text that stands for it in the prompt.
+        spec: The token ids and sizes of the vision tower.
     """
 
     images: list[Picture]
@@ -39,14 +39,14 @@ class PromptPictures:
         """Read the files.
 
         Args:
-            values: the images and videos in the order of the prompt, as a row of data would give them.
-            source: where they came from, for messages to the user.
-            reader: the reader that training uses.
-            spec: the token ids and sizes of the vision tower.
-            tokenizer: the tokenizer, which writes the tokens around a frame.
+            values: The images and videos in the order of the prompt, as a row of data would give them.
+            source: Where they came from, for messages to the user.
+            reader: The reader that training uses.
+            spec: The token ids and sizes of the vision tower.
+            tokenizer: The tokenizer, which writes the tokens around a frame.
 
         Raises:
-            UserError: a file cannot be read, or is of an unfit kind.
+            UserError: A file cannot be read, or is of an unfit kind.
         """
         media = [reader.read(value, source) for value in values]
         names = video_names(tokenizer, spec)
@@ -62,11 +62,11 @@ class PromptPictures:
         """Return the prompt's tokens with each image and video token repeated once for each of its features.
 
         Args:
-            tokens: the tokens of the prompt, as the chat template wrote them.
-            source: where the prompt came from, for messages to the user.
+            tokens: The tokens of the prompt, as the chat template wrote them.
+            source: Where the prompt came from, for messages to the user.
 
         Raises:
-            UserError: the prompt's tokens of images and videos are not those of the files.
+            UserError: The prompt's tokens of images and videos are not those of the files.
         """
         written = np.array(tokens)
         return np.repeat(written, token_counts(written, self.sizes, self.spec, source)).tolist()

@@ -32,10 +32,10 @@ class _Timeline:
     """When the frames of a file are shown.
 
     Args:
-        stamps: the time of each frame in seconds from the first [N], in the order in which they are shown.
-        rate: the frames per second, the mean of them if the rate varies.
-        constant: whether frame k is shown at k / rate.
-        origin: the first frame's time stamp; None if the file has no time stamps in the order of its frames.
+        stamps: The time of each frame in seconds from the first [N], in the order in which they are shown.
+        rate: The frames per second, the mean of them if the rate varies.
+        constant: Whether frame k is shown at k / rate.
+        origin: The first frame's time stamp; None if the file has no time stamps in the order of its frames.
     """
 
     stamps: np.ndarray
@@ -62,9 +62,9 @@ def read_frames(path: Path, named: str, count_of: Callable[[int, float], int]) -
     a seek in them lands elsewhere.
 
     Args:
-        path: the file.
-        named: the file's name, for messages to the user.
-        count_of: how many frames to take, given the file's number of frames and its frames per second.
+        path: The file.
+        named: The file's name, for messages to the user.
+        count_of: How many frames to take, given the file's number of frames and its frames per second.
 
     Raises:
         UserError: PyAV is missing, or the file is no video, damaged or of a codec that cannot be decoded.
@@ -108,7 +108,7 @@ def _timeline(container: Any, stream: Any, path: Path, named: str) -> _Timeline:
     packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
     stated = float(stream.average_rate or stream.guessed_rate or 1)
     tick = float(stream.time_base or 0)
-    # A stream that was cut out of a broadcast begins with frames whose references are missing.
+    # A stream that was cut out of a broadcast begins with frames that refer to missing frames.
     first = next((number for number, packet in enumerate(packets) if packet.is_keyframe), 0)
     written = [packet.pts for packet in packets[first:]]
     if not written:
@@ -135,8 +135,8 @@ def _decoded(container: Any, invalid: type[Exception]) -> Iterator[Any]:
     """Decode the frames of a container in the order in which they are shown.
 
     Args:
-        container: the container.
-        invalid: what PyAV raises for data that are no frame, which may stand before a stream's first frame.
+        container: The container.
+        invalid: PyAV's error for data that are no frame, which may stand before a stream's first frame.
     """
     stream = container.streams.best("video") or container.streams.video[0]
     stream.thread_type = "AUTO"
@@ -196,7 +196,7 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def _element_size(file: BinaryIO) -> int | None:
-    """Read the size of an element, whose first byte says how many bytes the size has; None if it is not known."""
+    """Read the size of an element; its first byte gives the size's own length. None if the size is unknown."""
     first = file.read(1)
     length = 9 - first[0].bit_length() if first else 0
     bits = 7 * length

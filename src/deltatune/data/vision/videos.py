@@ -41,12 +41,12 @@ class VideoReader:
     """Turns a video of a row into patches.
 
     Args:
-        processor: the model's video processor, or None if it has none.
-        folder: the folder to which relative paths refer.
+        processor: The model's video processor, or None if it has none.
+        folder: The folder to which relative paths refer.
         limits: min_pixels and max_pixels of a frame; the model's own limit for a whole video holds as well.
-        fps: the frames per second to take from a file, or at which a list of frames was recorded; None takes the
+        fps: The frames per second to take from a file, or at which a list of frames was recorded; None takes the
             processor's own.
-        max_frames: the largest number of frames to take; None takes the processor's own.
+        max_frames: The largest number of frames to take; None takes the processor's own.
     """
 
     processor: Any
@@ -133,7 +133,7 @@ class VideoReader:
         return media_path("video", value, self.folder, source)
 
     def _sampling(self, name: str, asked: float | None) -> float:
-        """Return a sampling option: what the user asked for, else the processor's own, else Qwen3-VL's."""
+        """Return a sampling option: the user's, else the processor's own, else Qwen3-VL's."""
         return asked or getattr(self.processor, name, None) or _SAMPLING[name]
 
     def _limited(self, frames: int) -> Any:
@@ -152,10 +152,10 @@ def frame_count(total: int, rate: float, fps: float, least: int, most: int) -> i
     """Return how many frames to take of a file: an even number of them if it has two or more.
 
     Args:
-        total: the number of frames in the file.
-        rate: its frames per second.
-        fps: the frames per second to take.
-        least, most: the smallest and the largest number of frames to take.
+        total: The number of frames in the file.
+        rate: Its frames per second.
+        fps: The frames per second to take.
+        least, most: The smallest and the largest number of frames to take.
 
     Source:
         smart_nframes of qwen_vl_utils, and mlx_vlm.utils.load_video.
@@ -175,8 +175,8 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
     """Return the text that stands for a video in a prompt: for each pair of frames, its time and a block of tokens.
 
     Args:
-        seconds: the time of each pair of frames.
-        names: the token that begins a block, the one that stands for a feature, and the one that ends a block. The
+        seconds: The time of each pair of frames.
+        names: The token that begins a block, the one that stands for a feature, and the one that ends a block. The
             second is written once here and repeated after tokenisation.
 
     Source:
@@ -186,7 +186,7 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
 
 
 def name_of(video: Video) -> str:
-    """Return what messages call a video."""
+    """Return the name of a video in messages."""
     value = video.value.get("path") if isinstance(video.value, Mapping) else video.value
     return f"video {shown(value)}" if isinstance(value, str) else "video from frames"
 
@@ -195,7 +195,7 @@ def _seconds(times: Sequence[float], count: int) -> list[float]:
     """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame.
 
     Source:
-        Qwen3VLProcessor._calculate_timestamps of transformers, whose order of operations decides the last digit.
+        Qwen3VLProcessor._calculate_timestamps of transformers: its order of operations decides the last digit.
     """
     size = -(-len(times) // count)
     padded = [*times, *[times[-1]] * (size * count - len(times))]

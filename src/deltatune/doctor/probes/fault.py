@@ -18,7 +18,7 @@ class Fault:
         name: The fault's name.
         status: `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong; or
             `not run`.
-        detail: What was found, in words.
+        detail: The finding, in words.
         error: The largest error relative to the largest element, inf where a result was not finite; None where
             nothing was measured.
     """

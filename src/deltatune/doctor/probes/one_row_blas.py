@@ -1,4 +1,4 @@
-"""Looks for a BLAS whose products of one row keep a NaN from the memory that they write to (mlx issue 3200)."""
+"""Looks for a BLAS with products of one row that keep a NaN from their output's memory (mlx issue 3200)."""
 
 from __future__ import annotations
 

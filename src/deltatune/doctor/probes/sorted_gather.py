@@ -20,7 +20,7 @@ def _bound() -> float:
 
 
 def find_forward() -> Fault:
-    """Probe rows whose axis was made by expand_dims, which broadcasts make as well.
+    """Probe rows with an axis from expand_dims, which broadcasts make as well.
 
     CUDA reads wrong rows, as Metal did before mlx 0.32.1 (mlx pull request 3960).
     """
@@ -54,10 +54,7 @@ def find_views() -> Fault:
 
 
 def _fault_by_error(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
-    """The fault that an error shows.
-
-    what: what goes wrong, in words; around: how deltatune avoids it on the devices `avoided`.
-    """
+    """Return the fault that an error shows; `around` says how deltatune avoids it on the devices `avoided`."""
     if error <= _bound():
         return Fault(name, ABSENT, "each row is multiplied with its own expert", error)
     if backend.device() in avoided:

@@ -23,7 +23,7 @@ CACHE_BYTES = 2**30
 
 
 def frozen_tower(model: Any, cache_bytes: int = CACHE_BYTES) -> FrozenTower | None:
-    """The FrozenTower of a model in whose vision tower, projector included, nothing trains; else None."""
+    """The FrozenTower of a model with nothing to train in its vision tower, projector included; else None."""
     if not has_vision(model) or tree_flatten(model.vision_tower.trainable_parameters()):
         return None
     return FrozenTower(model, cache_bytes)

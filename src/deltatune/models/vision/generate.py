@@ -73,9 +73,9 @@ def _inputs(prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[P
 
 
 def embedded(model: Any, prompt: Sequence[int], images: Sequence[Picture], videos: Sequence[Picture]) -> list[mx.array]:
-    """Return what mlx-vlm makes of a prompt with images or videos before the layers, not computed.
+    """Return the lazy embeddings that mlx-vlm makes of a prompt with images or videos.
 
-    It is held while all pieces of the prompt are read. The arguments are those of stream_with_pictures().
+    They are held while all pieces of the prompt are read. The arguments are those of stream_with_pictures().
     """
     inputs = _inputs(prompt, images, videos)
     rows, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)

@@ -1,4 +1,4 @@
-"""Prepares the inputs of a training step on images, as NumPy arrays whose shapes repeat, so that the step compiles.
+"""Prepares the inputs of a training step on images, as NumPy arrays of shapes that repeat, so that the step compiles.
 
 Upstream reads grids and image tokens on the host in the middle of its forward pass, which a compiled step cannot do.
 Here everything is computed beforehand: where each patch lies in its image, which token gets which feature, and the
@@ -232,7 +232,7 @@ def _frames(picture: Picture) -> list[tuple[np.ndarray, Grid]]:
 
 
 def _layout(grid: Grid, spec: VisionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What VisionBatch holds of one frame: cells [N, 2], position_rows [4, N] and position_weights [4, N].
+    """The arrays of VisionBatch for one frame: cells [N, 2], position_rows [4, N] and position_weights [4, N].
 
     Patches are in the processor's order: merge x merge squares, row by row.
     """

@@ -18,8 +18,6 @@ from ..checkpoint_files import only_chosen
 from ..transformers_configs import completed, refusing_config
 from ..transformers_layouts import with_joined_experts
 
-# What mlx-vlm raises when it cannot build a model from a config.
-
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
     """Check that a model can be trained on images.
@@ -27,7 +25,7 @@ def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
     Args:
         config: The content of config.json.
         path: The checkpoint folder.
-        why: What needs a vision tower, as a clause with which messages begin.
+        why: The reason for needing a vision tower, as a clause with which messages begin.
 
     Raises:
         UserError: The model has no vision tower, or mlx-vlm is not installed or does not know the model.
@@ -191,7 +189,7 @@ def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) 
 
 
 def needs_torch(error: BaseException) -> str | None:
-    """What to install if `error` says that a processor needs PyTorch, else None."""
+    """Return the packages to install if `error` says that a processor needs PyTorch, in words; else None."""
     text = " ".join(str(error).split())
     if "torch" not in text.lower():
         return None

@@ -13,7 +13,7 @@ from ...machine import atomic_files
 
 #: The files with the settings of images, of videos, and of both.
 IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
-# The options of a run, and what the files call them. A limit has an older name beside its place under "size".
+# The options of a run, and their names in the files. A limit has an older name beside its place under "size".
 _SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _SAMPLING = {"fps": "fps", "video_max_frames": "max_frames"}
 

@@ -86,7 +86,7 @@ def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArray
 
 
 def blank_images(model: Any, tokens: mx.array) -> VisionArrays:
-    """Return arrays for `tokens` [B, T] whose content does not matter: every token has features, deeper ones too."""
+    """Return arrays of arbitrary content for `tokens` [B, T]: every token has features, deeper ones too."""
     width = model.config.vision_config.out_hidden_size
     features = mx.ones((tokens.size, width))
     deep = [features] * len(model.vision_tower.deepstack_visual_indexes)

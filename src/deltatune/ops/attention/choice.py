@@ -68,7 +68,7 @@ def _native_on_metal(call: AttentionCall) -> Candidate | str:
 
 
 def _without_window(*arrays: mx.array, window: int | None = None, **options: Any) -> mx.array:
-    """MLX's own attention for a call whose window hides nothing, where a patch has deltatune's in mx.fast, too."""
+    """MLX's own attention for a call with a window that hides nothing, although a patch has ours in mx.fast, too."""
     with trace.having(attending=True):
         return attention_native(*arrays, **options)
 

@@ -20,8 +20,8 @@ TILE, GROUPS, PIECE = 32, 4, 64
 WIDEST = 256
 # The tiles of dk and dv that a lane of an Apple GPU has registers for beside the rest (docs/reference/metal.md).
 _TILES_ON_METAL = 10
-# The threadgroup memory with which three blocks share an Apple GPU's core, by what is known of an M1's 60 KB. Operands
-# that a block reads in each step are held in it where they fit.
+# The threadgroup memory with which three blocks share an Apple GPU's core, taking an M1's 60 KB. Operands that a block
+# reads in each step are held in it where they fit.
 _HELD_BYTES = 20 * 1024
 LOG2E = log2(e)
 # The files of the bodies, and the compile-time values that every kernel but DELTA takes first.

@@ -40,7 +40,7 @@ def attention_fused(
     """Run the fused kernels. Arguments and result are those of `attention`.
 
     Args:
-        machine: The machine whose kernels run, one of MACHINES. The default depends on MLX's device and the call.
+        machine: The machine of the kernels that run, one of MACHINES. The default depends on MLX's device and the call.
         execute: Runs a launch. The default runs it on MLX's device.
 
     Raises:
@@ -59,14 +59,14 @@ def attention_fused(
 
 
 def machine_for(options: FusedOptions, q: mx.array, v: mx.array) -> str:
-    """Return the machine whose kernels serve a call on MLX's default device: `hopper` where its kernels support it."""
+    """Return the machine of the kernels for a call on MLX's default device: `hopper` where its kernels support it."""
     here = backend.device()
     on_hopper = here == "cuda" and nvidia.generation() == nvidia.HOPPER
     return "hopper" if on_hopper and hopper.unsupported(options, q, v) is None else here
 
 
 def unsupported(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> str | None:
-    """Return why the kernels cannot serve a call whose shapes `attention` accepts, or None where they can."""
+    """Return why the kernels cannot serve a call with shapes that `attention` accepts, or None where they can."""
     if mask is not None:
         return "it has a mask in addition to causality, window and segments"
     if not q.dtype == k.dtype == v.dtype:
@@ -138,7 +138,7 @@ def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Funct
 
 
 def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:
-    """Return the gradient of the sinks [Hq], whose share of each row's weights, exp(sink) / sum, adds nothing to y."""
+    """Return the gradient of the sinks [Hq]: their share of each row's weights, exp(sink) / sum, adds nothing to y."""
     # Padding rows have an infinite sum, and rows that see only the sink a delta of 0, so neither contributes.
     share = mx.exp(sinks[:, None] - sums * _LN2)
     return -(share * delta).sum(axis=(0, 2))

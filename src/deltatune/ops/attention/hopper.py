@@ -43,7 +43,7 @@ class HopperKernel(Kernel):
 
 
 def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
-    """Return why these kernels cannot serve a call whose arrays have one dtype, or None where they can."""
+    """Return why these kernels cannot serve a call with arrays of one dtype, or None where they can."""
     if q.dtype not in (mx.bfloat16, mx.float16):
         return f"q is {q.dtype}, and tensor cores take bfloat16 or float16"
     if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > WIDEST:

@@ -2,7 +2,7 @@
 
 A part computes some rows of queries with the keys that they may see, or some keys with the queries that may see them.
 It adds in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products; the
-scans of the gated delta rule, whose work grows with T, are divided in gated_delta/long_scans.py.
+scans of the gated delta rule, with work that grows with T, are divided in gated_delta/long_scans.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _by_keys(
     machine: str,
     execute: Execute,
 ) -> list[mx.array]:
-    """Return what the launch that `describe` returns writes, for some keys after the other, joined."""
+    """Run the kernel on one range of keys after another and concatenate the outputs."""
     parts = _parts(options, x, products, of_keys=True)
     if len(parts) == 1:
         return execute(describe(options, x, *read, machine))
@@ -93,7 +93,7 @@ def _by_rows(
     products: tuple[int, int],
     launch: Callable[[Operands, slice], list[mx.array]],
 ) -> list[mx.array]:
-    """Return the outputs of `launch` for some rows after the other, joined."""
+    """Run `launch` on one range of rows after another and concatenate the outputs."""
     parts = _parts(options, x, products)
     if len(parts) == 1:
         return launch(x, slice(None))

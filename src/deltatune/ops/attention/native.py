@@ -51,7 +51,7 @@ def is_linear(
 ) -> bool:
     """Tell whether MLX's backward pass for arrays of these shapes [B, H, T, D] holds no matrix of scores.
 
-    What MLX would run depends on its version, the device and the shapes, so this looks into a graph, which is not run.
+    MLX's choice depends on its version, the device and the shapes, so this looks into a graph, which is not run.
     """
     q, k, v = (mx.zeros(shape, dtype) for shape in (queries, keys, values))
     dy = mx.zeros((*queries[:3], values[3]), dtype)

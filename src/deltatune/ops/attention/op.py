@@ -38,9 +38,9 @@ def attention(
         scale: The factor of the scores, usually D^-0.5.
         causal: Whether a query sees no later key. The last query has the position of the last key.
         segments: [B, Tk] integers that never decrease along Tk, where Tq is at most Tk. A query sees only the segment
-            of the key at whose position it is.
+            of the key at its own position.
         window: The number of keys that a query sees at most, its own position included. It needs `causal`.
-        sinks: [Hq], the scores of one more key, which every query sees and whose value is 0.
+        sinks: [Hq], the scores of one more key of value 0, which every query sees.
         mask: Further keys to hide, in a shape that broadcasts to [B, Hq, Tq, Tk]: booleans, of which True may be seen,
             or floats that are added to the scores, of which -1e30 or less hides. It gets no gradient.
 

@@ -30,7 +30,7 @@ def fused_bound(dtype: str) -> float:
 
 
 def half_norm(dtype: str) -> float:
-    """Return what the relative norm of an error may be in half precision.
+    """Return the tolerance of the relative norm of an error in half precision.
 
     The root of the mean squared rounding error is 0.29 units in the last place, which is 0.29 to 0.58 of ROUNDING times
     the number. A gradient is rounded twice: first the weights or their gradients, then the result.

@@ -1,1 +1,1 @@
-"""One token of every row of a batch that is decoded: its step in each kind of layer, and what rows keep."""
+"""One token of every row of a batch that is decoded: its step in each kind of layer, and the rows' caches."""

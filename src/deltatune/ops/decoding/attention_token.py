@@ -119,7 +119,7 @@ def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[E
     shapes = [(rows, heads, 1, size), (rows, key_heads, capacity, size), (rows, key_heads, capacity, size)]
     q, keys, values = random_arrays([(shape, dtype) for shape in shapes])
     lengths, scale = mx.array([1, 7, capacity], mx.int32), size**-0.5
-    # What lies behind a row's last key must not matter.
+    # Numbers behind a row's last key must not matter.
     behind = mx.arange(capacity)[None, None, :, None] >= lengths[:, None, None, None]
     unread = [mx.where(behind, mx.array(mx.nan, dtype), x) for x in (keys, values)]
     exact = [x.astype(mx.float32) for x in (q, keys, values)]

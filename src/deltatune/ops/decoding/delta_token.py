@@ -43,13 +43,13 @@ BOUNDS = {mx.float32: 2.0**-16, mx.float16: 2.0**-7, mx.bfloat16: 2.0**-4}
 
 @dataclass(frozen=True)
 class DeltaToken:
-    """What a layer computes besides its arrays.
+    """The sizes and constants of a layer.
 
     Attributes:
         heads: Its queries and keys, and their norms.
         value_heads: How many heads of values it has, a multiple of those of keys.
         value_size: The elements of a value's head.
-        output_eps: What is added to the mean of an output's squares.
+        output_eps: The epsilon added to the mean of an output's squares.
     """
 
     heads: NormedHeads
@@ -64,7 +64,7 @@ class DeltaToken:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """The widths of what is projected: x, z, b and a."""
+        """The widths of the projections: x, z, b and a."""
         return self.channels, self.value_heads * self.value_size, self.value_heads, self.value_heads
 
 
@@ -73,7 +73,7 @@ class TokenArrays:
     """The arrays of one token of each row.
 
     Attributes:
-        projected: What the layer's projections give, beside one another as one array [B, C + Hv Dv + 2 Hv] or by
+        projected: The outputs of the layer's projections, beside one another as one array [B, C + Hv Dv + 2 Hv] or by
             themselves: x [B, C], the queries, keys and values before their convolution; z [B, Hv Dv], the gate of the
             output; b [B, Hv]; and a [B, Hv].
         before: [B, K - 1, C], the inputs of the convolution before x, oldest first.
@@ -106,11 +106,11 @@ class TokenArrays:
 
 
 def delta_token(layer: DeltaToken, arrays: TokenArrays, *, execute: Execute = Launch.run) -> list[mx.array]:
-    """Return the layer's output before its last projection, and what the next token needs.
+    """Return the layer's output before its last projection, and the arrays that the next token needs.
 
     Args:
-        layer: What the layer computes.
-        arrays: The token's arrays; what is projected and `before` have one dtype.
+        layer: The sizes and constants of the layer.
+        arrays: The token's arrays; the projections and `before` have one dtype.
         execute: Runs a launch; tests run it on the host machine.
 
     Returns:

@@ -44,13 +44,13 @@ BOUNDS = {mx.float32: 2.0**-16, mx.float16: 2.0**-7, mx.bfloat16: 2.0**-4}
 
 @dataclass(frozen=True)
 class GatedAttention:
-    """What a layer computes besides its arrays.
+    """The sizes and constants of a layer.
 
     Attributes:
         heads: Its heads of queries, a multiple of those of keys.
         key_heads: Its heads of keys and of values.
         size: The elements of a head.
-        q_eps, k_eps: What is added to the means of the squares of queries and of keys.
+        q_eps, k_eps: The epsilons added to the means of the squares of queries and of keys.
         rotary_dims: How many elements of a head turn.
         base: That of the angles.
         scale: That of the scores.
@@ -67,7 +67,7 @@ class GatedAttention:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """The widths of what is projected: the queries with their gates, the keys, and the values."""
+        """The widths of the projections: the queries with their gates, the keys, and the values."""
         of_keys = self.key_heads * self.size
         return 2 * self.heads * self.size, of_keys, of_keys
 
@@ -77,8 +77,8 @@ class RowArrays:
     """The arrays of one token of each row.
 
     Attributes:
-        projected: What the layer's projections give, beside one another as one array [B, 1, C], or by themselves: each
-            query followed by its gate [B, 1, 2 Hq D], the keys [B, 1, Hk D], and the values.
+        projected: The outputs of the layer's projections, beside one another as one array [B, 1, C], or by themselves:
+            each query followed by its gate [B, 1, 2 Hq D], the keys [B, 1, Hk D], and the values.
         q_weight: [D], that of the norm of queries.
         k_weight: [D], that of the norm of keys.
         keys: [B, Hk, T, D], those of the row's tokens before, with room for T.
@@ -108,8 +108,8 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays, *, execute: 
     has to wait for this output.
 
     Args:
-        layer: What the layer computes.
-        arrays: The token's arrays; what is projected, the keys and the values have one dtype.
+        layer: The sizes and constants of the layer.
+        arrays: The token's arrays; the projections, the keys and the values have one dtype.
         execute: Runs a launch; tests run it on the host machine.
 
     Raises:
@@ -213,7 +213,7 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
     *parts, keys, values = random_arrays([(shape, dtype) for shape in shapes])
     q_weight, k_weight = random_arrays([((layer.size,), of_weight) for of_weight in of_weights])
     offsets = mx.array([0, 7, capacity - 1, capacity + 2], mx.int32)
-    # What lies behind a row's last key must not matter, but is a number, since the definition multiplies it by zero.
+    # Values behind a row's last key must not matter, but are finite, since the definition multiplies them by zero.
     projected = (mx.concatenate(parts, axis=-1),) if whole else tuple(parts)
 
     def wide(array: mx.array) -> mx.array:

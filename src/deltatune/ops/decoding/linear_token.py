@@ -1,4 +1,4 @@
-"""A linear layer for one token of each row, together with what stands around it: a norm, a SwiGLU, a residual sum.
+"""A linear layer for one token of each row, fused with the operations around it: a norm, a SwiGLU, a residual sum.
 
 With few rows a product takes as long as its weight is read, and a step of a batch has some hundred of them. So a step
 takes as long as its launches, and each product takes the operations around it along.
@@ -19,7 +19,7 @@ from ..trial import first_use
 from ..trial.case import Case
 from ..trial.measure import random_arrays
 
-# The most rows whose products are faster this way than MLX's. A block can compute them all.
+# The most rows with products that are faster this way than MLX's. A block can compute them all.
 MOST_ROWS = 64
 # Groups of 32 lanes in a block, and about how many blocks an NVIDIA GPU computes at once.
 GROUPS, BLOCKS = 8, 112
@@ -41,7 +41,7 @@ class RowNorm(NamedTuple):
 
     Attributes:
         weight: [in].
-        eps: What is added to the mean of the squares.
+        eps: The epsilon added to the mean of the squares.
     """
 
     weight: mx.array
@@ -49,7 +49,7 @@ class RowNorm(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What adapters add to the products.
+    """The low-rank update that adapters add to the products.
 
     Attributes:
         h: The rows' products with the narrow factors, [..., r].
@@ -64,15 +64,15 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearToken:
-    """One token of each row, and what a linear layer makes of it.
+    """A call of a linear layer on one token of each row, with its prologue and epilogue.
 
     Attributes:
         x: [..., in], before its norm, if there is one.
         weight: [out, in].
         norm: The norm of the rows before the product, or None.
-        second: None or another weight [out, in], whose product is multiplied by the silu of the first one.
-        low_rank: What adapters add, or None.
-        residual: None or what is added to the result, [..., out].
+        second: None or another weight [out, in]; its product is multiplied by the silu of the first one.
+        low_rank: The adapters' update, or None.
+        residual: None or an array [..., out] that is added to the result.
     """
 
     x: mx.array
@@ -102,19 +102,19 @@ class LinearToken:
 
 
 class TokenBlock(NamedTuple):
-    """What a block computes: 16 `tiles` outputs, of both weights together, of 8 `lines` rows."""
+    """The share of a block: 16 `tiles` outputs, of both weights together, of 8 `lines` rows."""
 
     tiles: int
     lines: int
 
 
 def linear_token(call: LinearToken, *, execute: Execute = Launch.run, block: TokenBlock | None = None) -> mx.array:
-    """Return what a linear layer makes of one token of each row, [..., out].
+    """Apply a linear layer, with the operations around it, to one token of each row; return [..., out].
 
     Args:
         call: The token's arrays, of one dtype.
         execute: Runs a launch; tests run it on the host machine.
-        block: What a block computes; by default what suits the number of rows.
+        block: The share of a block; the default depends on the number of rows.
 
     Raises:
         ValueError: `covers` refuses the arrays.
@@ -185,7 +185,7 @@ def serves(call: LinearToken) -> bool:
 
 
 def _block_of(call: LinearToken) -> TokenBlock:
-    """What a block computes: as much as leaves a block for most multiprocessors, since each reads its rows anew."""
+    """Return the largest share that leaves a block for most multiprocessors, since each block reads its rows anew."""
     parts, lines, tiles = 1 if call.second is None else 2, 1 << (-(-call.rows // 8) - 1).bit_length(), 2
     while lines > 2 and math.prod(_grid(call, TokenBlock(tiles, lines))) < BLOCKS:
         tiles, lines = (parts, lines) if tiles > parts else (tiles, lines // 2)
@@ -227,7 +227,7 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
     Args:
         parts: Whether there are a norm, a second weight, adapters, and a residual.
         dtype: That of all arrays.
-        block: What a block computes.
+        block: The share of a block.
     """
     rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * GROUPS + 40, 16 * block.tiles + 8, 5
     names = ("x", "weight", "second", "norm", "h", "b", "second_b", "residual")

@@ -1,4 +1,4 @@
-"""What the rows of a batch keep while it is decoded, in the place of mlx-lm's caches. Rows have different lengths.
+"""The caches of a batch's rows while it is decoded, in the place of mlx-lm's caches. Rows have different lengths.
 
 All of it is arrays, and no shape depends on how many tokens there were, so that a step over all layers can be compiled.
 """
@@ -14,7 +14,7 @@ from ..tracing import trace
 
 
 class _RowLengths(NamedTuple):
-    """What is known of an attention mask of one token a row: how many keys each row sees, [B] int32."""
+    """The origin of an attention mask of one token a row: how many keys each row sees, [B] int32."""
 
     lengths: mx.array
 

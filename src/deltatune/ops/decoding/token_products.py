@@ -1,7 +1,7 @@
-"""What is known of the arrays of a batch's next tokens, so that a linear layer takes the operations around it along.
+"""The origins of arrays in a decoding step, so that a linear layer is fused with the operations around it.
 
-A model's layers call a norm, linear layers and a sum one after the other. Each notes here what its result was made
-from; the next one makes its own result from that, and MLX never computes what nobody reads.
+A model's layers call a norm, linear layers and a sum one after the other. Each notes the inputs of its result here; the
+next one computes its own result from those, and MLX never computes an array that nobody reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .linear_token import LinearToken, LowRank, RowNorm, linear_token, serves
 
 
 class Matrix(NamedTuple):
-    """What a linear layer multiplies its rows by: weight + (a^T b)^T.
+    """The matrix of a linear layer with its adapter: weight + (a^T b)^T.
 
     Attributes:
         weight: [out, in].
@@ -32,7 +32,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class _Normed:
-    """What is known of a normed array: what was normed, and how."""
+    """The origin of a normed array: the norm's input, and the norm."""
 
     x: mx.array
     norm: RowNorm
@@ -40,7 +40,7 @@ class _Normed:
 
 @dataclass(frozen=True)
 class _Product:
-    """What is known of the output of a linear layer."""
+    """The origin of a linear layer's output."""
 
     call: LinearToken
     matrix: Matrix
@@ -54,7 +54,7 @@ def normed(y: mx.array, x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def product(x: mx.array, matrix: Matrix) -> mx.array | None:
-    """Return what a linear layer makes of one token of each row [B, 1, in]; None where other code serves."""
+    """Multiply one token of each row, x [B, 1, in], by a matrix in one launch; return None if no kernel serves."""
     if x.ndim != 3 or x.shape[1] != 1:
         return None
     noted = trace.current().known.of(x, _Normed)
@@ -85,9 +85,9 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Return several matrices as one, whose product has theirs beside one another; it is computed now.
+    """Return several matrices as one that gives their products beside one another; it is computed now.
 
-    Their adapters become one, too, whose other factor has zeros where an adapter adds nothing.
+    Their adapters become one, too; its other factor has zeros where an adapter adds nothing.
     """
     widths, weight = [matrix.weight.shape[0] for matrix in matrices], mx.concatenate([m.weight for m in matrices])
     narrow = [matrix.a for matrix in matrices if matrix.a is not None]
@@ -112,7 +112,7 @@ def _product_of(y: mx.array) -> _Product | None:
 def _with_adapters(
     call: LinearToken, a: mx.array | None, b: mx.array | None, second_b: mx.array | None = None
 ) -> LinearToken | None:
-    """The call with what adapters add, if there are any; None where no kernel computes their narrow product."""
+    """Return the call with the adapters' update, if any; None where no kernel computes their narrow product."""
     if a is None or b is None:
         return call
     narrow = LinearToken(call.x, a, call.norm)

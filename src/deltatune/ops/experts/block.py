@@ -1,11 +1,11 @@
 """Computes the experts of a mixture layer, from the router's choice to the weighted sum, with a gradient by hand.
 
-The backward pass runs chunks of rows again, one after another, from the inputs alone; on an NVIDIA GPU it finds what up
-and gate computed kept, unless the layer is checkpointed. A row x of token n with expert e and score s adds
-y = s f_e(x) to the token's output. With the cotangent c = dL/dy_n, the hidden row h and the down projection W, b of the
-expert, the gradients of h and s are
+The backward pass recomputes chunks of rows, one after another, from the inputs alone; on an NVIDIA GPU the outputs of
+up and gate are saved, unless the layer is checkpointed. A row x of token n with expert e and score s adds y = s f_e(x)
+to the token's output. With the cotangent c = dL/dy_n, the hidden row h and the down projection W, b of the expert, the
+gradients of h and s are
     dh = s W^T c,  ds = <W^T c, h> + <b, c>,
-so that the expert's output need not be computed again for the gradient of its score.
+so that the expert's output need not be recomputed for the gradient of its score.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GPU_CHUNK_BYTES = 256 * 2**20
 # The fewest rows of a GPU's chunk per expert: fewer would read each matrix for little work, and fill no tile on CUDA.
 ROWS_PER_EXPERT = {"metal": 4, "cuda": 128}
 
-# What a tile on a CPU costs in addition to its rows, measured in rows: a BLAS call; copying a matrix to fp32; unpacking
-# a quantised one; adding the matrix's gradient up.
+# The cost of a tile on a CPU in addition to its rows, measured in rows: a BLAS call; copying a matrix to fp32;
+# unpacking a quantised one; adding the matrix's gradient up.
 DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
 
 
@@ -68,17 +68,17 @@ def expert_block(
         indices: [..., k] integers from 0 to E - 1, without gradients. A lazy graph cannot refuse a value, so a token
             with an index outside this range gets NaN as its output and gradient.
         scores: [..., k], or None to return the experts' outputs without a sum.
-        up: the projection from D to I.
-        down: the projection from I to D.
-        gate: the projection from D to I; without one, the activation takes one argument.
-        activation: an elementwise function of up(x) and gate(x), without parameters.
+        up: The projection from D to I.
+        down: The projection from I to D.
+        gate: The projection from D to I; without one, the activation takes one argument.
+        activation: An elementwise function of up(x) and gate(x), without parameters.
 
     Returns:
         [..., D], or [..., k, D] without scores, in the dtype of x * scores.
 
     Raises:
-        ValueError: shapes disagree.
-        NotImplementedError: a second derivative is taken.
+        ValueError: Shapes disagree.
+        NotImplementedError: A second derivative is taken.
     """
     _check(x, indices, scores, up, down, gate)
     lead, top_k = indices.shape[:-1], indices.shape[-1]
@@ -146,7 +146,7 @@ class _Block:
         return forward
 
     def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> list[mx.array]:
-        """Return y, and what the backward pass is to find computed: of each chunk its order and its `InnerRows`."""
+        """Return y and the saved tensors of the backward pass: of each chunk its order and its `InnerRows`."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
         result_dtype = mx.result_type(x.dtype, scores.dtype)

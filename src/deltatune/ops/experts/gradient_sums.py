@@ -19,7 +19,7 @@ class WithLowRank(NamedTuple):
     """The rows that a projection reads, or the gradients of those that it returns, and the same of its adapter's A x.
 
     Attributes:
-        rows: [t, m, in] of what it reads, [t, m, out] of gradients.
+        rows: [t, m, in] of its inputs, [t, m, out] of gradients.
         low_rank: [t, m, r]; None where no adapter trains.
     """
 
@@ -31,9 +31,9 @@ class GradientSums:
     """The gradients of all arrays that train.
 
     Args:
-        readers: up and gate.
-        down: down.
-        layout: adds products of rows.
+        readers: Up and gate.
+        down: Down.
+        layout: Adds products of rows.
     """
 
     def __init__(self, readers: Readers, down: Projection, layout: Tiled | Sorted):

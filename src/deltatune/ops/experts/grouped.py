@@ -1,8 +1,8 @@
 """Multiplies rows sorted by expert with their expert's matrix, on the tensor cores of an NVIDIA GPU.
 
 MLX's own products of this kind do not use tensor cores while TF32 is off. These kernels serve bf16, with fp32 sums.
-fp32 stays with MLX, whose products are exact, and so does fp16: the kernels would hold each number as a pair of bf16
-and make three products of one. Hopper has a kernel of its own for most products (grouped_hopper.py), in fp16 too.
+fp32 stays with MLX, since its products are exact, and so does fp16: the kernels would hold each number as a pair of
+bf16 and make three products of one. Hopper has a kernel of its own for most products (grouped_hopper.py), in fp16 too.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None
     """Compute a grouped product.
 
     Args:
-        operands: What is multiplied, and what the product is added to.
-        tile: the tile of a block, which also names the kernel; without one, `product_tile` chooses.
+        operands: The factors, and the rows to which the product is added.
+        tile: The tile of a block, which also names the kernel; without one, `product_tile` chooses.
     """
     tile = tile or product_tile(operands.rows.shape[1], operands.outputs)
     return product_launch(operands, tile).run()[0]
@@ -88,7 +88,7 @@ def gradient(
         left: [R, a], sorted by expert.
         right: [R, b].
         ends: [E] int32, for each expert the index after its last row.
-        scale: one fp32 number.
+        scale: One fp32 number.
     """
     return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1])).run()[0]
 
@@ -143,7 +143,7 @@ def _values(dtype: mx.Dtype, tile: TileShape) -> Values:
 
 @lru_cache
 def product_bytes(element_bytes: int, tile_rows: int, tile_columns: int, depth: int, transpose: bool) -> int:
-    """The bytes of a block's shared memory: two stages of both operands, whose place the results take at the end."""
+    """The bytes of a block's shared memory: two stages of both operands, which the results replace at the end."""
     weight = tile_columns * _stride(depth) if transpose else depth * _stride(tile_columns)
     stages, results = 2 * (tile_rows * _stride(depth) + weight), tile_rows * _stride(tile_columns)
     return max(stages, results) * element_bytes + _BARRIER_BYTES
@@ -161,7 +161,7 @@ def _numbers(scale: mx.array | float) -> mx.array:
 @cache
 def number(value: float) -> mx.array:
     """Return an fp32 array [] of one number, computed once and shared by all callers."""
-    # The CPU's stream does not wait for what is queued on the GPU.
+    # The CPU's stream does not wait for work queued on the GPU.
     with mx.stream(mx.cpu):
         first = numbers(value)[0]
         mx.eval(first)

@@ -26,19 +26,19 @@ class Projection:
 
     Args:
         weight: W [E, out, in], or packed [E, out, packed in] where `scales` is given.
-        scales: the scales of the quantised weight.
-        biases: the quantisation's biases, for mode "affine".
+        scales: The scales of the quantised weight.
+        biases: The quantisation's biases, for mode "affine".
         global_scale: [E], for quantised weights that have one per expert.
-        group_size: the quantisation's group size.
-        bits: the quantisation's bits.
-        mode: the quantisation's mode, as in mx.quantize.
+        group_size: The quantisation's group size.
+        bits: The quantisation's bits.
+        mode: The quantisation's mode, as in mx.quantize.
         bias: [E, out].
         lora_a: A [E, r, in].
         lora_b: B [E, out, r].
-        scale: the factor of the adapter's update.
-        dropout: the share of the adapter's inputs to set to zero.
-        key: the random key from which dropout draws.
-        trains: the names of the arrays that get gradients.
+        scale: The factor of the adapter's update.
+        dropout: The share of the adapter's inputs to set to zero.
+        key: The random key from which dropout draws.
+        trains: The names of the arrays that get gradients.
     """
 
     weight: mx.array
@@ -143,7 +143,7 @@ class Projection:
         return packed if trial_case.reads_packed(packed, rows, dtype) else None
 
     def forward(self, rows: mx.array, low_rank: mx.array | None, chunk: Chunk, matrices: mx.array | None) -> mx.array:
-        """Return y [t, m, out], given what `low_rank` returns, or None without an adapter."""
+        """Return y [t, m, out], given the result of `low_rank`, or None without an adapter."""
         adapter = None if low_rank is None or self.lora_b is None else (low_rank, self.lora_b)
         y = self._base(rows, chunk, matrices, True, adapter)
         return y if self.bias is None else y + self.bias[chunk.experts][:, None].astype(y.dtype)
@@ -172,10 +172,11 @@ class Projection:
         """Return dx [t, m, in], added to `onto`.
 
         Args:
-            dy: the gradient of y.
-            d_low_rank: what `d_low_rank` returns, or that of several projections [t, m, all ranks] with their `factor`.
-            chunk: the chunk of the rows.
-            matrices: what `unpacked_matrices` returns.
+            dy: The gradient of y.
+            d_low_rank: The result of `d_low_rank`, or that of several projections [t, m, all ranks] with their
+                `factor`.
+            chunk: The chunk of the rows.
+            matrices: The result of `unpacked_matrices`.
             onto: [t, m, in], or None.
             factor: A [E, all ranks, in] of several projections; None means that of this one.
         """
@@ -254,11 +255,11 @@ def product(
     Args:
         rows: [t, m, K].
         weight: [E, N, K] if `transpose`, and else [E, K, N]; it is cast to the rows' dtype, if it is not packed.
-        chunk: which expert each tile has.
-        transpose: whether the matrices are multiplied by their last axis.
-        scale: the factor of the product.
+        chunk: Which expert each tile has.
+        transpose: Whether the matrices are multiplied by their last axis.
+        scale: The factor of the product.
         onto: [t, m, N] to add the product to, or None.
-        adapter: rows [t, m, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], whose product is added.
+        adapter: Rows [t, m, r] and a factor [E, N, r] if `transpose`, and else [E, r, N]; their product is added.
 
     Returns:
         [t, m, N], in the dtype of `onto`, or of the rows without it.

@@ -23,7 +23,7 @@ class Readers:
     """Up and gate, or up alone.
 
     Args:
-        projections: each with its factors cast (`with_factors_for`).
+        projections: Each with its factors cast (`with_factors_for`).
         joined: A of all projections [E, all ranks, in], or None where each multiplies by its own.
     """
 
@@ -50,7 +50,7 @@ class Readers:
     def forward(
         self, rows: mx.array, low_ranks: Sequence[mx.array | None], chunk: Chunk, matrices: Sequence[mx.array | None]
     ) -> list[mx.array]:
-        """Return y of each projection [t, m, out], given its unpacked matrices and what `low_ranks` returns."""
+        """Return y of each projection [t, m, out], given its unpacked matrices and the result of `low_ranks`."""
         operands = zip(self.projections, low_ranks, matrices, strict=True)
         return [p.forward(rows, low_rank, chunk, unpacked) for p, low_rank, unpacked in operands]
 
@@ -88,12 +88,12 @@ class Readers:
 
 
 class InnerRows(NamedTuple):
-    """What was computed of a chunk before the product with down's weight.
+    """The results for a chunk before the product with down's weight.
 
     Args:
-        outputs: of each reader [t, m, out].
-        low_ranks: of each reader scale * A dropout(x) [t, m, r], or None without an adapter.
-        of_down: the same of down; None also where it is not known.
+        outputs: Of each reader [t, m, out].
+        low_ranks: Of each reader scale * A dropout(x) [t, m, r], or None without an adapter.
+        of_down: The same of down; None also where it is not known.
     """
 
     outputs: list[mx.array]

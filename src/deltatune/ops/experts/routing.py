@@ -24,9 +24,9 @@ def watching(lengths: mx.array, width: int, *, trained: bool) -> AbstractContext
     pass.
 
     Args:
-        lengths: the number of real tokens of each row, [B] integers; those behind them are padding and do not count.
-        width: the number T of tokens of every row.
-        trained: whether the sums have gradients; without, they cost nothing in the backward pass.
+        lengths: The number of real tokens of each row, [B] integers; those behind them are padding and do not count.
+        width: The number T of tokens of every row.
+        trained: Whether the sums have gradients; without, they cost nothing in the backward pass.
     """
     return trace.having(routers=trace.RouterWatch(mx.arange(width) < lengths[:, None], trained))
 
@@ -43,9 +43,9 @@ def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
     They are the choices of each expert, the probabilities of each, the squares for the z-loss, and the rows.
 
     Args:
-        logits: what the router computed for each token, [..., E]: the whole batch, or the piece that runs.
-        indices: the experts that it chose, [..., k].
-        sigmoid: whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
+        logits: The router's outputs for each token, [..., E]: the whole batch, or the piece that runs.
+        indices: The experts that it chose, [..., k].
+        sigmoid: Whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
             softmax.
     """
     watch = trace.current().routers

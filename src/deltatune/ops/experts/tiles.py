@@ -40,7 +40,7 @@ class Tiled:
         top_k: k, the number of experts of a token.
         experts: E, the number of experts.
         tile: m, the number of rows of a tile.
-        tiles_per_chunk: how many tiles are computed together.
+        tiles_per_chunk: How many tiles are computed together.
     """
 
     def __init__(self, pairs: int, top_k: int, experts: int, tile: int, tiles_per_chunk: int):
@@ -71,7 +71,7 @@ class Tiled:
         return -(-self.count // self.tiles_per_chunk)
 
     def chunk(self, routing: Sequence[mx.array], number: int, after: list[mx.array]) -> Chunk:
-        """Return a chunk of the tiles that `sort` gave, whose arrays wait until those in `after` are computed."""
+        """Return a chunk of the tiles of `sort`; its arrays wait until those in `after` are computed."""
         start = number * self.tiles_per_chunk
         part = slice(start, start + self.tiles_per_chunk)
         experts, *rows = routing
@@ -108,7 +108,7 @@ class Sorted:
         tokens: N, the number of tokens.
         top_k: k, the number of experts of a token.
         experts: E, the number of experts.
-        tokens_per_chunk: how many tokens are computed together.
+        tokens_per_chunk: How many tokens are computed together.
     """
 
     tile = 1
@@ -219,7 +219,7 @@ def tile_rows(pairs: int, experts: int, matrix_cost: float) -> int:
     """Return m, the rows of a tile, at which padding and tiles cost least together.
 
     Padding costs about E m rows, and R / m tiles cost `matrix_cost` rows each, so that m is the square root of
-    (R / E) * matrix_cost. It is at most 256, and about four times what an expert gets.
+    (R / E) * matrix_cost. It is at most 256, and about four times the rows of an expert.
     """
     best = (pairs / experts * matrix_cost) ** 0.5
     step = 8 if best >= 8 else 1

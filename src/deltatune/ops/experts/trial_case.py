@@ -55,7 +55,7 @@ def product_tile(
 
 
 def reads_packed(weight: Packed, rows: int, dtype: mx.Dtype) -> bool:
-    """Whether products of packed matrices [E, out, in] with so many rows of `dtype` are to unpack what they multiply.
+    """Whether products of packed matrices [E, out, in] with so many rows of `dtype` are to unpack their tiles.
 
     The plainest of these products decides. Another one that the kernel cannot compute unpacks all matrices before it.
     """
@@ -89,7 +89,7 @@ def product_case(
         transpose: Whether the matrices are [outputs, inputs].
         added: Whether the product is added to other rows.
         tile: The tile, of either kernel.
-        rank: That of an adapter whose product is added, too; 0 for none.
+        rank: The rank of an adapter's product that is added, too; 0 for none.
         group_size: That of matrices that are packed; 0 if they are not.
     """
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 
 class AcrossGradients(NamedTuple):
-    """The gradients of what the loop over n chunks computes.
+    """The gradients of the results of the loop over n chunks.
 
     Attributes:
         deltas: [n, ..., C, Dv].
@@ -33,7 +33,7 @@ def forward_across(
 
     Args:
         u: [n, ..., C, Dv], the deltas that a zero state would give.
-        w: [n, ..., C, Dk], what multiplies the state in the deltas.
+        w: [n, ..., C, Dk], the factor of the state in the deltas.
         k_end: [n, ..., C, Dk], keys decayed to the end of their chunk.
         decay: [n, ..., 1, 1 or Dk], the product of each chunk's gates.
         state: [..., Dv, Dk] before the first chunk.

@@ -16,7 +16,7 @@ from .triangular import unit_lower_inverse
 
 
 class _Chunks(NamedTuple):
-    """What can be computed of n chunks without the states before them."""
+    """The parts of n chunks that do not depend on the states before them."""
 
     levels: list[Level]  # decays between the halves of ever larger blocks
     qk: mx.array  # [n, B, K, 1, 2, C, Dk]
@@ -26,7 +26,7 @@ class _Chunks(NamedTuple):
     gram: mx.array  # [n, B, K, R, 2, C, C]: q k^T and k k^T, decayed channel by channel
     inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
     u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
-    w: mx.array  # [n, B, K, R, C, Dk]: what multiplies the state before the chunk in the deltas
+    w: mx.array  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
     k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
@@ -59,7 +59,7 @@ def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) ->
 
 
 def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
-    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
+    """Return dy's terms [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
     ddelta_y = chunks.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
     dstate_y = dy.swapaxes(-1, -2) @ (group.q * chunks.from_start)
     return ddelta_y, dstate_y

@@ -34,7 +34,7 @@ def _fused(call: Call) -> Candidate | str:
 def _checked(tiling: Tiling) -> tuple[str, Implementation]:
     """Return the text of a call's own tiling on a small batch, and the function that runs the kernels with it.
 
-    What is compiled for the check serves the training too.
+    Kernels compiled for the check serve the training too.
     """
     small = replace(tiling, batch=trial_case.BATCH, length=trial_case.LENGTH)
 

@@ -65,7 +65,7 @@ def _keeping(chunking: Chunking) -> _Function:
 
 
 def _differentiable(chunking: Chunking, source: Input) -> _Function:
-    """Return the same function, whose backward pass gets q, k and v from `source`."""
+    """Return the function with a backward pass that gets q, k and v from `source`."""
     forward = mx.custom_function(lambda *arrays: _forward(chunking, *arrays))
     backward = mx.custom_function(lambda *arrays: _backward(chunking, *arrays))
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
@@ -139,7 +139,7 @@ def _forward(
 def _backward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
     """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes.
 
-    `arrays` are those inputs without the state, the gradients of y and of the final state, and what _forward saved.
+    `arrays` are those inputs without the state, the gradients of y and of the final state, and the saved tensors.
     """
     q, k, v, log_g, beta, dy, dstate, *saved = arrays
     gates: Any = channel if log_g.ndim == 4 else scalar

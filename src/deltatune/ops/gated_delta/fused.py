@@ -23,7 +23,7 @@ SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
 SCAN_MEMORY_VALUES = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "UNSTAGED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
-# What a scan writes, what a reverse scan writes, and what the gradient kernel reads and writes.
+# The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
 SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_ARRAYS = (
@@ -64,7 +64,7 @@ def no_initial_state() -> mx.array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaKernel(Kernel):
-    """A kernel of the gated delta rule, whose launches follow from how a call is divided.
+    """A kernel of the gated delta rule; its launches follow from a call's tiling.
 
     Attributes:
         bytes: The shared memory of a block, for a tiling.

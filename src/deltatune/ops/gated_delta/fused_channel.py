@@ -36,7 +36,7 @@ _SCALED = ("queries", "keys", "ends")
 PREPARED = (*_FURTHER, *_SCALED)
 # The blocks of the prepare kernel that fit on a multiprocessor in bf16: each mostly waits, so that more are faster.
 _PREPARE_RESIDENT = 3
-# channel.h calls what the files of kernels with one gate per head hold.
+# channel.h calls functions in the files of kernels with one gate per head.
 _OF_SCANS = ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse")
 _OF_GRADIENTS = ("gradient_slices", "gradient_gates", "gradients")
 FILES = bodies(*_OF_SCANS, *_OF_GRADIENTS, "channel", "channel_positions", "channel_gradients")

@@ -28,7 +28,7 @@ from .fused import (
 )
 from .tiling import Shape, Tiling, choose_tiling
 
-# The positions of a chunk; the bytes of its Z or P, and where there are zeros in between; what aligns a block's memory.
+# The positions of a chunk; the bytes of its Z or P, and with zeros in between; the alignment of a block's memory.
 _CHUNK, _TRIANGLE, _WITH_ZEROS, _ALIGNMENT = 64, 8 * 9 * 128, 8 * 12 * 128, 1024
 # The rows of a state that a block of a scan computes: few for few heads, for then more multiprocessors have a block.
 # Relative time per chunk: a block of 32 rows takes 5/8 of the time of one of 64 (docs/decisions/gated-delta-hopper.md).
@@ -76,7 +76,7 @@ class HopperTiling(Tiling):
         """Bytes of shared memory per block of either scan."""
         chunk, state = 2 * _CHUNK * self.slice, 2 * self.slice * self.key_size
         if self.narrow:
-            # The state has low parts too, and products read what belongs to a chunk in five parts.
+            # The state has low parts too, and products read the operands of a chunk in five parts.
             triangle, values, others, barriers = _TRIANGLE, chunk, 2 * state + 5 * chunk, 128
         else:
             # Rows of values are padded, and beside the state there are its tails.

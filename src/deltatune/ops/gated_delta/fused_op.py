@@ -91,7 +91,7 @@ def dtype_of_beta(tiling: Tiling | None, dtype: mx.Dtype) -> mx.Dtype:
 
 
 def unsupported(q: mx.array, k: mx.array, v: mx.array, tiling: Tiling | None) -> str | None:
-    """Return why the kernels cannot serve a call whose tiling is `tiling`, or None where they can."""
+    """Return why the kernels cannot serve a call of this tiling, or None where they can."""
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and the kernels want one dtype"
     if min(k.shape[3], v.shape[3]) < _SMALLEST_HEAD:

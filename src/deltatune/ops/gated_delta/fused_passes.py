@@ -60,7 +60,7 @@ class FusedPasses:
         return self.floats + self.masked + self.segmented
 
     def forward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
-        """Return y, the final state, and what the backward pass reads.
+        """Return y, the final state, and the saved tensors of the backward pass.
 
         The arguments are q, k, v, log_g, beta, then the initial state, the mask and the segments where they are given.
         """
@@ -72,7 +72,7 @@ class FusedPasses:
         return y, last, states, u, *prepared
 
     def backward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
-        """Gradients of the floats, from the inputs, dy, the final state's gradient, and what the forward pass saved."""
+        """Return the floats' gradients, from the inputs, dy, the final state's gradient, and the saved tensors."""
         tiling, x = self._kernel_inputs(arrays)
         kernels = _kernels_of(tiling)
         dy, d_last, states, u, *saved = arrays[self.inputs :]
@@ -133,15 +133,15 @@ def keeping(passes: FusedPasses) -> Function:
 
 
 def recomputing(passes: FusedPasses, source: Input) -> Function:
-    """Return the same function without what the backward pass reads, which that pass computes again.
+    """Return the function without saved tensors, which its backward pass recomputes.
 
-    `source` is how it gets q, k and v.
+    `source` gives q, k and v to that pass.
     """
     return _differentiable(passes, source)
 
 
 def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
-    """Return the forward pass with its gradient; where there is a `source`, without what the backward pass reads."""
+    """Return the forward pass with its gradient; where there is a `source`, without saved tensors."""
     # The function gets no rule for mx.vmap: MLX would also map the graph inside it, whose custom kernels have none.
     forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: RESULTS if source else None])
     refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)

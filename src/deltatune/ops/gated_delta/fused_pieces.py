@@ -1,4 +1,4 @@
-"""The fused passes on one piece of a large batch after another, where what they keep is computed again anyway.
+"""The fused passes on one piece of a large batch after another, where their saved tensors are recomputed anyway.
 
 Kept are y and the states before the pieces. The backward pass takes the pieces from last to first, runs the forward
 kernels of each once more, and joins their gradients. A piece is some whole rows, or a part of one row that begins with

@@ -9,7 +9,7 @@ from ...machine import backend
 from .gates import effective_gates
 
 VERSION: str = mx.__version__  # type: ignore[attr-defined]
-# The first version of mlx whose operator has a gradient.
+# The first version of mlx with a gradient of the operator.
 FIRST_VERSION = Version("0.32.4")
 # Head size and (key heads, value heads) that its Metal kernels support in mlx 0.32.4; for others it loops over tokens.
 HEAD_SIZE = 128

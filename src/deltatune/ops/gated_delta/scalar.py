@@ -15,7 +15,7 @@ from .triangular import unit_lower_inverse
 
 
 class _Chunks(NamedTuple):
-    """What can be computed of n chunks without the states before them."""
+    """The parts of n chunks that do not depend on the states before them."""
 
     from_start: mx.array  # [n, B, K, R, C]: decay from the chunk's start to after each step
     to_end: mx.array  # [n, B, K, R, C]: decay from after each step to the chunk's end
@@ -24,7 +24,7 @@ class _Chunks(NamedTuple):
     gram: mx.array  # [n, B, K, R, 2C, C]: q k^T stacked above k k^T, times decay
     inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
     u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
-    w: mx.array  # [n, B, K, R, C, Dk]: what multiplies the state before the chunk in the deltas
+    w: mx.array  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
     k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
@@ -65,7 +65,7 @@ def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) ->
 
 
 def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
-    """Return what the deltas and the states before each chunk receive from dy [n, B, K, R, C, Dv]."""
+    """Return dy's terms [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
     ddelta_y = chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
     dstate_y = (dy * chunks.from_start[..., None]).swapaxes(-1, -2) @ group.q
     return ddelta_y, dstate_y
@@ -93,8 +93,8 @@ def input_gradients(
     dqk = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
     dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
 
-    # log g receives the sum of the terms whose span contains it: from the chunk's start, to its end, across all of it,
-    # and between two positions.
+    # log g receives the sum of the terms with a span that contains it: from the chunk's start, to its end, across all
+    # of it, and between two positions.
     starts = (z * group.qk).sum(axis=-1) * start_rows
     ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
     through = (across.states_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]

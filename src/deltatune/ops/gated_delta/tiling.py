@@ -21,7 +21,7 @@ METAL_BYTES = 32 * 1024
 WIDEST_KEY = 256
 # The number of blocks that fills a large GPU. A scan with fewer blocks gives each of them fewer rows of the state.
 _FULL_GPU_BLOCKS = 64
-# The number of channels whose products with the states are in shared memory together in an unstaged channel tiling.
+# The number of channels with products with the states in shared memory together, in an unstaged channel tiling.
 _UNSTAGED_CHANNELS = 128
 
 
@@ -279,7 +279,7 @@ def _gradient_slices(value_size: int) -> list[int]:
 
 
 def _divisions_on_metal(key_size: int) -> list[Division]:
-    """Return the divisions to try on an Apple GPU, whose blocks have little memory, in order of preference."""
+    """Return the divisions to try on an Apple GPU, where blocks have little memory, in order of preference."""
     short = partial(Division, gradient_slice=16, stages=1, overlay=True)
     # In chunks of 32, keys wider than 64 would need more registers than a lane has (docs/reference/metal.md).
     chunks = (32, 16) if key_size <= 64 else (16,)

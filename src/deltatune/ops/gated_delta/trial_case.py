@@ -113,8 +113,8 @@ class Arguments:
     """The arguments of a case.
 
     Attributes:
-        primals, cotangents: What the implementation gets, in its dtype.
-        reference_primals, reference_cotangents: What the reference gets, a few heads in fp32.
+        primals, cotangents: The arrays for the implementation, in its dtype.
+        reference_primals, reference_cotangents: The arrays for the reference, a few heads in fp32.
         constants: The mask and the segments.
         key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
     """
@@ -188,7 +188,7 @@ def draw_log_gates(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndar
 
 
 def draw_segments(draw: np.random.Generator, batch: int, length: int) -> np.ndarray:
-    """Draw segments, [B, T] int32: many in all rows but the last, whose second one has its last SLOW_TOKENS tokens."""
+    """Draw segments, [B, T] int32: many in all rows but the last, which has two, the second of SLOW_TOKENS tokens."""
     starts = draw.uniform(size=(batch, length)) < 0.03
     starts[-1] = np.arange(length) == length - SLOW_TOKENS
     return np.cumsum(starts, axis=1).astype(np.int32)

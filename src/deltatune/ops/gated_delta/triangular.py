@@ -33,7 +33,7 @@ def blocked_inverse(strict: mx.array) -> mx.array:
     """Return the same as `unit_lower_inverse` from array operations alone, for devices without LAPACK.
 
     Diagonal blocks of 16 are inverted by substitution. Then two neighbouring blocks L and M, with the block A below L
-    and left of M, merge into one whose inverse is [[L^-1, 0], [-M^-1 A L^-1, M^-1]], until one block is left.
+    and left of M, merge into one with the inverse [[L^-1, 0], [-M^-1 A L^-1, M^-1]], until one block is left.
     """
     inverse = _substitute(_diagonal_blocks(strict, BLOCK))
     width = BLOCK

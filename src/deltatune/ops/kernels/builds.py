@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Executor, Future
 from threading import Lock
 
 _lock = Lock()
-# By what the code is made of: the build that has begun, that waits for a thread, or that has ended.
+# By the text of the code: the build that has begun, that waits for a thread, or that has ended.
 _builds: dict[Hashable, Future[bytes]] = {}
 
 
@@ -19,7 +19,7 @@ def begin(builders: Executor, key: Hashable, build: Callable[[], bytes]) -> None
 
 
 def code(key: Hashable, build: Callable[[], bytes]) -> bytes:
-    """Return the code of `key`: of the build that has begun, or else what `build` returns.
+    """Return the code of `key`: of the build that has begun, or else the result of `build`.
 
     A build that waits for a thread is made in this one. After an error, which is raised, the next call builds anew.
     """
@@ -42,7 +42,7 @@ def code(key: Hashable, build: Callable[[], bytes]) -> bytes:
 
 
 def forget() -> None:
-    """Forget what this process has built."""
+    """Forget the builds of this process."""
     with _lock:
         _builds.clear()
 

@@ -78,8 +78,8 @@ class CubinKernel:
         source: The text between the kernel's braces, which may read the shape of input NAME as NAME_shape.
         header: The text before the kernel.
         shared_memory: Bytes of shared memory per block.
-        threads: Threads per block, for a kernel whose groups share out registers among them or that has many threads;
-            else 0, and the compiler gives a thread what it asks for.
+        threads: Threads per block, for a kernel with groups that share out registers among them or with many threads;
+            else 0, and the compiler gives a thread all the registers that it needs.
         resident: With `threads`, how many blocks must fit on a multiprocessor, which bounds a thread's registers.
     """
 

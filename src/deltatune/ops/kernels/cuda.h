@@ -1,7 +1,7 @@
 // The words that the kernel bodies use, defined for CUDA. metal.h defines the same words for Metal and explains them;
-// the comments here say what is particular to CUDA. A group is a warp, and products of 16x16 tiles run on the tensor
-// cores. bf16 inputs are exact operands. What a kernel computes is held as a pair of bf16, a high and a low part with
-// 16 bits of mantissa together, so a product with it takes two or three instructions and is nearly as accurate as fp32.
+// the comments here explain the particulars of CUDA. A group is a warp, and products of 16x16 tiles run on the tensor
+// cores. bf16 inputs are exact operands. A kernel's results are held as pairs of bf16, a high and a low part with 16
+// bits of mantissa together, so a product with it takes two or three instructions and is nearly as accurate as fp32.
 // Where the high part is enough (Rough, Saved), a product takes one. fp16 inputs are pairs throughout; fp32 inputs use
 // FMA.
 
@@ -40,7 +40,7 @@ inline unsigned pack(float low, float high) {
 inline float unpack_low(unsigned r) { return __uint_as_float(r << 16); }
 inline float unpack_high(unsigned r) { return __uint_as_float(r & 0xffff0000u); }
 
-// A matrix of fp32, of bf16, and of pairs of bf16 whose parts are two planes of `count` elements.
+// A matrix of fp32, of bf16, and of pairs of bf16 with their parts in two planes of `count` elements.
 struct PlainFloat {
   static constexpr int bytes = 4, planes = 0;
   float* elements;

@@ -1,7 +1,7 @@
-// What the products of LoRA need in addition to cuda.h: products of fragments, which a group loads from device memory
-// straight to its registers. tests/ops/kernels/fragments_host.h stands in for this file on a CPU.
-// A register of a fragment holds a pair of elements, the first in its low half. Lane 4 g + t of a group has g, its row,
-// and t, its place among the four lanes of a row.
+// The additions of LoRA's products to cuda.h: products of fragments, which a group loads from device memory straight to
+// its registers. tests/ops/kernels/fragments_host.h stands in for this file on a CPU. A register of a fragment holds a
+// pair of elements, the first in its low half. Lane 4 g + t of a group has g, its row, and t, its place among the four
+// lanes of a row.
 
 // Adds to sums [16, 8] the product of left [16, 16] and right [16, 8]. A lane has the rows g and g + 8 of left, at the
 // columns 2 t and 2 t + 1 (registers 0 and 1) and eight further on (2 and 3); column g of right, at the rows
@@ -93,10 +93,10 @@ inline void store_pairs(T* to, const unsigned (&pairs)[4]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// A mark between the blocks of a launch is 64 bits of an output. That memory holds what an earlier array left there, so
-// a mark that is set is a number that no array has but with a chance of 2^-64: four 16-bit NaNs with some random bits.
+// A mark between the blocks of a launch is 64 bits of an output. That memory holds numbers of an earlier array, so a
+// mark that is set is a number that no array has but with a chance of 2^-64: four 16-bit NaNs with some random bits.
 #define DELTATUNE_MARK 0x7fd3ffa97fe5ffc6ull
-// What the block wrote before a barrier can be read by those who find its mark set.
+// A block's writes before a barrier can be read by those who find its mark set.
 inline void set_mark(unsigned* mark) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" :: "l"(mark), "l"(DELTATUNE_MARK) : "memory");
 }

@@ -1,4 +1,4 @@
-// What Hopper has in addition to cuda.h: products of 64 rows by a group of four warps, which read their operands from
+// The additions of Hopper to cuda.h: products of 64 rows by a group of four warps, which read their operands from
 // shared memory and run asynchronously (wgmma), and copies that signal a barrier in shared memory (mbarrier) when they
 // arrive. tests/ops/kernels/hopper_host.h stands in for this file on a CPU.
 // A tile of an operand is cut into panels of 64 columns, 128 bytes per row. The position of each of the eight 16-byte
@@ -23,7 +23,7 @@ inline void mbarrier_wait(unsigned mbarrier, int round) {
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\n"
       "DONE:\n}" :: "r"(mbarrier), "r"(round & 1) : "memory");
 }
-// Tells all lanes of a group alike whether that round is over. What they read then is ordered by waiting for it.
+// Tells all lanes of a group alike whether that round is over. Their later reads are ordered by waiting for it.
 inline bool mbarrier_over(unsigned mbarrier, int round) {
   int over;
   asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
@@ -76,8 +76,8 @@ inline unsigned bytes_of(unsigned one, unsigned other, int i) { return __byte_pe
 // Returns a pair of the upper or the lower half of x.
 inline unsigned half_twice(unsigned x, int upper) { return __byte_perm(x, x, 0x1010 + 0x2222 * upper); }
 // Copies to shared memory for which the thread itself waits: four words that no other thread of the block asks for, or
-// two bf16. What is not aligned as a whole is copied in parts. words_wait waits for all copies that were sent but the
-// last LEFT times.
+// two bf16. Pieces that are not aligned as a whole are copied in parts. words_wait waits for all copies that were sent
+// but the last LEFT times.
 inline void copy_words(unsigned to, const unsigned* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
@@ -203,7 +203,7 @@ inline void copy_signalled_piece(unsigned to, const T* from, bool live, unsigned
 inline void signalled_pieces_sent(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(mbarrier) : "memory");
 }
-// Adds one to a number in device memory and returns what it was.
+// Adds one to a number in device memory and returns its old value.
 inline int counted(int* number) { return atomicAdd(number, 1); }
 inline unsigned bits_of(float x) { return __float_as_uint(x); }
 // The second byte of each of two numbers, and the lower halves of two.
@@ -241,8 +241,8 @@ inline unsigned long long rows_operand(unsigned place) {
 inline unsigned long long columns_operand(unsigned place, int panel) {
   return (unsigned long long)place | ((unsigned long long)(panel >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
-// The descriptor of a columns_operand of no more than 32 columns, whose rows are 64 bytes with four pieces of 16 bytes,
-// in an order that depends on half of the row's number modulo 4 (the 64-byte swizzle).
+// The descriptor of a columns_operand of no more than 32 columns, with rows of 64 bytes in four pieces of 16 bytes, in
+// an order that depends on half of the row's number modulo 4 (the 64-byte swizzle).
 inline unsigned long long short_columns_operand(unsigned place) {
   return (unsigned long long)place | (1ull << 16) | (32ull << 32) | (2ull << 62);
 }
@@ -252,8 +252,8 @@ inline unsigned long long cores_operand(unsigned place, int summed, int kept) {
   return (unsigned long long)place | ((unsigned long long)(summed >> 4) << 16) |
          ((unsigned long long)(kept >> 4) << 32);
 }
-// Returns x in a way that hides where it came from. The compiler then keeps no values derived from x, whose registers
-// the products need.
+// Returns x in a way that hides its origin. The compiler then keeps no values derived from x, since the products need
+// their registers.
 inline unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;

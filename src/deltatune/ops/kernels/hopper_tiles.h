@@ -1,5 +1,5 @@
-// What Hopper's kernels share beyond hopper.h: the place of a block's tiles, the elements of a 64-row result that a lane
-// holds, and products of whole tiles.
+// The parts that Hopper's kernels share beyond hopper.h: the place of a block's tiles, the elements of a 64-row result
+// that a lane holds, and products of whole tiles.
 
 // The start of a block's shared memory, rounded up to a multiple of 1024: as a pointer, and as an address (place).
 struct Room {

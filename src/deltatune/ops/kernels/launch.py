@@ -1,4 +1,4 @@
-"""What a kernel is, declared once, and one launch of it: for Metal, for CUDA and for the tests' host machine.
+"""The declaration of a kernel, and one launch of it: for Metal, for CUDA and for the tests' host machine.
 
 A body is a function template in one of the .h files here, and a `Kernel` declares it. The kernel that MLX runs is a few
 lines of text (`Launch.source`) that reserve shared memory and call the body with its compile-time values; the text of
@@ -31,7 +31,7 @@ PLACE = (
 #: The multiplications of a launch on an Apple GPU: about a second of an M1's, if it does half of its 1.3e12 a second.
 #: macOS ends work that keeps a GPU for about five seconds, so that longer launches are divided.
 MOST_MULTIPLICATIONS = 6.5e11
-# What a kernel is passed in place of an array that the call does not have.
+# The argument in place of an array that the call does not have.
 ABSENT = "Nothing{}"
 
 Arrays = dict[str, mx.array]
@@ -44,11 +44,11 @@ Call = Callable[..., list[mx.array]]
 # Kernels are compared by identity (eq=False): each is declared once.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
-    """The declaration of a kernel: what all its launches have in common.
+    """The declaration of a kernel, which all its launches share.
 
     Attributes:
         name: The name of the body, a function template, and of the kernel in a profile.
-        files: The files that hold the body and what it calls, each after those on which it builds.
+        files: The files with the body and the functions that it calls, each after those on which it builds.
         values: The names of the compile-time values that the body takes, in its order.
         sizes: The text of the sizes that the body takes before its arrays, where it is the same at every launch.
         arrays: The names of the inputs and outputs that the body takes, in its order; a call may lack some of them.
@@ -72,13 +72,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler gets of a launch: the same for all launches that share compiled code.
+    """The input of the compiler for a launch: the same for all launches that share compiled code.
 
     Attributes:
         name: The kernel's name.
         inputs, outputs: The names of its arrays.
         source: The text between the kernel's braces, which is the same on every machine.
-        files: The files whose text goes before it.
+        files: The files with the text before it.
         bytes: The shared memory of a block.
         threads: The threads of a block if the compiler is told, else 0.
         resident: With `threads`, how many blocks must fit on a multiprocessor.
@@ -99,7 +99,7 @@ class Launch:
     """One call of a kernel.
 
     Attributes:
-        kernel: What is called.
+        kernel: The kernel.
         inputs: The input arrays by name.
         outputs: The shapes and dtypes of the outputs by name.
         values: The compile-time values by name.
@@ -109,7 +109,7 @@ class Launch:
         sizes: The text of the sizes that the body takes before its arrays; by default that of the declaration.
         written: The text of those arguments that are not written as an array's name, or as ABSENT.
         changes: The names of inputs that the kernel writes into, which must be arrays that nobody else holds.
-        calls: What runs it, by machine, once it has run; shared with the launches that `on` returns.
+        calls: The compiled call, by machine, once it has run; shared with the launches that `on` returns.
     """
 
     kernel: Kernel
@@ -221,7 +221,7 @@ def header(machine: str, bodies: tuple[str, ...]) -> str:
 
 @cache
 def kernel_of(machine: str, program: Program) -> Any:
-    """Return what runs a program on `machine` (metal or cuda), once compiled; `call_of` makes a call of it."""
+    """Return the compiled kernel of a program on `machine` (metal or cuda); `call_of` makes a call of it."""
     text = header(machine, program.files)
     if machine == "cuda":
         names, bounds = (program.inputs, program.outputs), (program.threads, program.resident)

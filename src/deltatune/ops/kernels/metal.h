@@ -24,7 +24,7 @@
 // A barrier of the two groups that share a strip; on Metal, of all groups of the block.
 #define pair_barrier(strip) barrier()
 
-// A matrix in shared memory. Exact<In> holds inputs, Wide<In> what is computed in fp32, and Saved<In> what kernels hand
+// A matrix in shared memory. Exact<In> holds inputs, Wide<In> results in fp32, and Saved<In> arrays that kernels hand
 // to one another.
 template <typename Element>
 struct Matrix {
@@ -165,7 +165,7 @@ inline int tile_side(int e) {
 }
 constant constexpr int tile_second = 4;
 
-// The value of x of the lane whose number differs in the bits of `mask`.
+// The value of x of the lane with a number that differs in the bits of `mask`.
 #define lane_exchange(x, mask) simd_shuffle_xor(x, mask)
 
 // Loads (take) or stores (give) piece number `at` of an array, which is eight elements.
@@ -262,7 +262,7 @@ Tile left(View view, int lane) {
 }
 template <typename View>
 Tile right(View view, int lane) {
-  // One by one: pairs of right operands raise the registers of a gate per channel's gradients above what a lane has.
+  // One by one: pairs of right operands raise the registers of a gate per channel's gradients above those of a lane.
   Tile t;
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) t.set(e, view.get(tile_row(e, lane), tile_column(e, lane)));

@@ -31,7 +31,7 @@ def compiled(text: str, name: str, architecture: str) -> bytes:
 
 
 def compiled_with_report(text: str, name: str, architecture: str) -> tuple[bytes, str]:
-    """Compile a kernel; return the cubin, and the assembler's report: registers, spills, and what it runs slowly.
+    """Compile a kernel; return the cubin, and the assembler's report: registers, spills, and warnings of slow code.
 
     Arguments and errors are those of `compiled`.
     """

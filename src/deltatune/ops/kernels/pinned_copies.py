@@ -1,4 +1,4 @@
-"""Copies arrays between an NVIDIA GPU and the host's memory, beside what the GPU computes.
+"""Copies arrays between an NVIDIA GPU and the host's memory, while the GPU computes.
 
 Where a program reads an array of the GPU, MLX moves it into managed memory and uses that for other arrays later, which
 is slow. Here kernels of the GPU write to page-locked memory, and read it, so that MLX's arrays stay where they are.
@@ -39,7 +39,7 @@ if (first == 0) written[0] = 1;
     "",
     0,
 )
-# Reading waits for what writing has returned.
+# Reading waits for the result of writing.
 _FROM_HOST = CubinKernel(
     "deltatune_from_host",
     ("written", "place"),

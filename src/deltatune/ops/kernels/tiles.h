@@ -1,16 +1,16 @@
-// What all bodies share and no machine does differently: the place of a lane, views of matrices, sizes with padding,
-// and which positions are live.
+// The parts that all bodies share and that are alike on every machine: the place of a lane, views of matrices, sizes
+// with padding, and which positions are live.
 
 // The block's position in the grid (x, y, z), the thread's index in the block, its group of 32 lanes, and its lane
 // there.
 struct Place {
   int x, y, z, index, group, lane;
 };
-// What a body receives in place of a mask or segments that the call does not have.
+// The argument of a body in place of a mask or segments that the call does not have.
 struct Nothing {
   inline int operator[](long) const { return 1; }
 };
-// The number of a row, or column, that is there: the last one for those past the end, whose results nobody writes. A
+// The number of a row, or column, that is there: the last one for those past the end; nobody writes their results. A
 // load without a condition can start at any time.
 inline int within(int number, int count) { return number < count ? number : count - 1; }
 // A number as it is when it has been rounded to the type T.

@@ -35,7 +35,7 @@ class AdamStep:
     # [5] fp32: the rate, the factor of sqrt(v), the factor that weight decay leaves, the gradients' factor, `healthy`.
     moving: mx.array
     execute: Execute = Pass.run
-    # What a step replaces, by the names that an optimizer's state has for it.
+    # The arrays that a step replaces, by their names in an optimizer's state.
     moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
     @staticmethod
@@ -48,10 +48,10 @@ class AdamStep:
         """Make the numbers for the step that an optimizer has begun.
 
         Args:
-            optimizer: its learning rate and step number are those of the step.
-            scale: a factor of the gradients, [] fp32, or None.
+            optimizer: Its learning rate and step number are those of the step.
+            scale: A factor of the gradients, [] fp32, or None.
             healthy: [] bool; where it is False, parameters and moments stay as they are.
-            others: classes whose arithmetic is that of Adam, or of AdamW where they derive from it.
+            others: Classes with the arithmetic of Adam, or of AdamW where they derive from it.
 
         Returns:
             None for other optimizers than these and MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
@@ -63,7 +63,7 @@ class AdamStep:
 
     @staticmethod
     def begun(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute = Pass.run) -> AdamStep:
-        """Make the numbers for an optimizer whose arithmetic is that of Adam or AdamW, with the arguments of `of`."""
+        """Make the numbers for an optimizer with the arithmetic of Adam or AdamW, with the arguments of `of`."""
         b1, b2 = optimizer.betas
         rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
         decayed = one

@@ -30,9 +30,9 @@ class Walk:
     """How a lane goes along the tokens.
 
     Attributes:
-        rows: how many tokens it computes.
-        ahead: how many rows it loads before it needs the first of them.
-        resident: how many blocks must fit on a multiprocessor, which bounds a lane's registers.
+        rows: How many tokens it computes.
+        ahead: How many rows it loads before it needs the first of them.
+        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers.
     """
 
     rows: int
@@ -45,14 +45,14 @@ FORWARD, BACKWARD, WEIGHT = Walk(16, 3, 4), Walk(16, 3, 3), Walk(32, 2, 3)
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """What the first channels of a convolution are: the queries of all heads, and then their keys.
+    """The first channels of a convolution: the queries of all heads, and then their keys.
 
     Attributes:
-        count: how many heads of queries there are, and of keys.
-        size: the channels of a head.
-        query_factor: queries become query_factor * x / sqrt(mean(x^2) + eps).
-        key_factor: that of the keys.
-        eps: what is added to the mean of the squares.
+        count: How many heads of queries there are, and of keys.
+        size: The channels of a head.
+        query_factor: Queries become query_factor * x / sqrt(mean(x^2) + eps).
+        key_factor: That of the keys.
+        eps: The epsilon added to the mean of the squares.
     """
 
     count: int
@@ -77,7 +77,7 @@ def conv_silu(
         weight: [C, K], K from 2 to 4.
         segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only. The
             state counts as part of the first segment.
-        execute: runs a launch; tests run it on the host machine.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, T, C], in x's dtype.
@@ -104,10 +104,10 @@ def conv_heads(
     Args:
         x: [B, T, C] floats; C is that of the queries, the keys and then the values, each a multiple of 8.
         weight: [C, K], K from 2 to 4.
-        heads: the queries and keys.
+        heads: The queries and keys.
         state: [B, K - 1, C], the inputs before x, oldest first, in x's dtype. None means zeros.
-        segments: as for `conv_silu`.
-        execute: runs a launch; tests run it on the host machine.
+        segments: As for `conv_silu`.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Queries and keys [B, T, heads.count, heads.size] and values [B, T, the other channels], in x's dtype.
@@ -162,7 +162,7 @@ def serves_heads(
 
 @dataclass(frozen=True)
 class _Form:
-    """What the kernels' text depends on: `joined` if the state is in x's first rows, `stateful` if it is apart."""
+    """The parameters of the kernels' text: `joined` if the state is in x's first rows, `stateful` if it is apart."""
 
     taps: int
     channels: int
@@ -202,7 +202,7 @@ class _Form:
     def launch(
         self, name: str, walk: Walk, rows: int, inputs: dict[str, mx.array], out: Outputs, more: tuple[str, ...]
     ) -> Pass:
-        """Describe the launch of the body `name`, whose lanes share out `rows` rows; its last arguments are `more`."""
+        """Describe the launch of the body `name`: its lanes share out `rows` rows; its last arguments are `more`."""
         heads = self.heads
         norms = (heads.query_factor, heads.key_factor, heads.eps) if heads else (1.0, 1.0, 0.0)
         optional = [text if text in self.inputs else ABSENT for text in ("state", "segments")]

@@ -30,8 +30,8 @@ def gates(
         b: [..., H] floats of the same dtype.
         A_log: [H].
         dt_bias: [H].
-        largest_beta: the factor of beta.
-        execute: runs a launch; tests run it on the host machine.
+        largest_beta: The factor of beta.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         log_g and beta, [..., H] fp32.
@@ -72,10 +72,10 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
     It is -exp(A_log) softplus(a + dt_bias), or with a lower bound lower_bound * sigmoid(exp(A_log) (a + dt_bias)).
 
     Args:
-        A_log: broadcastable to `a`.
+        A_log: Broadcastable to `a`.
         a: [B, T, Hv] or [B, T, Hv, Dk].
-        dt_bias: broadcastable to `a`.
-        lower_bound: the smallest value of the result, 0 or less, or None.
+        dt_bias: Broadcastable to `a`.
+        lower_bound: The smallest value of the result, 0 or less, or None.
 
     Returns:
         fp32 of the shape of `a`.

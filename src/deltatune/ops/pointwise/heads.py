@@ -1,4 +1,4 @@
-"""What surrounds the attention of a layer: the norm, rotary embedding and gate before it, and the gate's product after.
+"""The operations around a layer's attention: norm, rotary embedding and gate before it, and the gate's product after.
 
 Projections have one token after the other, [B, T, H, W], and attention takes one head after the other, [B, H, T, W].
 The kernels read the one and write the other, so that nothing is copied from one order to the other by itself.
@@ -18,7 +18,7 @@ from .norms import WIDTHS
 from .pass_launch import Execute, Pass
 from .passes import Arrays, Passes
 
-# The supported rotary dimensions: two elements that turn together are in lanes whose numbers differ in one bit.
+# The supported rotary dimensions: two elements that turn together are in lanes with numbers that differ in one bit.
 ROTARY = (16, 32, 64, 128, 256)
 # A lane computes up to so many heads of its token, a power of two, for which it computes sines and cosines once.
 MOST_HEADS = 4
@@ -42,11 +42,11 @@ def turned_heads(
     Args:
         x: [B, T, H, W] floats, W one of WIDTHS; [B, T, H, 2 W] if gated, with the gate in each head's second half.
         weight: [W].
-        eps: what is added to the mean of the squares.
-        rotary_dims: how many elements of a head turn, one of ROTARY.
-        base: that of the angles.
-        gated: whether x has gates.
-        execute: runs a launch; tests run it on the host machine.
+        eps: The epsilon added to the mean of the squares.
+        rotary_dims: How many elements of a head turn, one of ROTARY.
+        base: That of the angles.
+        gated: Whether x has gates.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, H, T, W] in x's dtype; if gated, also sigmoid(gate) [B, T, H, W].
@@ -72,7 +72,7 @@ def times_gate(y: mx.array, gate: mx.array, *, execute: Execute = Pass.run) -> m
     Args:
         y: [B, H, T, W] floats, W a multiple of 8.
         gate: [B, T, H, W], in y's dtype.
-        execute: runs a launch; tests run it on the host machine.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, T, H, W], in y's dtype.
@@ -126,7 +126,7 @@ def serves_gate(y: mx.array, gate: mx.array) -> bool:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the kernels' text depends on: a row's elements, the heads of a lane, those that turn; and the constants."""
+    """The parameters of the kernels' text: a row's elements, a lane's heads, turning elements; and the constants."""
 
     width: int
     heads: int
@@ -141,7 +141,7 @@ class _Form:
         return f"{what} of {self.width} ({self.heads} a lane, {self.rotary_dims} turn, {self.base}, {self.eps})"
 
     def launch(self, name: str, inputs: dict[str, mx.array], outputs: Outputs, last: tuple[str, ...]) -> Pass:
-        """Describe the launch of the body `name`, whose last arguments are `last`."""
+        """Describe the launch of the body `name` with the last arguments `last`."""
         batch, length, heads, _ = inputs["x"].shape
         lanes = self.width // 8
         first = ("(long)x_shape[0] * x_shape[1]", "x_shape[1]", "x_shape[2]", f"{self.eps!r}f")

@@ -22,8 +22,8 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
     """Return the numbers of all arrays one after another, [n] fp32; there is no gradient.
 
     Args:
-        arrays: arrays of any shape; of several dtypes, mx.concatenate joins them.
-        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+        arrays: Arrays of any shape; of several dtypes, mx.concatenate joins them.
+        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
     dtypes = {array.dtype for array in arrays}
     if execute is None:
@@ -43,7 +43,7 @@ def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
 
 
 def trial_case(dtype: mx.Dtype) -> Case[Execute]:
-    """Return the case of arrays of this dtype, whose numbers must come out as they are."""
+    """Return the case of arrays of this dtype; the results must equal them exactly."""
     arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
     return Case(
         name=f"{dtype} end to end",

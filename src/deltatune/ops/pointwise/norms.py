@@ -23,15 +23,15 @@ def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run)
 
     Args:
         x: [..., W] floats, W one of WIDTHS.
-        factor: a constant.
-        eps: what is added to the mean of the squares.
-        execute: runs a launch; tests run it on the host machine.
+        factor: A constant.
+        eps: The epsilon added to the mean of the squares.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
 
     Raises:
-        ValueError: the kernels do not support W.
+        ValueError: The kernels do not support W.
     """
     passes = _norm(_width(x), float(factor), float(eps))
     return passes(x.reshape(-1, 8), execute=execute)[0].reshape(x.shape)
@@ -43,15 +43,15 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, exe
     Args:
         x: [..., W] floats, W one of WIDTHS.
         weight: [W].
-        gate: floats of the shape and dtype of x.
-        eps: what is added to the mean of the squares.
-        execute: runs a launch; tests run it on the host machine.
+        gate: Floats of the shape and dtype of x.
+        eps: The epsilon added to the mean of the squares.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: Shapes or dtypes do not fit.
 
     Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before they
     multiply it by the weight.
@@ -75,14 +75,14 @@ def norm_and_gate(
     Args:
         x: [..., 2 W] floats, W one of WIDTHS.
         weight: [W].
-        eps: what is added to the mean of the squares.
-        execute: runs a launch; tests run it on the host machine.
+        eps: The epsilon added to the mean of the squares.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Two arrays [..., W] in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: Shapes or dtypes do not fit.
 
     Source: the queries and the gate of `Qwen3NextAttention` in mlx_lm/models/qwen3_next.py.
     """

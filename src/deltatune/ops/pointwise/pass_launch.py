@@ -21,13 +21,13 @@ class Pass:
     """A launch of one kernel body.
 
     Args:
-        name: the name of the body.
-        inputs: the input arrays by name.
-        outputs: the shapes and dtypes of the output arrays by name.
-        arguments: the body's arguments, as they are written in the kernel's text.
-        lanes: how many lanes the body needs.
-        constants: the body's compile-time constants.
-        resident: how many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
+        name: The name of the body.
+        inputs: The input arrays by name.
+        outputs: The shapes and dtypes of the output arrays by name.
+        arguments: The body's arguments, as they are written in the kernel's text.
+        lanes: How many lanes the body needs.
+        constants: The body's compile-time constants.
+        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
     """
 
     groups: ClassVar[int] = GROUPS

@@ -1,4 +1,4 @@
-"""A function that one kernel computes, and whose gradient a second one computes, after a trial on this machine."""
+"""A function with one kernel for its value and one for its gradient, after a trial on this machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-8, mx.bfloat16: 2.0**-5}
 class Passes:
     """A function of arrays with a kernel for its value and one for its gradients.
 
-    Its arguments are first the arrays whose gradients the backward kernel gives, then parameters, then `fixed` arrays
+    Its arguments are first the arrays that get gradients from the backward kernel, then parameters, then `fixed` arrays
     without gradients.
 
     Args:
-        name: the function's name for messages, different for each set of constants.
-        forward: describes the launch for the arguments.
-        backward: describes the launch for the arguments and the cotangents, whose outputs are gradients.
-        plain: the same function by MLX's operations.
-        parameters: the parameters' gradients, from the arguments, the cotangents and what runs a launch. MLX computes
-            them only if something uses them.
-        fixed: the number of arguments without gradients.
+        name: The function's name for messages, different for each set of constants.
+        forward: Describes the launch for the arguments.
+        backward: Describes the launch for the arguments and the cotangents; its outputs are gradients.
+        plain: The same function by MLX's operations.
+        parameters: The parameters' gradients, from the arguments, the cotangents and the function that runs a launch.
+            MLX computes them only if something uses them.
+        fixed: The number of arguments without gradients.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Passes:
         """Whether both kernels run here and agree with `plain`, which is tried once in a process for each kind.
 
         Args:
-            kinds: the shapes and dtypes of random arguments.
-            others: the arguments after them.
-            execute: runs a launch; tests run it on the host machine.
+            kinds: The shapes and dtypes of random arguments.
+            others: The arguments after them.
+            execute: Runs a launch; tests run it on the host machine.
         """
         if is_small_case():
             return True

@@ -31,8 +31,8 @@ def take_rows(x: mx.array, index: mx.array, *, execute: Execute | None = None) -
 
     Args:
         x: [N, D].
-        index: integers [R].
-        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+        index: Integers [R].
+        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
     if execute is None:
         if not serves(x, index.size):
@@ -52,8 +52,8 @@ def embedded(weight: mx.array, ids: mx.array, *, execute: Execute = Pass.run) ->
 
     Args:
         weight: [N, D], D a multiple of 8.
-        ids: integers of any shape.
-        execute: runs a launch; tests run it on the host machine.
+        ids: Integers of any shape.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [..., D] in the weight's dtype.
@@ -92,10 +92,10 @@ def sum_rows(
 
     Args:
         x: [R, D].
-        index: integers [N, k].
+        index: Integers [N, k].
         weights: [N, k] fp32; None means 1.
-        dtype: that of the result; None means that of x.
-        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+        dtype: That of the result; None means that of x.
+        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
     dtype = dtype or x.dtype
     if execute is None:

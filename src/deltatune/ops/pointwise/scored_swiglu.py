@@ -29,9 +29,9 @@ def gradients(
     Args:
         gate: [R, I], I a multiple of 8.
         x: [R, I] of the same dtype.
-        d: the gradient of score * h without the factor `score`, [R, I] of the same dtype.
+        d: The gradient of score * h without the factor `score`, [R, I] of the same dtype.
         score: [R] fp32.
-        execute: runs a launch; tests run it on the host machine.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Three arrays [R, I] of the same dtype, and [R] fp32.
@@ -60,9 +60,9 @@ def with_mlx(
     """Return activation(*inner), the gradients of `inner`, and those of the scores, by MLX's operations.
 
     Args:
-        activation: an elementwise function.
-        inner: its arguments, [..., I].
-        d: the gradient of score * activation(*inner) without the factor `score`.
+        activation: An elementwise function.
+        inner: Its arguments, [..., I].
+        d: The gradient of score * activation(*inner) without the factor `score`.
         score: [..., 1].
     """
     weighted = d * score.astype(d.dtype)

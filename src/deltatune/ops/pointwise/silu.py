@@ -14,9 +14,9 @@ def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.ar
     """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward.
 
     Args:
-        gate: floats of any shape, whose number of elements is a multiple of 8.
-        x: floats of the same shape and dtype.
-        execute: runs a launch; tests run it on the host machine.
+        gate: Floats of any shape with a number of elements that is a multiple of 8.
+        x: Floats of the same shape and dtype.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The same shape and dtype.

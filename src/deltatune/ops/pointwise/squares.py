@@ -29,8 +29,8 @@ def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None
     """Return the sum of the squares of all elements, [] fp32, summed in fp32; there is no gradient.
 
     Args:
-        arrays: arrays of floats of any shape.
-        execute: runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
+        arrays: Arrays of floats of any shape.
+        execute: Runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
     """
     if execute is None:
         if backend.device() != "cuda" or not all(_serves(dtype) for dtype in {array.dtype for array in arrays}):

@@ -35,7 +35,7 @@ def values(signed: bool) -> mx.array:
     """Return the value of each code, [256] fp32: 0, the positive ones ascending up to 1, then the negative ones.
 
     Args:
-        signed: whether half of the codes are negative; otherwise each decade has twice as many intervals.
+        signed: Whether half of the codes are negative; otherwise each decade has twice as many intervals.
     """
     positive = [0.0]
     for decade in range(_DECADES):
@@ -53,9 +53,9 @@ def quantized(x: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
     """Return the codes of x, uint8 in its shape, and the scales of its blocks, [ceil(size / BLOCK)] fp32.
 
     Args:
-        x: the numbers, of which none is negative unless `signed`. One above 0 that is not signed never becomes 0, since
+        x: The numbers, of which none is negative unless `signed`. One above 0 that is not signed never becomes 0, since
             Adam divides by its root.
-        signed: as for values().
+        signed: As for values().
     """
     flat = x.reshape(-1)
     blocks = mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
@@ -91,11 +91,11 @@ class EightBitStep:
     """A step of Adam on moments of 8 bits, for adam_step_8bit in kernels/passes/stored_moments.h.
 
     Attributes:
-        numbers: What all parameters of the step share.
+        numbers: The numbers that all parameters of the step share.
     """
 
     numbers: AdamStep
-    # What a step replaces, by the names that an optimizer's state has for it.
+    # The arrays that a step replaces, by their names in an optimizer's state.
     moments: ClassVar[tuple[str, ...]] = ("m", "m_scale", "v", "v_scale")
 
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
@@ -104,12 +104,12 @@ class EightBitStep:
         return all(dtype in BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, *moments: mx.array) -> list[mx.array]:
-        """Return the new parameter, and what replaces the arrays that EightBitStep.moments names.
+        """Return the new parameter, and the new arrays for the names in EightBitStep.moments.
 
         Args:
             parameter: [...] floats.
-            gradient: of the parameter's shape.
-            moments: the codes of m, uint8 in that shape; the scales of its blocks, [ceil(size / BLOCK)] fp32; and
+            gradient: Of the parameter's shape.
+            moments: The codes of m, uint8 in that shape; the scales of its blocks, [ceil(size / BLOCK)] fp32; and
                 those of v.
         """
         inputs: Arrays = {"fixed": self.numbers.fixed, "moving": self.numbers.moving}

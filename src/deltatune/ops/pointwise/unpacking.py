@@ -19,7 +19,7 @@ from .passes import BOUNDS, LEAST
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-# The most words of a matrix, whose bytes the kernel counts in 32 bits.
+# The most words of a matrix: the kernel counts bytes in 32 bits.
 MOST = 2**30
 # The pieces of eight numbers that a lane unpacks.
 _PIECES = 4
@@ -31,11 +31,11 @@ def unpack(
     """Return the numbers of a matrix, scale q + bias in fp32 and rounded once, with the gradients of mx.dequantize.
 
     Args:
-        matrix: words [..., in bits / 32] uint32, and scales and biases [..., in / group_size], floats of one dtype.
-        group_size: how many numbers share a scale and a bias.
-        bits: the bits of a number.
-        dtype: that of the result.
-        execute: runs a launch; tests run it on the host machine.
+        matrix: Words [..., in bits / 32] uint32, and scales and biases [..., in / group_size], floats of one dtype.
+        group_size: How many numbers share a scale and a bias.
+        bits: The bits of a number.
+        dtype: That of the result.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [..., in].

@@ -44,7 +44,7 @@ def vocabulary_losses(logits: mx.array, targets: mx.array, *, execute: Execute =
     Args:
         logits: [n, V] floats.
         targets: [n] integers from 0 to V - 1.
-        execute: runs a launch; tests run it on the host machine.
+        execute: Runs a launch; tests run it on the host machine.
     """
     return _function(execute)(logits, targets.astype(mx.int32))[0]
 
@@ -118,7 +118,7 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
     return Case(f"the cross-entropy of {dtype}", names, call, truth, BOUNDS[dtype], like=like)
 
 
-# What `differentiated` and `exact_losses` return.
+# The results of `differentiated` and `exact_losses`.
 RESULTS = ("losses", "targets' gradients", "other gradients")
 
 
@@ -136,7 +136,7 @@ def split_at_targets(gradients: mx.array, targets: mx.array) -> list[mx.array]:
 
 
 def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> list[np.ndarray]:
-    """Return what `differentiated` returns, in float64."""
+    """Return the results of `differentiated`, in float64."""
     wide = as_float64(logits)
     chosen = np.arange(len(wide)), np.array(targets)
     wide -= wide.max(axis=-1, keepdims=True)

@@ -43,8 +43,8 @@ def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute
     Args:
         x: [..., W] floats, W a multiple of 8.
         weight: [W] floats.
-        eps: what is added to the mean of the squares.
-        execute: runs a launch; tests run it on the host machine.
+        eps: The epsilon added to the mean of the squares.
+        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
@@ -58,7 +58,7 @@ def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute
 
 
 def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> list[mx.array]:
-    """Return x itself and its weighted_norm, for a branch whose result is added to that x.
+    """Return x itself and its weighted_norm, for a residual branch with a result that is added to that x.
 
     The gradients of both are added in the norm's backward pass. The arguments are those of weighted_norm.
     """
@@ -72,10 +72,10 @@ def sum_norm(
 
     Args:
         x: [..., W] floats, W a multiple of 8.
-        other: what is added, of x's shape and dtype.
+        other: The other term of the sum, of x's shape and dtype.
         weight: [W] floats.
-        eps: what is added to the mean of the squares.
-        execute: runs a launch; tests run it on the host machine.
+        eps: The epsilon added to the mean of the squares.
+        execute: Runs a launch; tests run it on the host machine.
 
     Raises:
         ValueError: `covers` refuses the arrays.
@@ -84,7 +84,7 @@ def sum_norm(
 
 
 def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
-    """Whether the kernels can compute with x, a weight, and what is added to x."""
+    """Whether the kernels can compute with x, a weight, and the arrays added to x."""
     match = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
     floats = x.dtype in BOUNDS and weight.dtype in BOUNDS
     return match and floats and x.size > 0 and weight.shape == x.shape[-1:] and _fits(x.shape[-1])

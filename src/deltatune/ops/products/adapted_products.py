@@ -29,7 +29,7 @@ class AdaptedMatrix:
         weight: W alone or, if it is packed, its words, its scales, and its biases if there are any.
         a: A.
         b: B.
-        quantization: how W is packed, with its `transpose` true; or None.
+        quantization: How W is packed, with its `transpose` true; or None.
     """
 
     weight: Sequence[mx.array]
@@ -45,9 +45,9 @@ def adapted_products(
 
     Args:
         x: [..., in], of the dtype of all matrices.
-        matrices: the matrices and their factors.
-        scale: the factor of the updates.
-        execute: runs a launch; None decides whether to use kernels, and then runs them on the GPU.
+        matrices: The matrices and their factors.
+        scale: The factor of the updates.
+        execute: Runs a launch; None decides whether to use kernels, and then runs them on the GPU.
 
     Returns:
         [..., out] for each matrix.

@@ -44,9 +44,9 @@ def rows_product(
     Args:
         x: [..., K].
         weight: [K, r], or [r, K] if `transpose`, of x's dtype.
-        scale: the factor of the result.
-        transpose: whether the weight is multiplied by its last axis.
-        execute: runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
+        scale: The factor of the result.
+        transpose: Whether the weight is multiplied by its last axis.
+        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
 
     Returns:
         [..., r] in x's dtype.
@@ -65,8 +65,8 @@ def rows_products(x: mx.array, weights: Sequence[mx.array], *, execute: Execute 
 
     Args:
         x: [rows, K].
-        weights: matrices [K, r] of x's dtype.
-        execute: as in `rows_product`.
+        weights: Matrices [K, r] of x's dtype.
+        execute: As in `rows_product`.
     """
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, x, *weights)):
@@ -90,8 +90,8 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0, *, exec
     Args:
         left: [..., N].
         right: [..., K], of left's leading axes and dtype. One of N and K is the rank.
-        scale: the factor of the result.
-        execute: as in `rows_product`.
+        scale: The factor of the result.
+        execute: As in `rows_product`.
 
     Returns:
         [N, K] in left's dtype.
@@ -112,8 +112,8 @@ def columns_products(x: mx.array, narrow: Sequence[mx.array], *, execute: Execut
 
     Args:
         x: [rows, K].
-        narrow: matrices [rows, r] of x's dtype.
-        execute: as in `rows_product`.
+        narrow: Matrices [rows, r] of x's dtype.
+        execute: As in `rows_product`.
     """
     rank = _rank_together(narrow)
     if rank and (execute or covered(rank, x, *narrow)):
@@ -132,8 +132,8 @@ def both_products(
         d: [..., N], the gradient of the result.
         low_rank: [..., r], of d's leading axes and dtype.
         b: [r, N], of d's dtype.
-        scale: the factor of both results.
-        execute: as in `rows_product`.
+        scale: The factor of both results.
+        execute: As in `rows_product`.
 
     Returns:
         [..., r] and [r, N] in d's dtype, with gradients by MLX's products.
@@ -163,9 +163,9 @@ def add_product(
         y: [..., N].
         low_rank: [..., r], of y's leading axes and dtype.
         weight: [r, N], or [N, r] if `transpose`, of y's dtype.
-        scale: the factor of the product.
-        transpose: whether the weight is multiplied by its last axis.
-        execute: as in `rows_product`.
+        scale: The factor of the product.
+        transpose: Whether the weight is multiplied by its last axis.
+        execute: As in `rows_product`.
 
     Returns:
         [..., N] in y's dtype.
@@ -185,9 +185,9 @@ def add_products(
 
     Args:
         y: [rows, N].
-        narrow: matrices [rows, r] of y's dtype.
-        weights: as many matrices [N, r] of y's dtype.
-        execute: as in `rows_product`.
+        narrow: Matrices [rows, r] of y's dtype.
+        weights: As many matrices [N, r] of y's dtype.
+        execute: As in `rows_product`.
     """
     rank = _rank_together(weights)
     if rank and (execute or covered(rank, y, *narrow, *weights)):

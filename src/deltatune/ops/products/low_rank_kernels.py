@@ -64,10 +64,11 @@ class LowRankKernel:
     """A kernel of LoRA's products; its subclasses hold all that its text depends on.
 
     Attributes:
-        name: the kernel's name for messages.
-        rank: the width of the narrow matrices together.
-        count: the number of narrow matrices, and of weights.
-        results: how many of the launch's first outputs are results; the others are what blocks hand to one another.
+        name: The kernel's name for messages.
+        rank: The width of the narrow matrices together.
+        count: The number of narrow matrices, and of weights.
+        results: How many of the launch's first outputs are results; the others are arrays that blocks hand to one
+            another.
     """
 
     name: ClassVar[str]
@@ -80,7 +81,7 @@ class LowRankKernel:
         return 1
 
     def on_trial(self) -> Self:
-        """Return the kernel to try in the place of this one, whose text is the same."""
+        """Return the kernel of the same text to try in the place of this one."""
         return self
 
     def __call__(self, arrays: Arrays, scale: float, execute: Execute) -> list[mx.array]:
@@ -96,7 +97,7 @@ class LowRankKernel:
         return list(not_differentiated_again(forward, backward)(*arrays))
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        """Return what the kernel computes, by MLX's products."""
+        """Compute the kernel's results by MLX's products."""
         raise NotImplementedError
 
     def launch(self, arrays: Arrays, scale: float) -> Launch:
@@ -109,11 +110,11 @@ class RowsKernel(LowRankKernel):
     """scale * x weight, for x [rows, inputs] and each of some weights: sums along rows.
 
     Args:
-        dtype: that of all operands and results.
-        rank: the width of all results together.
-        lines: how many rows a block takes.
-        transpose: whether the weight is [rank, inputs] and not [inputs, rank]; then there is one.
-        count: the number of weights, and of results. All are equally wide, by a multiple of 8 if there are several.
+        dtype: That of all operands and results.
+        rank: The width of all results together.
+        lines: How many rows a block takes.
+        transpose: Whether the weight is [rank, inputs] and not [inputs, rank]; then there is one.
+        count: The number of weights, and of results. All are equally wide, by a multiple of 8 if there are several.
     """
 
     dtype: mx.Dtype
@@ -164,12 +165,12 @@ class ColumnsKernel(LowRankKernel):
     """scale * narrow^T wide [rank, columns], or its transpose, for each of some narrow matrices: sums over rows.
 
     Args:
-        dtype: that of all operands and results.
-        rank: the width of all narrow matrices together.
-        side: how many stripes of columns a block takes.
-        block_rows: how many rows a block may take; the kernel's text does not depend on it.
-        across: whether the result is [rank, columns] and not [columns, rank]; then there is one narrow matrix.
-        count: the number of narrow matrices and of results, as in RowsKernel.
+        dtype: That of all operands and results.
+        rank: The width of all narrow matrices together.
+        side: How many stripes of columns a block takes.
+        block_rows: How many rows a block may take; the kernel's text does not depend on it.
+        across: Whether the result is [rank, columns] and not [columns, rank]; then there is one narrow matrix.
+        count: The number of narrow matrices and of results, as in RowsKernel.
     """
 
     dtype: mx.Dtype
@@ -274,10 +275,10 @@ class WideKernel(LowRankKernel):
     """y + scale * narrow weight, for y [rows, columns], summed over some pairs of a narrow matrix and a weight.
 
     Args:
-        dtype: that of all arrays.
-        rank: the width of all narrow matrices together.
-        transpose: whether the weight is [columns, rank] and not [rank, columns]; else there is one.
-        count: the number of narrow matrices and of weights, as in RowsKernel.
+        dtype: That of all arrays.
+        rank: The width of all narrow matrices together.
+        transpose: Whether the weight is [columns, rank] and not [rank, columns]; else there is one.
+        count: The number of narrow matrices and of weights, as in RowsKernel.
     """
 
     dtype: mx.Dtype
@@ -316,7 +317,7 @@ def _numbered(name: str, arrays: Sequence[T]) -> dict[str, T]:
 
 @cache
 def _together(names: tuple[str, ...], width: int) -> str:
-    """Return the text of one argument that stands for these arrays, whose lines have `width` elements."""
+    """Return the text of one argument that stands for these arrays with lines of `width` elements."""
     return names[0] if len(names) == 1 else f"several<{width}>({', '.join(names)})"
 
 
@@ -335,7 +336,7 @@ def rows_lines(total: int, rank: int) -> int:
 
 
 def column_groups(rank: int) -> int:
-    """The groups of 32 lanes in a block of `columns`, whose sums take its lanes' registers and its shared memory."""
+    """The groups of 32 lanes in a block of `columns`: its sums take its lanes' registers and its shared memory."""
     return 8 if rank <= 32 else 4
 
 

@@ -23,7 +23,7 @@ from ..tracing import trace
 
 # The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
 ROWS = {"cpu": 8, "cuda": 64}
-# The size of what is unpacked at a time.
+# The size of a slab, the part of a matrix that is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 
 
@@ -51,8 +51,8 @@ def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
 
     Args:
         x: [..., K].
-        w: the packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x.
-        scales: the matrix's scales.
+        w: The packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x.
+        scales: The matrix's scales.
     """
     device = backend.device()
     fewest_rows = ROWS.get(device)
@@ -69,7 +69,7 @@ def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
 def packed_product(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
 ) -> mx.array:
-    """Return what mx.quantized_matmul(x, w, scales, biases, *quantization) returns, in the same dtype.
+    """Compute mx.quantized_matmul(x, w, scales, biases, *quantization), in the same dtype.
 
     The unpacked matrix is multiplied in fp32 on a CPU, and in the result's dtype on a GPU. Gradients reach x, and the
     scales and biases where they are floats.
@@ -96,7 +96,7 @@ def packed_product(
 
 
 class _Whole(NamedTuple):
-    """What is known of the words of a matrix that `unpacked_once` covers: the numbers so far, by dtype."""
+    """The unpacked numbers so far of a matrix that `unpacked_once` covers, by dtype; kept beside its words."""
 
     by_dtype: dict[mx.Dtype, mx.array]
 
@@ -126,10 +126,10 @@ def matrix_gradients(
     """Return the gradients of a packed matrix's arrays by MLX's operations: of scales and biases if they are floats.
 
     Args:
-        x: the rows that met the matrix.
-        matrix: words and scales, and biases if there are any.
-        quantization: how the matrix is quantised, and how it was multiplied.
-        dy: the gradient of the product.
+        x: The rows that met the matrix.
+        matrix: Words and scales, and biases if there are any.
+        quantization: How the matrix is quantised, and how it was multiplied.
+        dy: The gradient of the product.
     """
     w, *stored = matrix
     if not is_floating(stored[0]):
@@ -157,11 +157,11 @@ def rows_times(
 
     Args:
         x: [..., in] if `transpose`, else [..., out].
-        matrix: words and scales, and biases if there are any; or the matrix [out, in] alone.
-        quantization: how the matrix is quantised; its own `transpose` does not matter. None for a matrix in 16 bits.
-        transpose: whether the result is x W^T, or x W.
-        onto: what is added to x W, without `transpose`.
-        unpack: unpacks a slab, as mx.dequantize does; `unpacked` by default.
+        matrix: Words and scales, and biases if there are any; or the matrix [out, in] alone.
+        quantization: How the matrix is quantised; its own `transpose` does not matter. None for a matrix in 16 bits.
+        transpose: Whether the result is x W^T, or x W.
+        onto: An array that is added to x W, without `transpose`.
+        unpack: Unpacks a slab, as mx.dequantize does; `unpacked` by default.
     """
     w, *stored = matrix
     result_dtype = _result_dtype(x, stored[0] if stored else w)

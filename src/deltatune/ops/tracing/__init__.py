@@ -1,1 +1,1 @@
-"""What a layer's forward is told by the step around it: one frozen trace in one context variable."""
+"""The trace, which steers a layer's forward from the step around it: frozen, in one context variable."""

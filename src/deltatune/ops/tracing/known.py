@@ -1,4 +1,4 @@
-"""What is known of arrays: who made an array and from what, or what was already made from it.
+"""Facts about arrays: the origin of an array, or results that were already computed from it.
 
 A function that is handed an array sees its values alone. Where it could do better if it knew the array's origin, the
 function that made the array notes a fact. Each kind of fact is a class of its own, beside the functions that note it

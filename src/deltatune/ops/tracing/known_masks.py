@@ -1,6 +1,6 @@
-"""Remembers what boolean attention masks hide, so that attention can be told that and never reads the mask.
+"""Remembers the rules of boolean attention masks, so that attention takes the rule and never reads the mask.
 
-MLX computes an array when it is read. So a mask whose rule is known here takes no memory, unless code other than
+MLX computes an array when it is read. So a mask with a rule that is known here takes no memory, unless code other than
 deltatune's reads it, and then it is right there too.
 """
 
@@ -14,7 +14,7 @@ from . import trace
 
 
 class MaskRule(NamedTuple):
-    """What a causal mask of as many queries as keys hides beside later positions.
+    """The positions that a causal mask of as many queries as keys hides beside later ones.
 
     Attributes:
         window: How many keys a query sees at most, itself and those before it; None for all.
@@ -28,7 +28,7 @@ class MaskRule(NamedTuple):
 
 
 def remember(mask: mx.array, rule: MaskRule) -> mx.array:
-    """Remember that `mask` hides what `rule` says, for as long as the array lives, and return it."""
+    """Remember the rule of `mask` for as long as the array lives, and return the mask."""
     trace.current().known.note(mask, rule)
     return mask
 

@@ -24,7 +24,7 @@ def collect(arrays: list[mx.array]) -> None:
 
 @contextmanager
 def collecting(wanted: bool = True) -> Iterator[list[mx.array]]:
-    """Within the context, what collect() takes is put into the list that the context yields, if that is `wanted`."""
+    """Within the context, the arguments of collect() are put into the list that the context yields, if `wanted`."""
     collected: list[mx.array] = []
     with trace.having(side_outputs=collected if wanted else None):
         yield collected

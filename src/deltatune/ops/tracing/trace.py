@@ -1,8 +1,8 @@
 """The trace: everything that steers a layer's forward and is no argument of it.
 
-Models of other packages call their layers as they like, so what the step around a layer has to say to the functions
-inside it cannot be an argument. It stands in one frozen `Trace`, which `current()` returns and `having()` changes for a
-while. docs/how/trace.md has a picture of who changes it and who reads it.
+Models of other packages call their layers as they like, so the step around a layer cannot pass arguments to the
+functions inside it. It sets one frozen `Trace` instead, which `current()` returns and `having()` changes for a while.
+docs/how/trace.md has a picture of who changes it and who reads it.
 
 A context variable belongs to a thread: a thread that starts within a step begins with the trace outside all contexts.
 MLX runs Python when it traces a function and when it derives a gradient, not when it computes. So a trace must be in
@@ -43,9 +43,9 @@ class NotedCall:
     """A call of a patched function.
 
     Attributes:
-        operator: What it computes: "gated delta", "attention" or "experts".
+        operator: The operator: "gated delta", "attention" or "experts".
         callers: The ids of the `self` of every stack frame above it.
-        implementation: The name of what serves it in training; "" where upstream's code does.
+        implementation: The name of the implementation that serves it in training; "" where upstream's code does.
     """
 
     operator: str
@@ -55,27 +55,28 @@ class NotedCall:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the functions inside a layer are told.
+    """The settings and notes of a step for the functions inside a layer.
 
     Attributes:
         whole_rows: Whether rows are trained or scored whole, which a decoder's are not.
         segments: The documents of the packed batch that runs, [B, T] integers; None for rows of one document.
         piece: Where the piece that a layer runs on begins and ends in its row; None for a whole row.
         recomputed: Whether the layer that runs is checkpointed, so that it keeps nothing for its backward pass.
-        once: Whether what is traced is a training step, which nobody maps, and whose gradients nobody differentiates.
-        cheap_twice: Whether a backward pass computes the results of cheap operators again.
+        once: Whether a training step is traced, which nobody maps or differentiates twice.
+        cheap_twice: Whether a backward pass recomputes the results of cheap operators.
         random_key: The key that the next draw splits, as the one item of a list, so that mx.compile can take it as a
             state; None where MLX's own key serves.
         side_outputs: Where arrays go that a layer computes beside its output; None if nobody collects them.
         routers: How the routers of a mixture are watched; None if they are not.
         read_together: The adapters that read one input, in groups; None where each is computed by itself.
         chosen_experts: Where the experts that a block calls leave the indices of those chosen; None outside a block
-            whose experts wait for their scores.
-        attending: Whether deltatune's attention runs, so that what it calls itself is not served by it again.
+            with experts that wait for their scores.
+        attending: Whether deltatune's attention runs, so that its own calls of MLX's attention are not redirected to
+            it.
         upstream_serves: Whether a call of the recurrence runs that upstream serves, with all that it calls.
         callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
-        recurrences: How many calls of the recurrence each of those who may serve it has served.
-        attentions: The same of attention.
+        recurrences: Calls of the recurrence, counted by implementation.
+        attentions: Calls of attention, counted by implementation.
         next_tokens: Whether a compiled step gives all rows of a batch their next token (models/batch_decoder.py), which
             takes as long as its kernels are many.
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
@@ -84,9 +85,9 @@ class Trace:
         rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
-        foreseen: The trials whose kernels are being built for calls that are only foreseen (ops/trial/foresight.py);
+        foreseen: The trials of kernels that are being built for calls that are only foreseen (ops/trial/foresight.py);
             None where calls are made.
-        known: What is known of arrays, by the arrays themselves; the outermost `having` begins with nothing.
+        known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """
 
     whole_rows: bool = False

@@ -2,9 +2,9 @@
 // exponents of two: scale * log2(e) * q k^T. The four groups of a block each compute one of the four 16x16 tiles of a
 // step's scores. Each group holds 16 columns of every PIECE columns of the results, for all rows of the block.
 
-// Which keys a query sees, and which queries see a key. Each is an interval whose ends never decrease with the
-// position, so that the first and the last row of a tile tell which other tiles it meets. `starts` and `ends`
-// [B, keys] are the bounds of each key's segment, and query i belongs to that of key ahead + i.
+// Which keys a query sees, and which queries see a key. Each is an interval with ends that never decrease with the
+// position, so that the first and the last row of a tile tell which other tiles it meets. `starts` and `ends` [B, keys]
+// are the bounds of each key's segment, and query i belongs to that of key ahead + i.
 template <bool CAUSAL, int WINDOW, bool SEGMENTED, typename P>
 struct Seen {
   int queries, keys;
@@ -358,8 +358,8 @@ inline void attention_delta(Place at, threadgroup char* memory, int rows, PY y, 
 }
 
 // Computes weights from a tile of scores, and the scores' gradients from the products of dy and v, and writes those of
-// them to shared memory that are wanted. The tile's rows are queries or, where TURNED, keys. `from` and `to` bound what
-// each of a lane's two rows sees.
+// them to shared memory that are wanted. The tile's rows are queries or, where TURNED, keys. `from` and `to` bound the
+// positions that each of a lane's two rows sees.
 template <bool TURNED, bool WEIGHTS, bool GRADIENTS, typename Memory, typename PL>
 inline void put_gradients(const thread Staging<Memory>& staging, thread Tile& scores, thread Tile& products,
                           const thread int* from, const thread int* to, int column, int query, int queries, float scale,

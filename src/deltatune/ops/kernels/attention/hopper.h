@@ -16,7 +16,7 @@ inline constexpr int panels(int size) {
 inline constexpr bool held(int size, int value_size) {
   return panels(size) <= 128 && panels(value_size) <= 128;
 }
-// How many stages of `stage` bytes, at most 4, fit in addition to `taken` bytes and what all kernels need.
+// How many stages of `stage` bytes, at most 4, fit in addition to `taken` bytes and those that all kernels need.
 inline constexpr int stages_beside(int taken, int stage) {
   return (232448 - 1216 - taken) / stage < 4 ? (232448 - 1216 - taken) / stage : 4;
 }
@@ -127,7 +127,7 @@ struct HopperBarriers {
     barrier();
   }
 };
-// What the two rows of a lane see (low and high), and what all 64 rows of the tile see.
+// The positions that the two rows of a lane see (low and high), and those that all 64 rows of the tile see.
 struct Rows {
   int low[2], high[2], all_low, all_high;
   inline bool whole_tile(int from, int to) const { return from >= all_low && to <= all_high; }
@@ -292,8 +292,8 @@ inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&resu
   skip(first);
 }
 
-// Computes what attention_forward does, from packed q, k and v, with sums [B, HQ, whole(TQ, 128)]. The grid is (query
-// heads, rows of the batch, pieces of 128 queries).
+// Computes the outputs of attention_forward, from packed q, k and v, with sums [B, HQ, whole(TQ, 128)]. The grid is
+// (query heads, rows of the batch, pieces of 128 queries).
 template <typename In, int D, int DV, int HEIGHT, bool CAUSAL, int WINDOW, bool SEGMENTED, bool WITH_SINKS, typename PQ,
           typename PK, typename PV, typename PN, typename PS, typename PI>
 inline void attention_hopper_forward(Place at, threadgroup char* memory, int heads, int key_heads, int queries,
@@ -587,7 +587,7 @@ inline void load_row_numbers(thread float (&to)[16], P from, Place at) {
   for (int j = 0; j < 8; ++j) get_two(to + 2 * j, from + j * 8 + at.lane % 4 * 2);
 }
 
-// Passes the weights of 64 keys from one group of warps to the other, whose lanes hold the same elements: pass_weights
+// Passes the weights of 64 keys from one group of warps to the other, where lanes hold the same elements: pass_weights
 // writes them, and multiply_by_weights multiplies by them.
 inline void pass_weights(threadgroup float* room, const thread float (&x)[32], Place at) {
   DELTATUNE_UNROLL

@@ -12,7 +12,7 @@ struct AttentionTokenMemory {
 };
 
 // Joins the shares of a block: with M the largest maximum, the sum of 2^(maximum - M) result over that of
-// 2^(maximum - M) sum. `finish` makes of it what is written.
+// 2^(maximum - M) sum. `finish` turns it into the output.
 template <int GROUPS, int HEADS, int SIZE, typename T, typename F>
 inline void join_shares(Place at, threadgroup char* memory, GLOBAL T* y, F finish) {
   using Memory = AttentionTokenMemory<GROUPS, HEADS, SIZE>;
@@ -36,7 +36,7 @@ struct Plain {
   inline T operator()(float y, int, int) const { return static_cast<T>(y); }
 };
 
-// What a lane has of HEADS queries, and of their attention to the keys that its share has read so far.
+// A lane's parts of HEADS queries, and of their attention to the keys that its share has read so far.
 template <int HEADS>
 struct Attended {
   float query[HEADS][8], result[HEADS][8], most[HEADS], sum[HEADS];
@@ -94,7 +94,7 @@ inline void attend_to_row(Place at, thread Attended<HEADS>& own, const GLOBAL T*
   }
 }
 
-// Puts what the shares have into shared memory, joins them and writes the block's heads.
+// Puts the shares' results into shared memory, joins them and writes the block's heads.
 template <int GROUPS, int HEADS, int SIZE, typename T, typename F>
 inline void write_heads(Place at, threadgroup char* memory, const thread Attended<HEADS>& own, GLOBAL T* y, F finish) {
   constexpr int LANES = SIZE / 8;

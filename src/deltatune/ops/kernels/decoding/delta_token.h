@@ -1,7 +1,7 @@
 // One token of each row of a gated-delta layer, from its projections to its output projection, for
 // ops/decoding/delta_token.py: the short convolution and its silu, the norms of queries and keys, the gates, one step of
-// the recurrence, and the gated norm. A block computes one value head of one row. Everything is computed in fp32; what
-// the layer's own operations round to the type T of its arrays is rounded to it here too.
+// the recurrence, and the gated norm. A block computes one value head of one row. Everything is computed in fp32;
+// results that the layer's own operations round to the type T of its arrays are rounded to it here too.
 
 template <int GROUPS, int KEY, int VALUE>
 struct DeltaTokenMemory {
@@ -10,7 +10,7 @@ struct DeltaTokenMemory {
   static constexpr constant int bytes = sums + 8 * GROUPS;
 };
 
-// The factors of the normed queries and keys, what is added to the mean of their squares and to that of the outputs, and
+// The factors of the normed queries and keys, the epsilons of the mean of their squares and of that of the outputs, and
 // how far apart the rows of x, of z, and of a and b are.
 struct DeltaTokenNumbers {
   float query_factor, key_factor, head_eps, output_eps;
@@ -57,8 +57,8 @@ inline void sum_over_block(Place at, threadgroup float* sums, thread float& a, t
 struct alignas(16) Quad {
   float x[4];
 };
-// A lane's eight elements of a row of KEY are quad number `piece` of its first half and of its second, so that lanes
-// that run side by side read and write what lies side by side.
+// A lane's eight elements of a row of KEY are quad number `piece` of its first half and of its second, so that
+// neighbouring lanes read and write neighbouring elements.
 template <int KEY>
 inline void load_row(thread float (&to)[8], const GLOBAL float* row, int piece) {
   const GLOBAL Quad* quads = reinterpret_cast<const GLOBAL Quad*>(row);

@@ -1,9 +1,10 @@
 // One token of each row of a gated attention layer, from its projections to its output projection, for
 // ops/decoding/gated_attention_token.py: the norms and the rotary turns of queries and keys, the place of the key and the
 // value among those of the row, attention, and the gate. A block computes HEADS query heads of one row, as in
-// attention_token.h. What the layer's own operations round to the type T of its arrays is rounded to it here too.
+// attention_token.h. Results that the layer's own operations round to the type T of its arrays are rounded to it here
+// too.
 
-// What is added to the means of the squares, the scale with the factor log2(e), and how far apart the rows of the
+// The epsilons of the means of the squares, the scale with the factor log2(e), and how far apart the rows of the
 // projected queries, keys and values are.
 struct GatedTokenNumbers {
   float q_eps, k_eps, scale;

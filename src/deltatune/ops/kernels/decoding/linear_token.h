@@ -126,7 +126,7 @@ inline void keep_token(Place at, threadgroup char* memory, const thread float (&
   }
 }
 
-// What an adapter adds to a row's output: its element of h b, h [rows, rank] and b [rank, outputs].
+// The term of an adapter in a row's output: its element of h b, h [rows, rank] and b [rank, outputs].
 inline float of_adapter(Nothing, Nothing, int, long, int, int) { return 0.0f; }
 template <typename T>
 inline float of_adapter(const GLOBAL T* h, const GLOBAL T* b, int rank, long row, int output, int outputs) {
@@ -136,7 +136,7 @@ inline float of_adapter(const GLOBAL T* h, const GLOBAL T* b, int rank, long row
   return sum;
 }
 
-// What is added to a result, if anything.
+// A result with its residual, if there is one.
 template <typename T>
 inline T with_residual(float y, Nothing, long) { return static_cast<T>(y); }
 template <typename T>
@@ -144,7 +144,7 @@ inline T with_residual(float y, const GLOBAL T* residual, long place) {
   return static_cast<T>(rounded_to<T>(y) + static_cast<float>(residual[place]));
 }
 
-// Adds up what the groups have, and writes the block's results.
+// Adds up the groups' sums, and writes the block's results.
 template <int GROUPS, int TILES, int LINES, int PARTS, typename T, typename H, typename B, typename C, typename R>
 inline void write_token(Place at, TokenPlace place, threadgroup char* memory, int rank, H h, B b, C second_b, R residual,
                         GLOBAL T* y) {

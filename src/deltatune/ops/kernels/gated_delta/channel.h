@@ -5,7 +5,7 @@
 // A chunk has one or two tiles of 16 positions. Between the two tiles D is a product of two factors, each at most 1: of
 // the gates from the later tile's start to i (prefix_i), and of those from j + 1 to the earlier tile's end (suffix_j).
 // Within a tile, pairs are summed one by one. Nothing is divided by a gate, and the gradient of a gate is a sum of
-// terms whose span contains it.
+// terms with a span that contains it.
 
 template <typename In, int C, int DK, bool UNSTAGED>
 struct ChannelPrepareMemory {
@@ -35,7 +35,8 @@ inline float product_of_gates(threadgroup const float* gate, int from, int to, i
   return product;
 }
 
-// Returns, in lane l, the sum over all lanes of their element l. Each step halves what a lane still adds up.
+// Returns, in lane l, the sum over all lanes of their element l. Each step halves the number of sums that a lane still
+// forms.
 inline float lane_sums(thread float (&x)[32], int lane) {
   DELTATUNE_UNROLL
   for (int width = 16; width > 0; width /= 2) {
@@ -95,8 +96,8 @@ inline void sum_pairs_of_columns(threadgroup float* of_q, threadgroup float* of_
   }
 }
 
-// Computes what the scans need of each chunk and what does not depend on its state. Each block does one chunk; the grid
-// is (chunks, HV, B).
+// Computes the scans' operands of each chunk, which do not depend on its state. Each block does one chunk; the grid is
+// (chunks, HV, B).
 // Inputs: q, k [B,T,HK,DK]; log_g [B,T,HV,DK]; beta [B,T,HV]; mask and segments [B,T], or Nothing.
 // Outputs, for each of [B,HV,chunks]: solve, the packed Z; scores, the packed P; factors, which are beta [C] and then
 // the product of the chunk's gates [DK]; and, [C,DK] with padded rows, queries G Q, keys G K and ends E K.

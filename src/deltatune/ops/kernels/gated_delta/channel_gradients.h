@@ -40,7 +40,7 @@ struct ChannelGradientMemory {
 };
 
 
-// What the phases of a value head leave each other in shared memory.
+// The tables in shared memory that the phases of a value head leave one another.
 template <typename In, typename Layout>
 struct ChannelTables {
   using Memory = Layout;
@@ -136,7 +136,7 @@ struct StateDots {
   }
 };
 
-// Writes a group's products with the states, times what beta gives them, to their rows and columns in shared memory,
+// Writes a group's products with the states, times their factors of beta, to their rows and columns in shared memory,
 // from channel `first` on as many as there is room for.
 template <typename Shape, typename Tables>
 inline void put_products(Place at, StateProducts<Shape> sums, Tables tables, int first) {
@@ -217,8 +217,8 @@ inline void multiply_between_tiles(Place at, Tables tables) {
   }
 }
 
-// Adds up what channel c of a group's tile receives: from before the tile, from after it, and from the pairs in it. The
-// channel is number `cell` of those whose products are in shared memory.
+// Adds up the terms of channel c of a group's tile: from before the tile, from after it, and from the pairs in it. The
+// channel is number `cell` of those with products in shared memory.
 template <typename Shape, typename Tables>
 inline void add_along_positions(ChannelSums sums, thread const ChannelRows& rows, Tables tables, int tile, int c,
                                 int cell) {
@@ -236,8 +236,8 @@ inline void add_along_positions(ChannelSums sums, thread const ChannelRows& rows
   add_pairs_within<Memory::weights_stride>(sums, rows, tables.weights + tile * 16 * Memory::weights_stride);
 }
 
-// Returns what every gate of channel c in a group's tile receives: the inner product of the states, decayed by the
-// whole chunk, and the terms of the other tile that span this one.
+// Returns the term that every gate of channel c in a group's tile shares: the inner product of the states, decayed by
+// the whole chunk, and the terms of the other tile that span this one.
 template <typename Shape, typename Tables>
 inline float on_all_gates(Tables tables, int tile, int c) {
   constexpr int columns = Shape::columns;
@@ -247,8 +247,8 @@ inline float on_all_gates(Tables tables, int tile, int c) {
   return Shape::blocks == 2 ? sum + tables.cross[tile * columns + c] : sum;
 }
 
-// Computes the gradients of q, k, log_g and beta from what the two scans wrote. Inputs, outputs, blocks and the grid
-// are those of gated_delta_gradients, but log_g and d_log_g are [B,T,HV,DK].
+// Computes the gradients of q, k, log_g and beta from the outputs of the two scans. Inputs, outputs, blocks and the
+// grid are those of gated_delta_gradients, but log_g and d_log_g are [B,T,HV,DK].
 // First a group owns the 16 positions of a tile and a part of the columns of DK, and multiplies with the states. Then a
 // lane owns a channel of a tile and goes along the tile's 16 positions.
 template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool UNSTAGED,

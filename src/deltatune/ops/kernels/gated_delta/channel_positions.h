@@ -1,6 +1,6 @@
 // How the gradients kernel for a gate per channel goes along positions: a lane has one channel of one tile, and adds to
 // the gradients of q, k and log_g the terms from before the tile, those to after it, and the pairs within it. A gate
-// receives the terms whose span contains it, and only sums of them are formed.
+// receives the terms with a span that contains it, and only sums of them are formed.
 
 // A channel's gates, queries and keys at the 16 positions of a tile: zeros and gates of 1 where a step is not live.
 struct ChannelRows {
@@ -106,7 +106,7 @@ inline void add_pairs_of_half(ChannelSums sums, thread const ChannelRows& rows, 
   }
 }
 
-// Adds the pairs between the two halves of a tile, whose decay is a product of two factors: of the gates of the later
+// Adds the pairs between the two halves of a tile. Their decay is a product of two factors: of the gates of the later
 // half up to i, and `decay`, of those of the earlier half after j.
 template <int STRIDE>
 inline void add_pairs_between_halves(ChannelSums sums, thread const ChannelRows& rows, thread const float (&decay)[8],

@@ -1,6 +1,6 @@
-// The gated delta rule with one gate per head: its formulas, and what its four kernels share. They are in prepare.h and
-// scan.h for the forward pass, reverse.h and gradients.h for the backward pass. The text is one for every machine:
-// metal.h, cuda.h and the tests' host.h define the words that differ between machines.
+// The gated delta rule with one gate per head: its formulas, and the parts that its four kernels share. They are in
+// prepare.h and scan.h for the forward pass, reverse.h and gradients.h for the backward pass. The text is one for every
+// machine: metal.h, cuda.h and the tests' host.h define the words that differ between machines.
 //
 // A chunk is C positions of one batch row and value head; i and j are positions in it. S [DV, DK] is the state before
 // it.
@@ -13,7 +13,7 @@
 // A product of gates contains the gates of its own span only, so a gate of 0 (a document's start, log_g = -inf) is
 // exact.
 //
-// A block computes with GROUPS groups of 32 lanes. A group holds 16x16 tiles of fp32, whose elements its lanes share.
+// A block computes with GROUPS groups of 32 lanes. A group holds 16x16 tiles of fp32; its lanes share their elements.
 // Template values: In is the dtype of q, k and v; C positions per chunk; DK and DV head sizes; HK and HV numbers of key
 // and value heads; SLICE rows of the state per block; STAGES buffers per pipeline; UNSTAGED, MASKED and SEGMENTED as in
 // ops/gated_delta/tiling.py.

@@ -1,8 +1,8 @@
 // How the gradients kernel for one gate per head computes the gradients of log_g and beta.
 
 // Part `share` of `Shares` of the gradient of log_g at position t: the terms of rows at or after t (before_sums), of
-// rows before t (after_sums), and of pairs i >= t > j, whose span contains t. Only such terms are added. A difference
-// of running sums would lose the gradient of a small gate.
+// rows before t (after_sums), and of pairs i >= t > j with a span that contains t. Only such terms are added. A
+// difference of running sums would lose the gradient of a small gate.
 template <int C, int Shares, int Room>
 inline float spanning(threadgroup const float* diagonal, threadgroup const float* row_sums,
                       threadgroup const float* column_sums, threadgroup const float* before_sums,
@@ -56,9 +56,9 @@ inline float spanning(threadgroup const float* diagonal, threadgroup const float
 }
 
 // Replaces after_sums[i] = <dS k_i, E_i beta_i u_i>, which the gates before i receive, by a more exact value: dS is
-// saved in bf16, whose rounding that sum would show. Since R + N^T beta R = w = P^T dY + E K dS^T, the sum also equals
-// beta_i <R_i, u_i> less the terms of the pairs whose second position is i, (i, i) among them, all of them in fp32.
-// It is a difference, so it is not used where E_i is small.
+// saved in bf16, and that sum would show the rounding. Since R + N^T beta R = w = P^T dY + E K dS^T, the sum also
+// equals beta_i <R_i, u_i> less the terms of the pairs with the second position i, (i, i) among them, all of them in
+// fp32. It is a difference, so it is not used where E_i is small.
 template <int C, int Room>
 inline void ends_by_pairs(threadgroup const float* diagonal, threadgroup const float* column_sums,
                           threadgroup const float* rate_sums, threadgroup const float* rate,
@@ -75,7 +75,7 @@ inline void ends_by_pairs(threadgroup const float* diagonal, threadgroup const f
   for (int p = 1; p < parts; ++p) after_sums[i * Room + p] = 0.0f;
 }
 
-// What the phases of a value head leave each other in shared memory.
+// The tables in shared memory that the phases of a value head leave one another.
 //   gate, before, after and rate are the gate, G, E and beta of each position.
 //   before_sums, after_sums and rate_sums have, for each position, a part of each group of its row of tiles: the terms
 //   that the gates up to it receive from S, those that the gates after it receive from dS, and <R_i, u_i>.

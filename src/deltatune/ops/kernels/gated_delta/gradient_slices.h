@@ -1,4 +1,4 @@
-// What both gradients kernels do with what the scans saved: they go through it SLICE rows of DV at a time, and multiply
+// The walk of both gradients kernels through the arrays that the scans saved, SLICE rows of DV at a time: they multiply
 // S and u with dY and R, and dS with u.
 
 // The sizes of a call, and how the groups of a block share the tiles of a chunk: a group owns the 16 positions of one
@@ -28,7 +28,7 @@ inline bool is_lacking(int column) {
   return Shape::key_tiles % Shape::parts != 0 && column >= Shape::columns;
 }
 
-// The arrays that a gradients kernel goes through by slices, in device memory: what the scans saved, and dY.
+// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, and dY.
 template <typename PT, typename PU, typename PR, typename PY, typename PM>
 struct SavedArrays {
   PT states, d_states;

@@ -1,4 +1,4 @@
-// The gradients kernel: the gradients of q, k, log_g and beta, from what the two scans saved.
+// The gradients kernel: the gradients of q, k, log_g and beta, from the arrays that the two scans saved.
 
 // How many parts the columns of DK have room for: each part is a group's, in each row of tiles.
 inline constexpr int room_of_parts(int groups, int blocks) {
@@ -40,8 +40,8 @@ struct KeyGradients {
   thread Tile (&dk)[Shape::column_tiles];
 };
 
-// Adds to dq and dk what reaches them through the states: G dY S, -G beta R^T S and E beta u^T dS. Writes the terms of
-// the gates and of beta that the group's rows have there.
+// Adds to dq and dk their terms through the states: G dY S, -G beta R^T S and E beta u^T dS. Writes the terms of the
+// gates and of beta that the group's rows have there.
 template <typename Shape, typename Tables, typename Queries, typename Keys>
 inline void add_state_terms(Place at, KeyGradients<Shape> gradients, StateProducts<Shape> products,
                             Tables tables, Queries queries, Keys keys) {
@@ -123,7 +123,7 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
   }
 }
 
-// Adds to dq and dk what reaches them through P and N: the weights of the pairs times the other position's k or q.
+// Adds to dq and dk their terms through P and N: the weights of the pairs times the other position's k or q.
 template <typename Shape, typename Weights, typename Queries, typename Keys>
 inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weights weights_y, Weights weights_right,
                                   Queries queries, Keys keys) {
@@ -171,8 +171,8 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
   }
 }
 
-// Computes the gradients of q, k, log_g and beta from what the two scans wrote. Each block does one chunk of one key
-// head and goes through that head's HV / HK value heads; the grid is (chunks, HK, B).
+// Computes the gradients of q, k, log_g and beta from the outputs of the two scans. Each block does one chunk of one
+// key head and goes through that head's HV / HK value heads; the grid is (chunks, HK, B).
 // Inputs: q, k, log_g, mask, segments; factors of the prepare kernel; states and u of the scan; d_states and d_right of
 // the reverse scan; dy. Outputs: dq, dk [B,T,HK,DK]; d_log_g, d_beta [B,T,HV].
 // A group owns the 16 positions of tile `row` and part `part` of the columns of DK. It multiplies with the states SLICE

@@ -1,5 +1,5 @@
-// What the prepare kernel and the scans of Hopper share: the form of what they hand to one another, pairs of bf16 for
-// what is computed in fp32, and how 64 positions of an input are copied to shared memory.
+// The parts that the prepare kernel and the scans of Hopper share: the form of the arrays between them, pairs of bf16
+// for results in fp32, and the copy of 64 positions of an input to shared memory.
 //
 // Matrices that the kernels hand to one another consist of cores: 8 x 8 matrices of bf16, 128 bytes each. A group of
 // lanes writes a core at once from its registers, and the tensor cores multiply with cores as they are. States have
@@ -8,8 +8,8 @@
 // are, for each 16 rows, the tails of the state, 16 bytes a lane (write_tails).
 // Z and P of a chunk are in a grid of 8 x 9 cores. The high part of core (I, J) of the lower triangle is at (I, J). Its
 // low part is at (J, I + 1), above the triangle. Either way the distances between neighbours are constant, as the
-// tensor cores want them. Where these read what is above the triangle too, the grid in shared memory has 8 x 12 cores:
-// low parts are at (J, I + 4), and the three cores between them and the triangle are zeros.
+// tensor cores want them. Where these read above the triangle too, the grid in shared memory has 8 x 12 cores: low
+// parts are at (J, I + 4), and the three cores between them and the triangle are zeros.
 
 enum CoreSizes : int {
   core_bytes = 128,
@@ -61,8 +61,8 @@ inline void split_pairs(thread unsigned (&high)[COUNT / 2], thread unsigned (&lo
   for (int i = 0; i < COUNT / 2; ++i) split_pair(high[i], low[i], x[2 * i], x[2 * i + 1]);
 }
 
-// u and R are saved in twelve bits that count. The gradient kernel sums what nearly cancels: with high parts alone, of
-// eight bits, nearly equal keys would leave errors of 1 %.
+// u and R are saved in twelve bits that count. The gradient kernel sums terms that nearly cancel: with high parts
+// alone, of eight bits, nearly equal keys would leave errors of 1 %.
 // Returns the four bits of each number of a left operand that follow its high part: those of pair i from bit 4 i of
 // either half on, with the first of the four turned. A low part is made a little less, for it must not be half of the
 // high part's last place.

@@ -12,7 +12,7 @@ struct GradientTables {
   inline threadgroup float* after() const { return before() + 64; }
   inline threadgroup float* rate() const { return before() + 128; }
   inline threadgroup float* gate() const { return before() + 192; }
-  // What the sums by columns of DK of a team are multiplied by, in a row.
+  // The factor of the sums by columns of DK of a team, in a row.
   template <int TEAM>
   inline float factor(int row) const {
     if (TEAM == 2) return after()[row] * rate()[row];
@@ -37,12 +37,12 @@ inline float add_others_of_16(float own, float x, int lane) {
   }
   return own;
 }
-// What a unit adds to the gradients of log_g and beta at a position.
+// The terms of a unit in the gradients of log_g and beta at a position.
 struct GateSums {
   float on_gate, on_beta;
 };
-// Computes what `ends_by_pairs` and `spanning` of gradient_gates.h do for position t, 64 lanes at a time: 16 positions
-// are summed by lanes, and then the totals of other 16. As there only terms are added whose span contains t.
+// Computes `ends_by_pairs` and `spanning` of gradient_gates.h for position t, 64 lanes at a time: 16 positions are
+// summed by lanes, and then the totals of other 16. As there, only terms with a span that contains t are added.
 template <int DV>
 inline GateSums sum_positions(Room room, GradientTables<DV> tables, int unit, int t, int lane) {
   using Memory = HopperGradientMemory<DV>;
@@ -112,8 +112,8 @@ inline void write_rows(threadgroup const char* rows, P out, GradientItem item, i
   }
 }
 
-// Fills the tables of every unit's gates, and adds up what the units contribute to the gradients of log_g and beta.
-// Writes every item's dq and dk. Two warps do it, a thread for each position.
+// Fills the tables of every unit's gates, and adds up the units' terms in the gradients of log_g and beta. Writes every
+// item's dq and dk. Two warps do it, a thread for each position.
 template <typename In, int DV, int HK, int HV, bool MASKED, bool SEGMENTED, typename PL, typename PM, typename PZ,
           typename PF, typename OQ, typename OK, typename B>
 inline void sum_gates(Place at, Room room, GradientBarriers barriers, int length, int items, int chunks, PL log_g,

@@ -1,8 +1,8 @@
-// The shared memory of a block of hopper_gradients.h, its barriers, and the warps that fill it with what the scans
-// saved and with the inputs.
+// The shared memory of a block of hopper_gradients.h, its barriers, and the warps that fill it with the scans' saved
+// arrays and with the inputs.
 
-// The shared memory of a block. What the scans saved stays in cores (hopper_scans.h), and q and k are put in
-// cores too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and dy has rows of DV
+// The shared memory of a block. The scans' saved arrays stay in cores (hopper_scans.h), and q and k are put in cores
+// too, [8, 16] of them. Tiles of weights have rows of 128 bytes with the 128-byte swizzle, and dy has rows of DV
 // numbers with the same order of each eight pieces.
 template <int DV>
 struct HopperGradientMemory {
@@ -16,12 +16,12 @@ struct HopperGradientMemory {
   static constexpr constant int key_sums = k + 16384, weights = key_sums + 32768;
   // Rows of dq and dk on their way out take the place of the sums of dk (row_piece).
   static constexpr constant int dk_rows = key_sums, dq_rows = key_sums + 256;
-  // What depends on the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
+  // The tables of the gates of a unit, for two units: Decay's tables, then G, E, beta and the gates.
   static constexpr constant int decay = weights + 2 * 16384, decay_bytes = Decay<64>::floats * 4;
   static constexpr constant int scalars = decay + 2 * decay_bytes;
-  // What a unit adds to the gradients of the gates: by KIND the diagonal tiles of pairs, their sums by row and those by
-  // column; then, by position, what before_sums (of teams 0 and 1), after_sums and rate_sums of gradients.h are; and
-  // <dS, S> by warp of teams 0 and 1. Last, the totals of 16 positions each, for two units.
+  // The terms of a unit in the gradients of the gates: by KIND the diagonal tiles of pairs, their sums by row and those
+  // by column; then, by position, before_sums (of teams 0 and 1), after_sums and rate_sums of gradients.h; and <dS, S>
+  // by warp of teams 0 and 1. Last, the totals of 16 positions each, for two units.
   static constexpr constant int diagonal = scalars + 2 * 1024, diagonal_bytes = 64 * 17 * 4;
   static constexpr constant int row_sums = diagonal + 2 * diagonal_bytes, column_sums = row_sums + 2 * 1024;
   static constexpr constant int before_sums = column_sums + 2 * 1024, after_sums = before_sums + 512;
@@ -107,7 +107,7 @@ inline GradientItem item_at(int number, int chunks) {
 }
 
 // The items of a block: the first is that of its own number, and then whichever the blocks have not taken yet, for some
-// multiprocessors are slower than others. The warp that loads what the scans saved is at most two items ahead of all
+// multiprocessors are slower than others. The warp that loads the scans' saved arrays is at most two items ahead of all
 // others, so that four places in turn are enough.
 template <int DV>
 struct GradientItems {
@@ -140,7 +140,7 @@ template <int DV>
 inline unsigned dy_piece_place(unsigned dy, int row, int piece) {
   return dy + row * DV * 2 + ((piece & 8) | ((piece ^ row) & 7)) * 16;
 }
-// Loads the left operand of 16 rows and columns from (row, column) of a tile on, or the one whose transpose is there.
+// Loads the left operand of 16 rows and columns from (row, column) of a tile on, or the transpose of the one there.
 inline void load_left(thread unsigned (&to)[4], unsigned tile, int row, int column, Place at) {
   load_parts(to, piece_place(tile, row + at.lane % 16, column / 8 + at.lane / 16));
 }
@@ -152,7 +152,7 @@ inline void load_left_turned(thread unsigned (&to)[4], unsigned tile, int row, i
 inline unsigned core_place(unsigned cores, int groups, int row, int group) {
   return cores + (row / 8 * groups + group) * 128 + row % 8 * 16;
 }
-// Loads the left operand of 16 rows and columns from core `group` on, or the one whose transpose is there.
+// Loads the left operand of 16 rows and columns from core `group` on, or the transpose of the one there.
 inline void load_left_cores(thread unsigned (&to)[4], unsigned cores, int groups, int group, Place at) {
   load_parts(to, core_place(cores, groups, at.lane % 16, group + at.lane / 16));
 }
@@ -183,7 +183,7 @@ inline SavedBlock saved_block(PT states, PT d_states, PU u, PU d_right, int lane
   const int place = (part == 1 ? Memory::u_bits : Memory::tails) + side * 512;
   return SavedBlock{from + DV * (96 + 32 * part), DV * 192, 512, place};
 }
-// Copies what the scans saved of all units to the stages. One warp does it.
+// Copies the scans' saved arrays of all units to the stages. One warp does it.
 template <int DV, int HK, int HV, int BLOCKS, typename PT, typename PU>
 inline void load_saved(Place at, Room room, GradientBarriers barriers, int items, int chunks, PT states, PT d_states,
                        PU u, PU d_right, GLOBAL int* taken) {

@@ -1,4 +1,4 @@
-// The pairs of positions of hopper_gradients.h: what becomes of their sums, and the products of their weights with q
+// The pairs of positions of hopper_gradients.h: the weights from their sums, and the products of these weights with q
 // and k.
 
 // Products of the 64 columns of pairs and of all columns of DK.
@@ -42,8 +42,8 @@ inline void multiply_by_keys(Room room, thread float (&scores)[32]) {
 inline int tile_column(int e, Place at) {
   return e / 4 * 8 + at.lane % 4 * 2 + (e & 1);
 }
-// Turns a unit's pairs of the tile on the diagonal into weights, and writes what their products with `scores` are. The
-// diagonal of N is R u.
+// Turns a unit's pairs of the tile on the diagonal into weights, and writes their products with `scores`. The diagonal
+// of N is R u.
 template <int DV, int KIND>
 inline void weigh_diagonal(Room room, GradientTables<DV> tables, thread float* pairs, const thread float* scores,
                            int tile, const thread int (&rows)[2], Place at) {
@@ -60,8 +60,8 @@ inline void weigh_diagonal(Room room, GradientTables<DV> tables, thread float* p
   }
 }
 
-// Turns a unit's sums of pairs into weights, and writes what their products with `scores` add to the gradients of the
-// gates. Tiles right of the diagonal become zeros.
+// Turns a unit's sums of pairs into weights, and writes the terms of their products with `scores` in the gradients of
+// the gates. Tiles right of the diagonal become zeros.
 template <int DV, int KIND>
 inline void weigh_pairs(Room room, GradientTables<DV> tables, thread float (&pairs)[32],
                         const thread float (&scores)[32], Place at) {

@@ -10,11 +10,11 @@
 // one of these value heads. dq is summed over the value heads in registers, dk and the weights of the pairs in shared
 // memory, so that the products of the weights with q and k are computed once per item.
 
-// A lane's share of <dS, S> in 16 rows and columns, whose elements it has as left operands, with their tails: those of
-// even columns in the first byte of each, of odd columns in the second. It is NaN if an element was rounded to zero.
+// A lane's share of <dS, S> in 16 rows and columns, which it has as left operands, with their tails: those of even
+// columns in the first byte of each, of odd columns in the second. It is NaN if an element was rounded to zero.
 inline float kept_products(const thread unsigned (&a)[4], const thread unsigned (&b)[4], unsigned tail_a,
                            unsigned tail_b) {
-  // The upper bit of each tail is turned: then what is to be added is tail * 0x4000 - 0x6000.
+  // The upper bit of each tail is turned: then the number to add is tail * 0x4000 - 0x6000.
   const unsigned spread_a = ((tail_a & 0xff) << 8 | (tail_a & 0xff00) << 16) ^ 0xaa00aa00u;
   const unsigned spread_b = ((tail_b & 0xff) << 8 | (tail_b & 0xff00) << 16) ^ 0xaa00aa00u;
   float sum = 0.0f, other = 0.0f;
@@ -38,7 +38,7 @@ struct GradientStage {
   inline unsigned long long d_state() const { return cores_operand(place(Memory::d_state), 2048, 128); }
   inline unsigned long long u() const { return cores_operand(place(Memory::u), 1024, 128); }
   inline unsigned long long u_low() const { return cores_operand(place(Memory::u_low), 1024, 128); }
-  // The address that a lane names for a warp's positions, whose transposes are in the rows of cores at `offset`.
+  // The address that a lane names for a warp's positions, with their transposes in the rows of cores at `offset`.
   inline unsigned own_cores(int offset, Place at) const {
     return core_place(tile + offset, 8, at.lane % 8 + at.lane / 16 * 8, at.group % 4 * 2 + at.lane / 8 % 2);
   }
@@ -199,7 +199,7 @@ struct GradientProgress {
     end_slice<KIND>(operands[1], room, barriers, last, dot, at);
     if (KIND == 0) release(barriers.dy_read(), at);
   }
-  // Ends a stage whose products are over.
+  // Ends a stage after its products.
   template <int KIND>
   static inline void end_slice(thread SliceOperands& x, Room room, GradientBarriers barriers, int stage,
                                thread float& dot, Place at) {
@@ -225,7 +225,7 @@ struct GradientProgress {
     }
     mbarrier_wait(mbarrier, number);
   }
-  // Waits for what the end of a unit reads, and until the sums of the unit before have been read.
+  // Waits for the operands of the end of a unit, and until the sums of the unit before have been read.
   inline void begin_end(GradientBarriers barriers, int repeat) const {
     if (repeat == 0) {
       mbarrier_wait(barriers.keys(), round);
@@ -269,7 +269,7 @@ inline void put_dots(Room room, int team, float dot, Place at) {
   if (at.lane == 0) room.floats(HopperGradientMemory<DV>::dots)[team * 4 + at.group % 4] = sum;
 }
 
-// Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 what R adds to dk, and both the weights of their pairs.
+// Teams 0 and 1 of a block: KIND 0 computes dq, KIND 1 the terms of R in dk, and both the weights of their pairs.
 template <typename In, int DV, int HK, int HV, int KIND>
 inline void weigh_items(Place at, Room room, GradientBarriers barriers, int items) {
   using Memory = HopperGradientMemory<DV>;
@@ -371,8 +371,8 @@ enum GradientRegisters : int { GRADIENT_LOADER = 40, GRADIENT_OF_Y = 216, GRADIE
 static_assert(GRADIENT_LOADER + GRADIENT_OF_Y + GRADIENT_OF_R + GRADIENT_OF_U <= 4 * 128,
               "groups share out what the block starts with");
 
-// Computes what gated_delta_gradients does, from the same inputs and `taken`, which is 0. The grid is BLOCKS blocks, or
-// as many as there are items.
+// Computes the outputs of gated_delta_gradients, from the same inputs and `taken`, which is 0. The grid is BLOCKS
+// blocks, or as many as there are items.
 template <typename In, int DV, int HK, int HV, int BLOCKS, bool MASKED, bool SEGMENTED, typename PQ, typename PK,
           typename PL, typename PM, typename PZ, typename PF, typename PT, typename PY, typename OQ, typename OK,
           typename B>

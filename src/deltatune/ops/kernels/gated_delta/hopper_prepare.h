@@ -226,7 +226,7 @@ struct TriangleSolver {
   CoreTriangle triangle;
   threadgroup const float* rate;
   int lane;
-  // Subtracts from the transpose of N's tile what was summed up, and splits beta times the difference.
+  // Subtracts the sum from the transpose of N's tile, and splits beta times the difference.
   inline void finish(thread float (&y)[8], thread SplitTile& scaled, const thread float (&sum)[8], int a, int b) const {
     SplitTile tile;
     triangle.load_turned(tile, a, b);
@@ -295,8 +295,9 @@ struct TriangleSolver {
   }
 };
 
-// Does what gated_delta_prepare does. The grid is (chunks, blocks, B), with as many blocks for a key head as it has
-// pairs of value heads. With one for each it is (HK x chunks, 1, B): neighbours do heads that are side by side in memory.
+// Computes the outputs of gated_delta_prepare. The grid is (chunks, blocks, B), with as many blocks for a key head as
+// it has pairs of value heads. With one for each it is (HK x chunks, 1, B): neighbours do heads that are side by side
+// in memory.
 template <typename In, int HK, int HV, int HEADS, bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL,
           typename PB, typename PM, typename PZ>
 inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
@@ -389,7 +390,7 @@ inline void gated_delta_hopper_prepare(Place at, threadgroup char* memory, int l
   if (own_head < heads && t < 9) {
     const CoreRun run = core_run(t);
     send_block(solve + chunk_of(own_head) * (packed_bytes / 2) + run.packed / 2, triangle + run.apart, run.bytes);
-    // The block's memory is read when it ends. What was sent arrives before the kernel ends.
+    // The block's memory is read when it ends. Copies that were sent arrive before the kernel ends.
     blocks_read();
   }
 }

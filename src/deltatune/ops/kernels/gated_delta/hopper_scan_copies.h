@@ -1,4 +1,4 @@
-// What both kinds of scans on Hopper copy: the team that loads, and where a block of ROWS rows of a state writes.
+// The copies of both kinds of scans on Hopper: the team that loads, and where a block of ROWS rows of a state writes.
 
 // Copies a triangle to a grid with zeros in between, which are read from nowhere, although `any` input is named.
 template <typename PS, typename P>

@@ -4,16 +4,15 @@
 //
 // A block goes through the chunks with 32 rows of a state. One team of four warps loads chunks. One, the chain, holds
 // the state in its registers, transposed: all its results are positions or keys by rows. The left operands of its
-// products are K and Q in shared memory, and triangles in registers. What it multiplies them with, the state and what
-// it computes of a chunk, it puts into shared memory as cores, and so hands it to the other teams. These compute y or
-// dv and write everything to device memory.
-// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h). A product with both
-// parts is one with twice as many rows, whose halves are added.
+// products are K and Q in shared memory, and triangles in registers. The right operands, the state and its results for
+// a chunk, it puts into shared memory as cores, and so hands them to the other teams. These compute y or dv and write
+// everything to device memory.
+// A result in fp32 that is multiplied again is a pair of bf16, a high and a low part (cuda.h). A product with both
+// parts is one with twice as many rows; its halves are added.
 
 // The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY, P, and the
-// factors; as cores, high and low parts each, the state, and what Z and K are multiplied with; and G dY. When Z and V
-// are read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that
-// of V.
+// factors; as cores, high and low parts each, the state, and the right operands of Z and K; and G dY. When Z and V are
+// read, u or R of the chunk and the state's tails take the place of Z, and rows of y or dv on their way out that of V.
 template <int DK, int STAGES>
 struct HopperScanMemory {
   static constexpr constant int k = 0, q = k + 64 * DK * 2, solve = q + 64 * DK * 2, values = solve + packed_bytes;
@@ -50,7 +49,7 @@ struct ScanBarriers {
   }
 };
 
-// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores, whose rows are those 16.
+// The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores with these as their rows.
 // The next eight rows are `row` bytes further.
 inline unsigned lane_core_turned(unsigned cores, int row, int lane) {
   return cores + (lane >> 4) * row + (lane >> 3 & 1) * core_bytes + (lane & 7) * 16;
@@ -79,7 +78,7 @@ inline unsigned lane_piece(unsigned rows, int j, Place at) {
   const int row = at.group % 4 * 16 + (at.lane & 15);
   return rows + row * 64 + turned_piece(2 * j + (at.lane >> 4), row) * 16;
 }
-// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. What is outside is not read.
+// Loads a warp's 16 rows of a triangle or, if TURNED, of its transpose, as left operands. Numbers outside are not read.
 template <bool TURNED>
 inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16], unsigned triangle, Place at) {
   const int warp = at.group % 4, side = at.lane >> 3 & 1, other = at.lane >> 4;
@@ -101,8 +100,8 @@ inline void load_triangle(thread unsigned (&high)[16], thread unsigned (&low)[16
   }
 }
 
-// Products of a team, whose right operands are cores in shared memory. K or Q times the transpose of ROWS rows of a
-// state, which may be high parts and then low parts: d = a b^T.
+// Products of a team with right operands as cores in shared memory. K or Q times the transpose of ROWS rows of a state,
+// which may be high parts and then low parts: d = a b^T.
 template <int DK, int ROWS>
 inline void positions_times_state(thread float (&d)[ROWS / 2], unsigned a, unsigned state) {
   const unsigned left_place = opaque((a & 0x3ffff) >> 4), place = opaque((state & 0x3ffff) >> 4);
@@ -192,8 +191,8 @@ inline void write_tails(GLOBAL bf16* to, threadgroup const char* tails, int stri
   }
 }
 
-// What the chain holds: a state, the tails of the one that it handed over last, and what it reads of a chunk, which is
-// rows of Z or of its transpose, V or dY, and factors of a lane's two positions.
+// The registers of the chain: a state, the tails of the one that it handed over last, and its operands of a chunk,
+// which are rows of Z or of its transpose, V or dY, and factors of a lane's two positions.
 template <int DK, int STAGES>
 struct Chain {
   using Memory = HopperScanMemory<DK, STAGES>;
@@ -204,8 +203,8 @@ struct Chain {
   float before[2], rate[2], after[2], total;
 
   inline unsigned stage(int step) const { return room.place + step % STAGES * Memory::stage; }
-  // Waits for a chunk. Behind products with one that has arrived, the wait keeps the compiler from moving what follows
-  // to between these products, which it would hold up.
+  // Waits for a chunk. Behind products with one that has arrived, the wait keeps the compiler from moving later code to
+  // between these products, which it would hold up.
   inline void wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }
 
   template <bool TURNED>
@@ -237,7 +236,7 @@ struct Chain {
     DELTATUNE_UNROLL
     for (int panel = 0; panel < 2; ++panel) put_panel(panel, at);
   }
-  // Makes it that of the next state: `scale` times what it was, plus the products of K.
+  // Makes it that of the next state: `scale` times itself, plus the products of K.
   inline void next_panel(int panel, float scale, Place at) {
     register_fence(sums[panel]);
     DELTATUNE_UNROLL
@@ -265,14 +264,14 @@ struct Chain {
     products_sent();
     wait_for(step);
   }
-  // Starts to add Z, or its transpose, times what was put at `weighed` to x.
+  // Starts to add Z, or its transpose, times the cores at `weighed` to x.
   inline void start_solving() {
     register_fence(x);
     products_start();
     add_triangle(x, high, low, room.place + Memory::weighed);
     products_sent();
   }
-  // Starts the products of K with what was put at `added`, one group of products for each panel.
+  // Starts the products of K with the cores at `added`, one group of products for each panel.
   inline void start_panels(int step) {
     register_fence(sums[0]);
     register_fence(sums[1]);

@@ -6,7 +6,7 @@
 // its registers, transposed as everything that it computes of a chunk: rows of DV by positions or by keys. Each result
 // is in registers in the form of the next product's left operand. This team hands each state and each u, in bf16, to
 // the third team, which computes y or dv from them and writes everything to device memory.
-// What is computed in fp32 and multiplied again is a pair of bf16, a high and a low part (cuda.h).
+// A result in fp32 that is multiplied again is a pair of bf16, a high and a low part (cuda.h).
 
 // The shared memory of a scan's block: for each stage K and Q in tiles of 64 x 64, Z, rows of V or dY with padding, P,
 // and the factors; then a state and its tails as cores. When Z and V are read, u or R of the chunk takes their place,
@@ -241,7 +241,7 @@ inline void write_positions(threadgroup bf16* rows, const thread unsigned (&x)[1
   }
 }
 
-// Writes y or dv of a step's chunk, whose first row is at `to`, and ends the step for the team that writes.
+// Writes y or dv of a step's chunk, its first row to `to`, and ends the step for the team that writes.
 template <typename Memory, int STAGES>
 inline void write_and_release(Place at, Room room, ScanBarriers barriers, int step, const thread unsigned (&x)[16],
                               GLOBAL bf16* to, long row_stride, int left) {
@@ -279,7 +279,7 @@ inline void scan_states(Place at, Room room, ScanBarriers barriers, int chunks, 
   float state[DK / 2], x[32], before[16], rate[16];
   unsigned rows[DK / 4], low_rows[DK / 4], high[16], low[16], pairs[16];
   load_rows<DK, DV>(state, initial, has_initial, head, at);
-  // Computes K S^T of a chunk, while the state is handed over and what comes next is read. Both parts of S are
+  // Computes K S^T of a chunk, while the state is handed over and the next operands are read. Both parts of S are
   // multiplied, for an error of u stays in the state.
   const auto start = [&](int n) {
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);

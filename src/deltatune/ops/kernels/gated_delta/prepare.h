@@ -39,7 +39,7 @@ inline void solve_diagonal(Store z, threadgroup const float* block, threadgroup 
   }
 }
 
-// Computes Z from N, whose diagonal tiles are in `diagonal` in fp32. `scratch` has the size of N. The caller puts a
+// Computes Z from N, with the diagonal tiles of N in `diagonal` in fp32. `scratch` has the size of N. The caller puts a
 // barrier before the call; the function ends with one.
 template <int C, int GROUPS, typename Z, typename N>
 inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const float* diagonal,
@@ -100,8 +100,8 @@ inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const floa
   }
 }
 
-// Computes what the scans need of each chunk and what does not depend on its state. Each block does one chunk; the grid
-// is (chunks, HV, B).
+// Computes the scans' operands of each chunk, which do not depend on its state. Each block does one chunk; the grid is
+// (chunks, HV, B).
 // Inputs: q, k [B,T,HK,DK]; log_g, beta [B,T,HV]; mask [B,T] and segments [B,T], or Nothing.
 // Outputs, for each of [B,HV,chunks]: solve, which is Z, and scores, which is P, both packed triangles; factors [3,C],
 // which are G, E and beta (0 where a step is not live).

@@ -1,6 +1,6 @@
 // The shared memory of both scans, and how chunks and states are copied there and back.
 
-// The shared memory of the two scans: STAGES times what they hold of a chunk, then the strips.
+// The shared memory of the two scans: STAGES times their operands of a chunk, then the strips.
 template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool UNSTAGED, bool CHANNEL = false>
 struct ScanMemory {
   using Types = ScanTypes<In, CHANNEL>;

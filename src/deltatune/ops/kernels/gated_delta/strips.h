@@ -1,4 +1,4 @@
-// What both scans compute with: strips of rows of the state, and their products with the triangles of a chunk.
+// The operands of both scans: strips of rows of the state, and their products with the triangles of a chunk.
 
 // The types of the matrices that the two scans multiply with the state. With one gate per head they are K and Q, and
 // the gates scale the products. With a gate per channel they are G K, G Q, and E K for the state at the chunk's end.

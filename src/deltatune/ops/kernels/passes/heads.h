@@ -93,7 +93,7 @@ inline void fetch_gate(thread Octet<T>& to, const GLOBAL T* from, long at) {
 }
 
 // Computes y [batch, heads, length, size]: the turned rows of x / rms(x) weight. Where GATED, a row of x is followed by
-// one of its gate, whose sigmoid goes to `gate` [batch, length, heads, size].
+// one of its gate; the sigmoid of that goes to `gate` [batch, length, heads, size].
 template <int LANES, int HEADS, int ROTARY, bool GATED, typename T, typename W, typename G>
 inline void turned_heads_forward(long at, long tokens, int length, int heads, float eps, const GLOBAL T* x,
                                  const GLOBAL W* weight, const GLOBAL float* frequencies, GLOBAL T* y, G gate) {

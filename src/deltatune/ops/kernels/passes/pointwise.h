@@ -1,5 +1,5 @@
-// The kernels for what surrounds the recurrence in a layer, and for the optimizer: each computes element by element or
-// row by row in one pass over memory. ops/pointwise launches them.
+// The kernels for the operations around the recurrence in a layer, and for the optimizer: each computes element by
+// element or row by row in one pass over memory. ops/pointwise launches them.
 // Unless its comment says otherwise, a lane loads and stores one piece of eight neighbouring elements, number `at` of
 // `count`, and computes in fp32. Where rows are normed, LANES lanes share a row of 8 LANES elements.
 
@@ -28,7 +28,7 @@ inline float inverse_of(const thread float (&x)[8], float eps) {
   return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
 }
 
-// Returns silu(g), and puts in the place of g and d what the gradient d of silu(g) x gives g and x.
+// Returns silu(g), and replaces g and d by the gradients of g and x for the gradient d of silu(g) x.
 inline float swiglu_gradients(thread float& g, float x, thread float& d) {
   const float s = sigmoid_of(g), silu = g * s;
   g = d * x * silu_slope(g, s);
@@ -61,7 +61,7 @@ inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLO
   give(dgate, at, g);
   give(dx, at, d);
 }
-// Computes hidden = silu(gate) x, and what its gradient d gives where d lacks the factor `score` of its row: dgate and dx,
+// Computes hidden = silu(gate) x, and its gradients from d, which lacks the factor `score` of its row: dgate and dx,
 // and dscore = <d, hidden>. A row has `pieces` pieces, and LANES lanes, which share it.
 template <int LANES, typename T, typename S>
 inline void scored_swiglu(long at, int rows, int pieces, const GLOBAL T* gate, const GLOBAL T* x, const GLOBAL T* d,
@@ -354,15 +354,15 @@ inline void end_to_end(long at, long place, GLOBAL float* y, X x, int size, Rest
 // x is [batch, BEFORE + length, channels]. Its first BEFORE rows are the convolution's state, and each other row is a
 // token; where BEFORE is 0, the state is in `state` [batch, TAPS - 1, channels] or is zeros. A tap that would reach into
 // an earlier document contributes nothing; the state belongs to the first document.
-// A lane computes eight channels of ROWS tokens, one token after the other, so that each row is loaded once: what it
-// contributes to later rows is kept in sums. A group has lanes of the same tokens only, and either normed or other
-// channels. Rows are loaded AHEAD of their use.
+// A lane computes eight channels of ROWS tokens, one token after the other, so that each row is loaded once: its terms
+// in later rows are kept in sums. A group has lanes of the same tokens only, and either normed or other channels. Rows
+// are loaded AHEAD of their use.
 
 // Queries become q x / sqrt(mean(x^2) + eps), and keys k x / sqrt(mean(x^2) + eps).
 struct HeadNorms {
   float q, k, eps;
 };
-// What a lane computes: eight channels of ROWS rows from `first` on, of batch row b.
+// The share of a lane: eight channels of ROWS rows from `first` on, of batch row b.
 struct ConvShare {
   int b, first;
   // Its eight channels among `pieces` of a row, and among `width` of the output of this part: 0 for queries, 1 for keys,
@@ -431,7 +431,7 @@ inline void fetch_state(thread Octet<T>& to, const GLOBAL T* state, long at, boo
 inline bool aligned_state(Nothing) { return true; }
 template <typename T>
 inline bool aligned_state(const GLOBAL T* state) { return aligned16(state); }
-// What a lane reads: its channels of x, and the tokens' documents.
+// The inputs of a lane: its channels of x, and the tokens' documents.
 template <int TAPS, int BEFORE, typename T, typename P, typename S>
 struct TokenRows {
   const GLOBAL T* x;
@@ -535,7 +535,7 @@ inline void unnorm(thread float (&d)[8], const thread float (&s)[8], float facto
 }
 template <>
 inline void unnorm<0>(thread float (&)[8], const thread float (&)[8], float, float) {}
-// The gradients of the convolution's input: `next` receives that of the row TAPS - 1 before the token whose gradient is
+// The gradients of the convolution's input: `next` receives that of the row TAPS - 1 before the token with the gradient
 // d. `age` is how many tokens of the same document are known to precede it.
 template <int TAPS>
 inline void convolve_back(thread float (&next)[8], thread float (&earlier)[TAPS - 1][8], const thread float (&d)[8],
@@ -554,7 +554,7 @@ inline void give_state(GLOBAL T* to, long at, const thread float (&from)[8]) {
   give(to, at, from);
 }
 
-// Writes the lane's rows of dx. Row s is read by the tokens s to s + TAPS - 1, whose convolutions are computed again.
+// Writes the lane's rows of dx. Row s is read by the tokens s to s + TAPS - 1; their convolutions are recomputed.
 template <int TAPS, int ROWS, int AHEAD, int BEFORE, int SIZE, typename R, typename W, typename T, typename D>
 inline void convolve_backward(const thread ConvShare& own, const thread R& rows, W weight, float factor, float eps,
                               const GLOBAL T* dy, GLOBAL T* dx, D dstate) {
@@ -636,7 +636,7 @@ inline void conv_silu_backward(long at, long batch, int length, HeadNorms norms,
   }
 }
 
-// Writes what the lane's rows add to the gradients of its taps, to its place in part `share` of dweight.
+// Writes the terms of the lane's rows in the gradients of its taps to its place in part `share` of dweight.
 template <int TAPS, int ROWS, int AHEAD, int SIZE, typename R, typename W, typename T>
 inline void convolve_taps(const thread ConvShare& own, const thread R& rows, W weight, float factor, float eps,
                           const GLOBAL T* dy, long share, GLOBAL float* dweight) {

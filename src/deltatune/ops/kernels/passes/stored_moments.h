@@ -1,5 +1,5 @@
-// A step of Adam whose moments are stored in 8 bits, for ops/pointwise/stored_moments.py, which says what a code stands for.
-// A group of 32 lanes computes one block of 256 numbers, which share a scale, and each lane one piece of eight.
+// A step of Adam with moments stored in 8 bits, for ops/pointwise/stored_moments.py, which defines the codes. A group
+// of 32 lanes computes one block of 256 numbers, which share a scale, and each lane one piece of eight.
 
 inline float magnitude_of(float x) {
   return metal::fmax(x, -x);
@@ -59,8 +59,8 @@ inline void store_codes(const thread float (&x)[8], GLOBAL unsigned char* codes,
   }
 }
 
-// Makes the step of adam_step, whose `fixed` and `moving` it takes, on `count` numbers. `signs` and `magnitudes` hold
-// the values of the codes of m and of v.
+// Makes the step of adam_step, with its `fixed` and `moving`, on `count` numbers. `signs` and `magnitudes` hold the
+// values of the codes of m and of v.
 template <typename F, typename M, typename V, typename P, typename G, typename C, typename S, typename Y>
 inline void adam_step_8bit(long at, long count, F fixed, M moving, V signs, V magnitudes, P parameter, G gradient, C m,
                            S m_scale, C v, S v_scale, GLOBAL Y* new_parameter, GLOBAL unsigned char* new_m,

@@ -17,7 +17,7 @@ struct Exponentials {
 inline float exponential(float difference) {
   return DELTATUNE_EXP2(difference * 1.4426950408889634f);
 }
-// What is subtracted from logits: 0 in the place of a largest logit of -infinity, whose differences would be NaN.
+// The number subtracted from logits: 0 in the place of a largest logit of -infinity, which would give NaN.
 inline float shift_of(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
@@ -74,7 +74,7 @@ inline void gradients_at(const GLOBAL T* row, GLOBAL T* d_row, long at, float sh
   }
 }
 
-// What lane `index` finds in its share of a row.
+// The maximum and the sum of lane `index` over its share of a row.
 template <int WIDTH, int LANES, typename T>
 inline Exponentials exponentials_of(const GLOBAL T* row, int vocabulary, int index) {
   const int pieces = vocabulary / WIDTH;
@@ -125,7 +125,7 @@ inline void vocabulary_losses(Place at, threadgroup char* memory, int vocabulary
   sums[at.x] = found.sum;
 }
 
-// Computes d_logits = cotangent (softmax(logits) - [1 at the target]) from what vocabulary_losses wrote.
+// Computes d_logits = cotangent (softmax(logits) - [1 at the target]) from the outputs of vocabulary_losses.
 template <int GROUPS, typename T, typename I, typename F>
 inline void vocabulary_gradients(Place at, threadgroup char*, int vocabulary, const GLOBAL T* logits, I targets,
                                  F shifts, F sums, F cotangents, GLOBAL T* d_logits) {

@@ -47,7 +47,7 @@ inline void add_piece(thread float (&to)[8], const GLOBAL T* other, long at) {
   take(more, other, at);
   for (int i = 0; i < 8; ++i) to[i] += more[i];
 }
-// Stores a piece of the sum, and rounds it to what is stored. Without a second array there is nothing to store.
+// Stores a piece of the sum, and rounds it to the stored value. Without a second array there is nothing to store.
 inline void give_sum(Nothing, long, thread float (&)[8], bool) {}
 template <typename T>
 inline void give_sum(GLOBAL T* sum, long at, thread float (&h)[8], bool real) {

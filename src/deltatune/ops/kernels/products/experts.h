@@ -5,7 +5,7 @@
 
 // Returns the expert of a tile of ROWS rows. Every tile belongs to one expert. If expert e's rows start at `start`, its
 // first tile has the number start / ROWS + e. So every expert has enough numbers for its rows, the experts' numbers are
-// in order, and `ends` alone decides whose a number is. Some numbers have no rows.
+// in order, and `ends` alone decides to which expert a number belongs. Some numbers have no rows.
 template <int ROWS, typename PE>
 inline int expert_of(int tile, PE ends, int experts, int lane) {
   int before = 0;

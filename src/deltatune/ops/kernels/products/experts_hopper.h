@@ -1,10 +1,9 @@
-// The product of rows that are sorted by expert with their experts' matrices, on Hopper, for bf16 and fp16. What it
-// computes, and `ends`, are explained in experts.h.
-// A block has a team of four warps that loads, and TEAMS teams that multiply, 64 rows each. It computes one tile of the
-// result after another, and while the last rows of one are written, the operands of the next are on their way.
-// Reading the matrices is what bounds it. A tile is therefore so tall that an expert's matrix is seldom read more than
-// twice, and blocks that run at the same time compute neighbouring tiles, which share their operands in L2 unless the
-// blocks drift apart.
+// The product of rows that are sorted by expert with their experts' matrices, on Hopper, for bf16 and fp16. The
+// product, and `ends`, are explained in experts.h. A block has a team of four warps that loads, and TEAMS teams that
+// multiply, 64 rows each. It computes one tile of the result after another, and while the last rows of one are written,
+// the operands of the next are on their way. Reading the matrices bounds its speed. A tile is therefore so tall that
+// an expert's matrix is seldom read more than twice, and blocks that run at the same time compute neighbouring tiles,
+// which share their operands in L2 unless the blocks drift apart.
 
 // The registers of a thread of the loading team and of the others. A block starts with as many for each of its threads
 // as the multiprocessor has: a team that asks for more than the others gave back waits forever.
@@ -22,7 +21,7 @@ struct ExpertBarriers {
   template <int TEAMS, int STAGES>
   inline void start(Place at) const {
     if (at.index == 0) {
-      // Each thread of the loading team reports what it wrote, and once more when its copies have arrived.
+      // Each thread of the loading team reports its writes, and once more when its copies have arrived.
       for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 2 * 128);
       for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), TEAMS * 4);
       mbarriers_started();
@@ -83,7 +82,7 @@ inline void copy_adapter(threadgroup In* rows, threadgroup In* weight, PA low_ra
   constexpr int depth = padded(RANK);
   const int first = at.index / 8, piece = at.index % 8, own = first * 64 + ((piece ^ first) & 7) * 8;
   const bool aligned = aligned16(low_rank) && aligned16(factor), live = piece * 8 < RANK;
-  // What is not live is not read, but its address is that of something that is there.
+  // A piece that is not live is not read, but its address is that of an existing element.
   const int column = live ? piece * 8 : 0;
   const auto copy = [&](threadgroup In* to, auto from, bool there) {
     if (aligned) copy_signalled_piece(shared_place(to), from, there, mbarrier);
@@ -284,10 +283,10 @@ inline void multiply_expert_tiles(Place at, Room room, ExpertBarriers barriers, 
   }
 }
 
-// Computes what expert_product does, for inputs and outputs that are multiples of 64. With RANK, the sum that `scale`
-// multiplies contains the product of an adapter's rows low_rank [R, RANK] and factor, [E, N, RANK] if TRANSPOSED and
-// else [E, RANK, N]. The grid is BLOCKS blocks at most. Block b computes the tiles b, b + BLOCKS, and so on, of
-// TEAMS x 64 rows and COLUMNS columns; those of one expert follow one another.
+// Computes the outputs of expert_product, for inputs and outputs that are multiples of 64. With RANK, the sum that
+// `scale` multiplies contains the product of an adapter's rows low_rank [R, RANK] and factor, [E, N, RANK] if
+// TRANSPOSED and else [E, RANK, N]. The grid is BLOCKS blocks at most. Block b computes the tiles b, b + BLOCKS, and so
+// on, of TEAMS x 64 rows and COLUMNS columns; those of one expert follow one another.
 // With GROUP, the matrices are packed in 4 bits, and each GROUP numbers of a row have one of `scales` and `biases`.
 template <typename In, int TEAMS, int COLUMNS, int BLOCKS, int RANK, bool TRANSPOSED, bool ADDED, int GROUP,
           typename PX, typename PW, typename PG, typename PH, typename PE, typename PS, typename PO, typename PA,

@@ -16,7 +16,7 @@ struct HopperExpertMemory {
 };
 
 // Copies a thread's pieces of PANELS panels of ROWS x 64 elements, every 16th row from its first on. Rows from `live` on,
-// and columns from `width` on, keep what is in their place.
+// and columns from `width` on, keep their old contents.
 template <int ROWS, int PANELS, typename In, typename P>
 inline void copy_panels(threadgroup In* to, P from, int stride, int live, int width, bool aligned, unsigned mbarrier) {
   const long step = (long)16 * stride;
@@ -82,7 +82,8 @@ struct ExpertMatrix<In, COLUMNS, TRANSPOSED, GROUP, GLOBAL const unsigned*, PS> 
   GLOBAL const unsigned* words;
   PS scales;
   unsigned room, read_room, put_room;
-  // The thread's first number within a tile, how many numbers the next part's is further, and what is read next.
+  // The thread's first number within a tile, how many numbers the next part's is further, and the place of the next
+  // read.
   unsigned own, part_step;
   int row, side, left;
   bool aligned;

@@ -1,15 +1,15 @@
-// LoRA's products on 16-bit matrices: sums along rows and sums over rows, whose result is RANK wide, at most 64, and a
+// LoRA's products on 16-bit matrices: sums along rows and sums over rows with a result RANK wide, at most 64, and a
 // product with such a narrow matrix that is added to a wide one. All that counts is how fast they read and write, so
 // fragments go from device memory straight to registers, many loads are on their way at once, and a wide matrix is read
-// in whole lines. What groups or blocks have summed is added in a fixed order, so the bits never vary.
+// in whole lines. The sums of groups or blocks are added in a fixed order, so the bits never vary.
 
 // RANK in whole columns of fragments: their number, and the floats that a line takes in shared memory, of an odd number
 // so that lines start in different banks.
 inline constexpr int rank_tiles(int rank) { return (rank + 7) / 8; }
 inline constexpr int line_floats(int rank) { return rank_tiles(rank) * 8 + 1; }
 
-// Matrices [lines, EACH] of adapters that read one input. Together they stand for one matrix whose lines have the ranks
-// of all of them, one adapter after another. EACH is a multiple of 8, so that eight ranks belong to one adapter.
+// Matrices [lines, EACH] of adapters that read one input. Together they stand for one matrix with lines of the ranks of
+// all of them, one adapter after another. EACH is a multiple of 8, so that eight ranks belong to one adapter.
 template <int EACH, int COUNT, typename P>
 struct Several {
   P parts[COUNT];
@@ -32,7 +32,7 @@ inline bool starts_at_multiple(Several<EACH, COUNT, P> matrices) {
   for (int i = 0; i < COUNT; ++i) all = all && starts_at_multiple<BYTES>(matrices.parts[i]);
   return all;
 }
-// A single matrix itself. What is written for one alone has to compile for several, too, but is never run for them.
+// A single matrix itself. Code for one alone has to compile for several, too, but is never run for them.
 template <typename P>
 inline P single(P matrix) {
   return matrix;
@@ -41,7 +41,7 @@ template <int EACH, int COUNT, typename P>
 inline P single(Several<EACH, COUNT, P> matrices) {
   return matrices.parts[0];
 }
-// The address of an element of a matrix whose lines have RANK elements.
+// The address of an element of a matrix with lines of RANK elements.
 template <int RANK, typename P>
 inline P in_line(P matrix, long line, int rank) {
   return matrix + line * RANK + rank;
@@ -272,7 +272,7 @@ struct ColumnShare {
   int tile, tiles, part, parts, first, end;
 };
 
-// Adds up four neighbouring elements of what `count` blocks have written of a result, `stride` apart, in their order.
+// Adds up four neighbouring elements of the parts of a result from `count` blocks, `stride` apart, in their order.
 inline void sum_of_blocks(thread float (&sums)[4], GLOBAL const float* from, int count, long stride) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 4; ++e) sums[e] = 0.0f;
@@ -410,7 +410,7 @@ inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int colu
   const int round = GROUPS / SIDE * steps_at_once(RANK) * 16, from = at.x * width;
   const int each = ((rows + parts - 1) / parts + round - 1) / round * round, last = at.y * each + each;
   const ColumnShare share = {at.x, (columns + width - 1) / width, at.y, parts, at.y * each, last < rows ? last : rows};
-  // What blocks hand to one another: two marks of each block, its share of the sums over rows, and of those along rows.
+  // The arrays between blocks: two marks of each block, its share of the sums over rows, and of those along rows.
   const long blocks = (long)parts * share.tiles, size = width * RANK;
   GLOBAL unsigned* marks = reinterpret_cast<GLOBAL unsigned*>(handed);
   GLOBAL float* shares = handed + 4 * blocks;
