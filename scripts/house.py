@@ -29,6 +29,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "commands": Budget(2_250, 1_400),
+    "answering": Budget(1_000, 1_000),
     "selftest": Budget(3_000, 2_200),
     "demo": Budget(700, 700),
     "recipes": Budget(100, 200),

@@ -191,6 +191,37 @@ def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
+def add_sampling(add: Any, max_tokens: int) -> None:
+    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        metavar="N",
+        help=f"largest number of tokens in the answer (default: {max_tokens})",
+    )
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
+    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add(
+        "--chat-template-config",
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
+        "for every token, which is slow",
+    )
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
+    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
+
+
 def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
