@@ -10,12 +10,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import activations, olmo_hybrid
 
+from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops.attention.blocked import attention_blocked
 from deltatune.ops.pointwise import exponentials
 from deltatune.patches import patched
 from deltatune.patches.small_cases import SmallConfig
-from deltatune.patches.tables import cpu_activations
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="these patches are for CPUs")
 
@@ -130,4 +130,4 @@ def test_functions_that_are_compiled_for_any_shape_keep_upstreams(served):
 
 
 def test_every_record_is_of_a_target_of_its_own():
-    assert len({record.target for record in cpu_activations.PATCHES}) == len(cpu_activations.PATCHES)
+    assert len({record.target for record in patches.ON_CPU}) == len(patches.ON_CPU)
