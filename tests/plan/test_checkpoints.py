@@ -14,7 +14,7 @@ from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.patches.tables import delta_layers, kept_inputs, pointwise
+from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -178,7 +178,12 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
 
 # NVIDIA's but for the kernels, which are for larger arrays.
 @pytest.mark.parametrize(
-    "tables", [(*delta_layers.PATCHES, *kept_inputs.PATCHES), pointwise.PATCHES], ids=["Apple's", "NVIDIA's"]
+    "tables",
+    [
+        (*delta_layers.PATCHES, *activations.PATCHES, residual_norms.NORM, pointwise.ATTENTION),
+        (*activations.PATCHES, *pointwise.PATCHES),
+    ],
+    ids=["Apple's", "NVIDIA's"],
 )
 def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3)
