@@ -33,7 +33,7 @@ def killing(plain, after=False):
     return call
 
 if where == "iteration":
-    Iterations._advance = killing(Iterations._advance)
+    Iterations._next_batch = killing(Iterations._next_batch)
 elif where == "write":
     # Half of the state's bytes are on the disk when the kill comes.
     plain = mx.save_safetensors

@@ -25,7 +25,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer, compiled, iterations
 from deltatune.train.engines import early_engine
 from deltatune.train.iterations import Iterations
-from deltatune.train.reports.result import Advance, Result
+from deltatune.train.reports.result import Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
@@ -130,9 +130,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
     def run(trainer: Trainer, act: Callable[[Iterations, Batch], Any]) -> Result:
         class Watched(Iterations):
-            def _advance(self, batch: Batch) -> Advance:
+            def _next_batch(self) -> Batch:
+                batch = super()._next_batch()
                 act(self, batch)
-                return super()._advance(batch)
+                return batch
 
         with monkeypatch.context() as patch:
             patch.setattr("deltatune.train.loop.Iterations", Watched)
