@@ -104,3 +104,11 @@ def result(folder: Path) -> dict[str, Any]:
     arrays: Any = mx.load(str(folder / "state" / "state.safetensors"))
     state = {name: np.array(array.reshape(-1).view(mx.uint8)).tobytes() for name, array in arrays.items()}
     return {**files, **state, "metrics": metrics(folder)}
+
+
+def same(one: Path, other: Path) -> None:
+    """Assert that two runs left the same files, states and metrics."""
+    ours, theirs = result(one), result(other)
+    names = {name for name in theirs if not name[0].isdigit()}
+    assert "optimizer/step" in names
+    assert {name for name in names if ours[name] != theirs[name]} == set()

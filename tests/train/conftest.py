@@ -30,6 +30,9 @@ from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
 
+# The folders of runs in one go, by their options.
+_STRAIGHT_RUNS: dict[str, Path] = {}
+
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -99,27 +102,21 @@ def make_trainer(
     return factory
 
 
-@pytest.fixture(scope="session")
-def _straight_runs() -> dict[str, Path]:
-    return {}
-
-
 @pytest.fixture
 def straight_run(
     make_trainer: Callable[..., Trainer],
     options: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
-    _straight_runs: dict[str, Path],
 ) -> Callable[..., Path]:
     """straight_run(**changes) -> the folder of a run in one go; one for each set of options and session, so read it."""
 
     def folder(**changes: Any) -> Path:
         key = repr(sorted((options | changes).items()))
-        if key not in _straight_runs:
+        if key not in _STRAIGHT_RUNS:
             made = tmp_path_factory.mktemp("straight") / "run"
             make_trainer(adapter_path=str(made), **changes).run()
-            _straight_runs[key] = made
-        return _straight_runs[key]
+            _STRAIGHT_RUNS[key] = made
+        return _STRAIGHT_RUNS[key]
 
     return folder
 

@@ -131,6 +131,7 @@ class Trainer:
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)
+        self._identity = state.fingerprint(config, model=config.model, **self._facts)
         self.model = model
         self.config = config
         self.outputs = outputs
@@ -204,8 +205,7 @@ class Trainer:
             kind = step_of(passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, self._order, progress, parts.world)
-            identity = state.fingerprint(config, model=config.model, **self._facts)
-            saving = Saving(training_state, parts.outputs, parts.reporting, parts.world, identity, chosen)
+            saving = Saving(training_state, parts.outputs, parts.reporting, parts.world, self._identity, chosen)
             engine = engine_of(training_state, ending, config, parts.world, launcher)
             iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
