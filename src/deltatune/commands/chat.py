@@ -51,12 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chat(options: ChatOptions) -> None:
     """Talk to the model of the options until the user ends it."""
-    import mlx.core as mx
-
     from ..answering.session import Session
 
-    if options.seed is not None:
-        mx.random.seed(options.seed)
     with Session.open(options) as session:
         Chat(options, session).talk()
 
@@ -133,10 +129,11 @@ class Chat:
 
     def _plan(self, tokens: int) -> None:
         """Plan memory for a conversation of so many tokens."""
-        from ..plan.forward_placement import AskedPrompt, placed_answer
+        from ..plan.forward_placement import placed_answer
+        from ..train.inference import Prompt
 
-        asked = AskedPrompt([0] * tokens, self._options.max_tokens)
-        self._session.place(partial(placed_answer, prompt=asked), "token")
+        plan = partial(placed_answer, prompt=Prompt([0] * tokens), max_tokens=self._options.max_tokens)
+        self._session.place(plan, "token")
         self._room = tokens
 
     def _make_room(self, question: str) -> None:
@@ -191,7 +188,7 @@ class Chat:
         from ..lora.without import without_adapters
 
         if len(self._dialogues) == 1:
-            alone = dataclasses.replace(self._options, adapter_path=None, compare=False)
+            alone = dataclasses.replace(self._options, adapter_path=None, compare=False, seed=None)
             self._dialogues.append(self._dialogue(self._session if self._shared else Session.open(alone)))
         print("base:")
         with without_adapters(self._session.model) if self._shared else contextlib.nullcontext():
