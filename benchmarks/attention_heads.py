@@ -26,9 +26,9 @@ import processes
 from deltatune.machine import backend
 from deltatune.ops.pointwise import heads, norm_and_gate, times_gate, turned_heads
 from deltatune.ops.pointwise.weighted_norms import weighted_norm
-from deltatune.selftest.pointwise import reference_turned_heads
 from machine import heading
 from pass_checks import Arrays, Function, drawn, errors, microseconds
+from pass_definitions import reference_turned_heads
 
 BATCH, TOKENS, QUERIES, KEYS, WIDTH = 2, 2048, 8, 2, 256
 EPS, ROTARY, BASE = 1e-6, 64, 1e7

@@ -28,9 +28,9 @@ import processes
 from deltatune.machine import backend
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu, norm
 from deltatune.ops.pointwise.conv import NormedHeads, Walk
-from deltatune.selftest.pointwise import reference_heads
 from machine import heading
 from pass_checks import Arrays
+from pass_definitions import reference_heads
 
 TAPS, CHECKED, BATCH, TOKENS = 4, 149, 2, 2048
 # Heads, their size and value channels: the 0.8B shape, 16 and 32 heads, and other sizes of a head.

@@ -24,7 +24,7 @@ import trainers
 from deltatune import patches
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.setup import prepare, training
 from machine import heading
 
@@ -43,7 +43,7 @@ def measured(shape: trainers.Shape, kind: str, steps: int) -> tuple[float, int]:
     seconds = []
     with training(model, config, compare=False) as trained:
         model.train()
-        step = compiled(lambda batch, used: mean_loss_and_gradients(model, trained.loss, batch, used), [model.state])
+        step = Compiled(lambda batch, used: mean_loss_and_gradients(model, trained.loss, batch, used), [model.state])
         batch = arrays(trainers.batch_of(shape.rows()))
         for _ in range(1 + steps):
             start = time.perf_counter()

@@ -32,7 +32,7 @@ from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.setup import prepare, training
 from machine import heading
 from recipe import write_tokenizer
@@ -62,7 +62,7 @@ def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape]
     key = mx.random.key(0)
     if kind == "as a whole":
         mx.eval(model.parameters())
-        whole = compiled(lambda batch, used: mean_loss_and_gradients(model, trained.loss, batch, used), [model.state])
+        whole = Compiled(lambda batch, used: mean_loss_and_gradients(model, trained.loss, batch, used), [model.state])
 
         def step(shape: Shape) -> float:
             found = whole(arrays(batch_of(shape.rows())), model.trainable_parameters())

@@ -206,7 +206,7 @@ def deltatune(
         peak = mx.reset_peak_memory, lambda: float(mx.get_peak_memory())
 
         def step() -> float:
-            total, weight, gradients = whole.micro_batch(batch, whole.zeros())
+            total, weight, gradients, _ = whole.micro_batch(batch, whole.zeros())
             mx.eval(total, weight, gradients)
             norm = whole.update(gradients, total, weight)
             del gradients
@@ -242,7 +242,7 @@ def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable
     def step() -> float:
         with mx.stream(launcher.stream):
             first = not started
-            total, weight, gradients = whole.micro_batch(batch, whole.zeros()) if first else started.pop()
+            total, weight, gradients, _ = whole.micro_batch(batch, whole.zeros()) if first else started.pop()
             norm = whole.update(gradients, total, weight)
             del gradients
             started.append(whole.micro_batch(batch, whole.zeros()))

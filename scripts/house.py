@@ -29,6 +29,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "commands": Budget(2_250, 1_400),
+    "answering": Budget(1_000, 1_000),
     "selftest": Budget(3_000, 2_200),
     "demo": Budget(700, 700),
     "recipes": Budget(100, 200),
@@ -79,7 +80,7 @@ def style(trees: list[ast.Module]) -> dict[str, int]:
     return {
         "parallel assignments": sum(map(_is_parallel, nodes)),
         "nested conditional expressions": sum(map(_is_nested, nodes)),
-        "functions assigned to attributes": sum(map(_is_hook, nodes)),
+        "functions assigned to attributes": sum(map(_hooks, trees)),
         "questions for the device": sum(map(_asks_for_device, nodes)),
         "words of docstrings": len(words),
         "of which `what`": words.count("what"),
@@ -108,12 +109,37 @@ def _is_nested(node: ast.AST) -> bool:
     return any(isinstance(part, ast.IfExp) for part in parts)
 
 
-def _is_hook(node: ast.AST) -> bool:
-    """Whether a statement gives a lambda to an attribute of another object than `self`."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Lambda):
-        return False
-    attributes = [target for target in node.targets if isinstance(target, ast.Attribute)]
-    return any(not (isinstance(each.value, ast.Name) and each.value.id == "self") for each in attributes)
+def _hooks(tree: ast.Module) -> int:
+    """Count the functions that a module assigns to attributes of objects other than `self`.
+
+    An attribute of an imported module is none: MLX and Python take a stand-in in no other way.
+    """
+    nodes = list(ast.walk(tree))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    finished = {"self"} | {(name.asname or name.name).partition(".")[0] for node in imports for name in node.names}
+    return sum(
+        isinstance(target, ast.Attribute) and _root(target) not in finished and _is_function(node.value, functions)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    )
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return ast.unparse(node)
+
+
+def _is_function(value: ast.expr, functions: set[str]) -> bool:
+    """Whether a value is a lambda, a partial call, or one of the functions and methods of its module, by name."""
+    if isinstance(value, ast.Lambda):
+        return True
+    if isinstance(value, ast.Call):
+        return _root(value.func) in ("partial", "functools")
+    name = value.attr if isinstance(value, ast.Attribute) else ast.unparse(value)
+    return name in functions
 
 
 def _asks_for_device(node: ast.AST) -> bool:

@@ -19,7 +19,7 @@ from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
 from deltatune.train.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
@@ -69,7 +69,7 @@ def whole(folder, config, given, image=None):
                 return mean_loss_and_gradients(model, trained.loss, batch, parameters, routers, lengths)
 
         given_arrays = arrays(given, frozen_tower(model))
-        found = compiled(step, [model.state, key], [key])(given_arrays, model.trainable_parameters(), lengths)
+        found = Compiled(step, [model.state, key], [key])(given_arrays, model.trainable_parameters(), lengths)
         mx.eval(found)
         return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
 

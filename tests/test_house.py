@@ -24,17 +24,31 @@ def test_style_is_counted():
         "a, b = 1, 2\n"
         "a, b = pair\n"
         "c = 1 if a else 2 if b else 3\n"
+        "import upstream\n"
+        "from functools import partial\n"
+        "def ended(): pass\n"
         "other.after = lambda: None\n"
+        "other.part.after = ended\n"
+        "other.after = self.ended\n"
+        "other.after = partial(ended, 1)\n"
+        "other.after = ended()\n"
+        "other.after = 3\n"
         "self.after = lambda: None\n"
+        "upstream.part.after = lambda: None\n"
         "backend.device()\n"
     )
     assert house.style([planted]) == {
         "parallel assignments": 1,
         "nested conditional expressions": 1,
-        "functions assigned to attributes": 1,
+        "functions assigned to attributes": 4,
         "questions for the device": 1,
         "words of docstrings": 4,
         "of which `what`": 1,
     }
     assert not house.headless({"words of docstrings": 1000, "of which `what`": 0})
     assert house.headless({"words of docstrings": 1000, "of which `what`": 4})
+
+
+def test_no_function_is_assigned_to_an_attribute_of_a_finished_object():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in house.SOURCE.rglob("*.py")]
+    assert house.style(trees)["functions assigned to attributes"] == 0

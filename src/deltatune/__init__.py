@@ -13,6 +13,7 @@ from .machine import startup as _startup
 from .ops import IMPLEMENTATIONS as _IMPLEMENTATIONS
 
 if TYPE_CHECKING:
+    from .answering.dialogue import generate
     from .data import load_datasets
     from .lora import convert_to_lora
     from .models.load import load
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from .options.config import LoraConfig, TrainConfig
     from .patches import patched
     from .train import Trainer
-    from .train.dialogue import generate
 
 _startup.prepare(_IMPLEMENTATIONS)
 
@@ -33,7 +33,7 @@ _MODULES = {
     "attention": "ops.attention",
     "convert_to_lora": "lora",
     "gated_delta": "ops.gated_delta",
-    "generate": "train.dialogue",
+    "generate": "answering.dialogue",
     "load": "models.load",
     "load_datasets": "data",
     "patched": "patches",

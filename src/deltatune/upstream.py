@@ -31,8 +31,6 @@ _NO_FUSE = 2
 DEEPSTACK = "_deepstack_process"
 SHARED_EXPERT_SCALE = "_shared_expert_scale"
 COMBINE = "_combine"
-# MLX: which GELU an nn.GELU computes.
-GELU_KIND = "_approx"
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from console import SCRIPT, called
+from deltatune.answering import session
 from deltatune.commands.chat import Chat, ChatOptions
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
-from deltatune.train import dialogue
+from deltatune.train import inference
 from terminal import on_terminal
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -86,7 +87,7 @@ def test_ctrl_c_ends_the_answer_then_the_conversation(monkeypatch, capsys):
         yield SimpleNamespace(text="one", logprobs=None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dialogue, "stream", stream)
+    monkeypatch.setattr(inference, "stream", stream)
     monkeypatch.setattr(sys, "stdin", Typed("first\nsecond\n"))
     chat = Chat(ChatOptions(str(MODEL)))
     chat.talk()
@@ -114,11 +115,11 @@ def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, 
         asked.append(loaded.tokenizer.decode(prompt))
         yield SimpleNamespace(text=answer, logprobs=None)
 
-    monkeypatch.setattr(dialogue, "stream", stream)
+    monkeypatch.setattr(inference, "stream", stream)
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
     loaded = load(MODEL)
     loaded.tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    monkeypatch.setattr(Chat, "_load", lambda _: loaded)
+    monkeypatch.setattr(session, "load_with_adapter", lambda *_, **__: loaded)
     variables = {"enable_thinking": thinking}
     Chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables))).talk()
     history = [
@@ -128,15 +129,6 @@ def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, 
     ]
     written = loaded.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True, **variables)
     assert asked[1] == written
-
-
-@pytest.mark.bad_input("`chat --compare` without an adapter")
-def test_nothing_to_compare_is_refused_before_loading():
-    done = called("chat", "--model", "nowhere", "--compare")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "deltatune: --compare: there is nothing to compare the base with; give --adapter-path.\n",
-    )
 
 
 @pytest.mark.bad_input("questions that are not UTF-8, on the standard input of chat")

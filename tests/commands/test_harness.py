@@ -14,13 +14,14 @@ import mlx.nn as nn
 import pytest
 
 from added_ends import FIRST, with_first_token
+from deltatune.answering.session import Session
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig
 
-HARNESS = "deltatune.commands.harness"
+HARNESS = "deltatune.answering.harness"
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 PAIRS = [("the quick brown", " fox jumps"), ("a dog", " a lazy dog over the fox"), ("", "jumps over"), ("one ", "fox")]
 
@@ -114,11 +115,11 @@ def adapter(checkpoint, tmp_path_factory):
 @pytest.fixture
 def asked(stubbed, checkpoint, adapter):
     """The model as lm-eval asks it."""
-    from deltatune.commands.harness import HarnessModel
+    from deltatune.answering.harness import HarnessModel
 
     loaded = load(checkpoint)
     load_adapters(loaded.model, adapter)
-    return HarnessModel(loaded, 3, 64)
+    return HarnessModel(Session(loaded, chat=False), 3, 64)
 
 
 def expected(model, context, continuation):
@@ -131,11 +132,8 @@ def expected(model, context, continuation):
 def test_continuations_are_scored_as_the_whole_logits_say(asked):
     found = asked.loglikelihood([request(*pair) for pair in PAIRS])
     encode = asked.tok_encode
-    model = asked._model
-    rows = [
-        (encode("the quick brown"), encode("the quick brown fox jumps")),
-        (encode("a dog"), encode("a dog" + PAIRS[1][1])),
-    ]
+    model = asked._session.model
+    rows = [(encode(context), encode(context + more)) for context, more in PAIRS[:2]]
     model.eval()
     for (context, whole), score in zip(rows, found, strict=False):
         reference = expected(model, context, whole[len(context) :])
@@ -155,8 +153,8 @@ def test_what_is_too_long_is_cut_at_its_beginning(asked):
     asked.max_length = 8
     context, continuation = list(range(5, 25)), [30, 31, 32]
     ((score, _),) = asked._loglikelihood_tokens([(None, context, continuation)])
-    asked._model.eval()
-    assert score == pytest.approx(expected(asked._model, context[-6:], continuation)[0], abs=1e-3)
+    asked._session.model.eval()
+    assert score == pytest.approx(expected(asked._session.model, context[-6:], continuation)[0], abs=1e-3)
 
 
 @pytest.mark.bad_input("`eval --tasks` with --max-seq-length below the length of an answer to score, or to give")
@@ -170,17 +168,17 @@ def test_an_answer_that_does_not_fit_is_refused(asked):
 
 @pytest.mark.parametrize("added", [{}, {"before": True}, {"before": True, "behind": True}], ids=str)
 def test_a_text_stands_behind_its_first_token_once(stubbed, checkpoint, tmp_path, added):
-    from deltatune.commands.harness import HarnessModel
+    from deltatune.answering.harness import HarnessModel
 
-    model = HarnessModel(load(with_first_token(checkpoint, tmp_path / "model", **added)), 3, 64)
+    model = HarnessModel(Session(load(with_first_token(checkpoint, tmp_path / "model", **added)), chat=False), 3, 64)
     first, plain = model.tokenizer.bos_token_id, model.tokenizer.encode("a dog jumps", add_special_tokens=False)
     assert model.prefix_token_id == first
     before = [first] if added else []
     assert model.tok_encode("a dog jumps") == [*before, *plain]
     assert model.tok_encode(f"{FIRST}a dog jumps") == [first, *plain]
     (score,) = model.loglikelihood_rolling([request("a dog jumps")])
-    model._model.eval()
-    assert score == pytest.approx(expected(model._model, [first], plain)[0], rel=1e-4)
+    model._session.model.eval()
+    assert score == pytest.approx(expected(model._session.model, [first], plain)[0], rel=1e-4)
 
 
 def test_whole_texts_are_scored_window_by_window(asked):
@@ -188,14 +186,14 @@ def test_whole_texts_are_scored_window_by_window(asked):
     tokens = asked.tok_encode(text)
     asked.max_length = len(tokens)
     (whole,) = asked.loglikelihood_rolling([request(text)])
-    asked._model.eval()
-    assert whole == pytest.approx(expected(asked._model, [asked.eot_token_id], tokens)[0], rel=1e-4)
+    asked._session.model.eval()
+    assert whole == pytest.approx(expected(asked._session.model, [asked.eot_token_id], tokens)[0], rel=1e-4)
     asked.max_length = 7
     (parts,) = asked.loglikelihood_rolling([request(text)])
     before = [asked.eot_token_id, *tokens]
     cuts = range(0, len(tokens), 7)
     assert parts == pytest.approx(
-        sum(expected(asked._model, [before[cut]], tokens[cut : cut + 7])[0] for cut in cuts), rel=1e-4
+        sum(expected(asked._session.model, [before[cut]], tokens[cut : cut + 7])[0] for cut in cuts), rel=1e-4
     )
 
 
@@ -218,7 +216,7 @@ def test_answers_are_those_of_generate_up_to_a_stop(asked, checkpoint, adapter, 
 
 @pytest.mark.parametrize("question", ["loglikelihood", "generate_until"])
 def test_damaged_weights_are_asked_nothing(asked, question):
-    asked._model.layers[1].post_attention_layernorm.weight[0] = float("nan")
+    asked._session.model.layers[1].post_attention_layernorm.weight[0] = float("nan")
     arguments = PAIRS[0] if question == "loglikelihood" else ("the quick", {"max_gen_toks": 3})
     with pytest.raises(UserError, match=r"post_attention_layernorm\.weight: its checkpoint is damaged"):
         getattr(asked, question)([request(*arguments)])
@@ -254,7 +252,6 @@ def test_one_command_asks_the_model_with_its_adapter(stubbed, run, checkpoint, a
 
 WRONG = {
     "an unknown task": (["--tasks", "dog"], r"--tasks: 'dog' is no task of lm-eval \(did you mean 'dogs'\?\)"),
-    "a flag of tasks without them": (["--limit", "3"], "--limit is for tasks of lm-eval; give --tasks, too."),
     "a limit of 0": (["--tasks", "dogs", "--limit", "0"], "--limit: expected a whole number of 1 or more, got 0."),
 }
 

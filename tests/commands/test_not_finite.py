@@ -93,7 +93,7 @@ def test_a_chat_answers_nothing(run, overflowing, monkeypatch):
 @pytest.mark.parametrize("covered", [True, False], ids=["decoder", "mlx-lm"])
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_several_answers_at_once(overflowing, monkeypatch, covered, temp):
-    monkeypatch.setattr("deltatune.train.dialogue.refuse_nan", lambda *_: None)
+    monkeypatch.setattr("deltatune.train.inference.Inference.try_token", lambda *_: None)
     monkeypatch.setattr(answer, "is_covered", lambda model: covered and is_covered(model))
     with pytest.raises(UserError, match="is the first that is not finite, in float16"):
         deltatune.generate(load(overflowing), ["the fox", "a dog"], max_tokens=3, temp=temp)

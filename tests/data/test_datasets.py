@@ -155,12 +155,6 @@ def test_turns_that_count_are_an_option(tokenizer, folder):
     assert tokenizer.decode(splits.train[0].tokens[splits.train[0].targets]) == "an answer<|im_end|>\n"
 
 
-@pytest.mark.bad_input("`chat_turns: last` with `mask_prompt: false`")
-def test_the_last_turn_and_every_token_contradict():
-    with pytest.raises(UserError, match=r"chat_turns: last has no meaning with mask_prompt: false"):
-        TrainConfig(chat_turns="last", mask_prompt=False)
-
-
 def test_a_bar_names_a_split_in_brackets(monkeypatch):
     """To rich, [train] would be a style."""
     out = io.StringIO()

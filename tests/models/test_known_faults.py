@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from conftest import write_checkpoint
 from console import called, deltatune
 from deltatune.models.known_faults import known_faults
+from deltatune.models.transformers_configs import completed
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
 SENTENCE = (
@@ -15,6 +17,23 @@ SENTENCE = (
 LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+}
+# Of four layers the last two take the keys of the first two.
+SHARED_KEYS = {
+    "model_type": "gemma3n_text",
+    "vocab_size": 320,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "laurel_rank": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+    "num_kv_shared_layers": 2,
 }
 SHORT = {"text": "a dog"}
 LONG = {"text": "the quick brown fox jumps over the lazy dog, " * 3}
@@ -68,6 +87,20 @@ def test_the_rows_of_a_stream_may_be_as_long_as_the_options_allow(model, data, t
     assert f"Note: {SENTENCE} Of 9 rows it reaches 1." in text
 
 
+@pytest.mark.bad_input("Gemma 3n, whose layers with shared keys mlx-lm computes with other keys unless it generates")
+def test_losses_of_no_model_are_refused(data, tmp_path):
+    """Without a cache mlx-lm's last layers have keys of their own; a model that shares none is trained."""
+    config = {"model_type": "gemma3n", "transformers_version": "5.23.0", "text_config": SHARED_KEYS}
+    folder = write_checkpoint(tmp_path / "shared", completed(config))
+    for command in (["eval"], ["train", "--iters", 1, "--adapter-path", tmp_path / "out"]):
+        done = called(*command, "--model", folder, "--data", data(SHORT))
+        assert done.returncode == 2
+        assert "takes those of an earlier layer" in " ".join(done.stderr.split())
+    assert called("generate", "--model", folder, "--prompt", "a", "--max-tokens", 2).returncode == 0
+    alone = completed(config | {"text_config": SHARED_KEYS | {"num_kv_shared_layers": 0}})
+    assert called("eval", "--model", write_checkpoint(tmp_path / "alone", alone), "--data", data(SHORT)).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("config", "right", "wrong"),
     [
@@ -83,6 +116,7 @@ def test_the_rows_of_a_stream_may_be_as_long_as_the_options_allow(model, data, t
         ({"model_type": "glm"}, 0, 1),
         ({"model_type": "gpt_neox"}, 0, 1),
         ({"model_type": "jamba"}, 0, 1),
+        ({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, 0, 1),
     ],
 )
 def test_which_rows_of_a_model_are_wrong(config, right, wrong):

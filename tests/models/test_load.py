@@ -1,5 +1,6 @@
 """A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that says what is wrong and where."""
 
+import copy
 import json
 import shutil
 import struct
@@ -149,6 +150,23 @@ def test_config_without_a_needed_key(damaged):
     rewrite(path / "config.json", hidden_size=None)
     refused("hidden_size", load, path)
     refused("hidden_size", new_model, path)
+
+
+@pytest.mark.parametrize("value", [[], "8", {}])
+def test_each_value_of_another_type_is_refused_or_ignored(damaged, value):
+    """A config of 2 x 16 values: no key ends in an error of Python's."""
+    path = damaged("qwen3_5")
+    config = json.loads((path / "config.json").read_text())
+    refusals = 0
+    for outer, key in [(None, key) for key in config] + [("text_config", key) for key in config["text_config"]]:
+        changed = copy.deepcopy(config)
+        (changed if outer is None else changed[outer])[key] = value
+        (path / "config.json").write_text(json.dumps(changed))
+        try:
+            load_model(path, lazy=True)
+        except UserError:
+            refusals += 1
+    assert refusals > 10
 
 
 def test_missing_extra_and_misshapen_tensors_are_named_together(damaged):

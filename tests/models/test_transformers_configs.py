@@ -1,6 +1,7 @@
 """Keys that transformers 5 writes in a form of its own, or leaves out, reach the models of mlx-lm and mlx-vlm."""
 
 import json
+import math
 import shutil
 
 import mlx.core as mx
@@ -52,6 +53,14 @@ def test_gemma_3_with_a_tower_takes_the_sizes_of_its_text_part():
 def test_scaled_sliding_layers_are_refused(kind):
     with pytest.raises(UserError, match=r"sliding_attention rope_type 'linear'"):
         new_model(windowed(kind, sliding=FULL))
+
+
+def test_the_shortest_time_step_of_nemotron_h_is_that_of_transformers_model():
+    config = {"model_type": "nemotron_h", "time_step_min": 0.25, "time_step_limit": [0.0, math.inf]}
+    saved = config | {"transformers_version": "5.23.0"}
+    assert completed(saved)["time_step_limit"] == [0.25, math.inf]
+    assert completed(config)["time_step_limit"] == [0.0, math.inf]
+    assert as_written(completed(saved), saved) == saved
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "exaone4", "falcon_h1"])

@@ -161,7 +161,6 @@ def test_flags_are_refused_by_their_own_name(run, tmp_path, command, flag, value
     ("what", "options", "message"),
     [
         ("`min_pixels` above `max_pixels`", {"min_pixels": 9, "max_pixels": 3}, "min_pixels: expected at most max_pix"),
-        ("`early_stopping` without evaluations", {"early_stopping": 2, "val_batches": 0}, "give one of them"),
     ],
 )
 def test_options_that_contradict_each_other(what, options, message):

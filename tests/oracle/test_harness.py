@@ -51,13 +51,14 @@ def checkpoint(tmp_path_factory):
 def test_every_method_gives_the_numbers_of_lm_eval(checkpoint, tmp_path, kind):
     HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 
-    from deltatune.commands.harness import HarnessModel
+    from deltatune.answering.harness import HarnessModel
+    from deltatune.answering.session import Session
 
     folder = checkpoint
     if kind != "no first token":
         folder = with_first_token(checkpoint, tmp_path / "model", before=kind == "first token added")
     options = {"device": "cpu", "max_length": LENGTH, "batch_size": 3, "dtype": "float32"}
-    theirs, ours = HFLM(pretrained=str(folder), **options), HarnessModel(load(folder), 3, LENGTH)
+    theirs, ours = HFLM(pretrained=str(folder), **options), HarnessModel(Session(load(folder), chat=False), 3, LENGTH)
     assert ours.prefix_token_id == theirs.prefix_token_id
     assert ours.eot_token_id == theirs.eot_token_id
     assert ours.tokenizer_name == theirs.tokenizer_name

@@ -251,6 +251,6 @@ def vision_loss(model: nn.Module, rows) -> float:
     with patched(model):
         split = split_vision(model)
         step = Step(model, build_optimizer(TrainConfig()), chunked_loss(split.backbone, split.head), World())
-        total, weight, _ = step.micro_batch(as_batch(rows, vision_spec(model)), None)
+        total, weight, *_ = step.micro_batch(as_batch(rows, vision_spec(model)), None)
         mx.eval(total, weight)
     return (total / weight).item()

@@ -14,7 +14,7 @@ from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.patches.tables import delta_layers, kept_inputs, pointwise
+from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -135,7 +135,7 @@ def counted(model, config, before, checkpoints):
         step, batch = Step(model, optimizer, trained.loss, World()), blank_batch(1, LENGTH, False)
         for _ in range(2):
             mx.reset_peak_memory()
-            loss, weight, gradients = step.micro_batch(batch, step.zeros())
+            loss, weight, gradients, _ = step.micro_batch(batch, step.zeros())
             mx.eval(loss, weight, gradients)
             norm = step.update(gradients, loss, weight)
             del gradients
@@ -178,7 +178,12 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
 
 # NVIDIA's but for the kernels, which are for larger arrays.
 @pytest.mark.parametrize(
-    "tables", [(*delta_layers.PATCHES, *kept_inputs.PATCHES), pointwise.PATCHES], ids=["Apple's", "NVIDIA's"]
+    "tables",
+    [
+        (*delta_layers.PATCHES, *activations.PATCHES, residual_norms.NORM, pointwise.ATTENTION),
+        (*activations.PATCHES, *pointwise.PATCHES),
+    ],
+    ids=["Apple's", "NVIDIA's"],
 )
 def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3)
@@ -200,7 +205,7 @@ def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkey
         with training(model, config, compare=False, checkpoints=checkpoints) as trained:
             model.train()
             step = Step(model, build_optimizer(config), trained.loss, World())
-            loss, _, gradients = step.micro_batch(blank_batch(2, LENGTH, False), step.zeros())
+            loss, _, gradients, _ = step.micro_batch(blank_batch(2, LENGTH, False), step.zeros())
             mx.eval(loss, gradients)
         return [loss, *(array for _, array in leaves(gradients))]
 

@@ -10,12 +10,14 @@ import mlx.core as mx
 import pytest
 
 from counted_programs import PLANNED_WITHIN
+from deltatune.answering.session import store_of
 from deltatune.commands.train import train
 from deltatune.layers import describe
 from deltatune.machine import backend
 from deltatune.models import generate
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.options.generation import AnswerOptions
 from deltatune.plan import forward_placement, placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
@@ -54,11 +56,11 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
 
     def planned(memory):
-        loaded, trusted = load(folder, lazy=True), {"trust_remote_code": False}
+        loaded = load(folder, lazy=True)
+        weights = loaded.model, store_of(loaded, AnswerOptions(str(loaded.path))), memory
         if asked == "tasks":
-            return forward_placement.placed_tasks(loaded, None, memory, 2, 64, **trusted).placement
-        prompt = forward_placement.AskedPrompt([0] * 64, 8)
-        return forward_placement.placed_answer(loaded, None, memory, prompt, **trusted).placement
+            return forward_placement.placed_tasks(*weights, 2, 64).placement
+        return forward_placement.placed_answer(*weights, forward_placement.AskedPrompt([0] * 64, 8)).placement
 
     active = mx.get_active_memory()
     whole = planned(1 << 40)
@@ -81,7 +83,9 @@ def test_a_long_prompt_takes_what_is_planned(tiny_checkpoint, tokens, most):
     shape = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 512}
     loaded = load(tiny_checkpoint("qwen3_5", **shape), lazy=True)
     prompt = forward_placement.AskedPrompt([5] * tokens, most)
-    placed = forward_placement.placed_answer(loaded, None, 1000, prompt, trust_remote_code=False)
+    placed = forward_placement.placed_answer(
+        loaded.model, store_of(loaded, AnswerOptions(str(loaded.path))), 1000, prompt
+    )
     layers = [layer.module for layer in describe(loaded.model)]
     gc.collect()
     mx.clear_cache()

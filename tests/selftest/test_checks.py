@@ -11,16 +11,17 @@ from host_machine import HostMachine, cuda_text
 from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
+from deltatune.ops import operators
 from deltatune.ops.attention import attention_blocked
 from deltatune.ops.attention import workloads as attention
 from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
-from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, by_gates
+from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, by_gates
 from deltatune.ops.kernels.launch import header
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.products import low_rank_kernels
+from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.ops.trial import verdicts
 from deltatune.ops.trial.case import Case
 from deltatune.ops.trial.measure import relative_norm
@@ -31,8 +32,7 @@ from deltatune.selftest import (
     examined,
     experts,
     implementations,
-    losses_and_adapters,
-    pointwise,
+    kernels,
     replays,
     times,
     training,
@@ -41,13 +41,13 @@ from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
 SMALL = [
-    workloads.Workload("small", 70, 2, 4, 16),
-    workloads.Workload("half", 70, 2, 2, 16, "bfloat16", True, True),
+    workloads.Workload("small", ShapeClass(2, 4, 16, 16, "float32"), 70),
+    workloads.Workload("half", ShapeClass(2, 2, 16, 16, "bfloat16", masked=True, segmented=True, per_channel=True), 70),
 ]
 
 
 def judge(function, workload, fused=True):
-    return tried(workloads.case_of(workload, workloads.bounds(workload, fused)), function)
+    return tried(workload.case("fused" if fused else "chunk"), function)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_kernel_that_is_wrong_shows(fused, workload, planted):
 
     outcome = judge(fused(change), workload)
     assert outcome.status == FAILED
-    assert outcome.worst.startswith("q")
+    assert outcome.worst.startswith("dq")
 
 
 @pytest.mark.parametrize("check", list(implementations.checks(ATTENTION, True)), ids=lambda check: check.name)
@@ -105,11 +105,11 @@ def test_an_attention_that_is_wrong_shows(workload):
     def one_key_lost(q, k, v, **options):
         return attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
 
-    assert tried(attention.case_of(workload), one_key_lost).status == FAILED
+    assert tried(workload.case("blocked"), one_key_lost).status == FAILED
 
 
-def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_number():
-    workload = workloads.Workload("three heads", 20, 3, 3, 16)
+def test_one_head_that_is_no_number_shows():
+    workload = workloads.Workload("three heads", ShapeClass(3, 3, 16, 16, "float32"), 20)
 
     def middle_lost(*arrays, **options):
         y, state = gated_delta_chunk(*arrays, **options)
@@ -120,7 +120,7 @@ def test_a_result_of_another_head_than_the_compared_ones_counts_where_it_is_no_n
 
 def test_slow_gates_that_are_rounded_show():
     """MLX's own operator rounds gates to the dtype of q (mlx 0.32.4)."""
-    workload = workloads.Workload("slow", SLOW_TOKENS, 1, 1, 16, "bfloat16")
+    workload = workloads.Workload("slow", ShapeClass(1, 1, 16, 16, "bfloat16"), SLOW_TOKENS)
 
     def rounded(q, k, v, log_g, beta, *, initial_state, mask=None, segments=None):
         y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_g), beta, initial_state)
@@ -154,55 +154,27 @@ def test_experts(monkeypatch):
     assert experts.compare(mixture).status == FAILED
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", pointwise.cases(True), ids=lambda case: case.name)
-def test_passes(case, dtype, host_folder):
-    machine = HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES)))
-    assert pointwise.compare(case, dtype, machine.run).status == PASSED
-
-    def wrong(launch):
-        return [array * 1.02 if launch.name.endswith("backward") else array for array in machine.run(launch)]
-
-    found = pointwise.compare(case, dtype, wrong)
-    assert found.status == FAILED
-    assert found.worst.startswith("gradient")
+COMPARED = [(operator, workload) for operator in operators.KERNELS for workload in operator.workloads(True)]
 
 
-def test_rows_and_joins(host_folder):
-    machine = HostMachine(host_folder, header("metal", BODIES))
-    assert pointwise.rows_and_joins(True, machine.run).status == PASSED
-    assert pointwise.rows_and_joins(True, lambda launch: [x * 1.001 for x in machine.run(launch)]).status == FAILED
+@pytest.mark.parametrize(("operator", "workload"), COMPARED, ids=[f"{each.name} {each.dtype}" for _, each in COMPARED])
+def test_kernels(operator, workload, host_folder):
+    if operator is low_rank.OPERATOR:
+        text = cuda_text(low_rank_kernels.ROWS)
+        machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True, optimised=True)
+    else:
+        machine = HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES, *vocabulary_loss.FILES)))
+    names: list[str] = []
 
+    def altered(factors, launch):
+        names.append(launch.name)
+        return [array * factors.get(launch.name, 1) for array in machine.run(launch)]
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
-def test_vocabulary_loss(dtype, host_folder):
-    machine = HostMachine(host_folder, header("metal", vocabulary_loss.FILES))
-    assert losses_and_adapters.vocabulary(dtype, True, machine.run).status == PASSED
-
-    def wrong(launch):
-        return [array * 1.02 if launch.name.endswith("gradients") else array for array in machine.run(launch)]
-
-    found = losses_and_adapters.vocabulary(dtype, True, wrong)
-    assert found.status == FAILED
-    assert found.worst.endswith("gradients")
-
-
-def test_lora_products(host_folder):
-    text = cuda_text(low_rank_kernels.ROWS)
-    machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True, optimised=True)
-    assert losses_and_adapters.low_rank(True, machine.run).status == PASSED
-
-    def wrong(kernel, launch):
-        return [array * 1.02 if launch.name.endswith(kernel) else array for array in machine.run(launch)]
-
-    for kernel, results in (
-        ("columns", {"gradient of A"}),
-        ("both", {"gradient of x A", "gradient of B"}),
-        ("wide", {"y + x A B", "gradient of x"}),
-    ):
-        found = losses_and_adapters.low_rank(True, partial(wrong, kernel))
-        assert found.status == FAILED
-        assert found.worst in results
+    assert kernels.compare(operator, workload, partial(altered, {})).status == PASSED
+    for name in set(names):
+        outcome = kernels.compare(operator, workload, partial(altered, {name: 1.02}))
+        assert outcome.status == FAILED
+        assert outcome.worst.startswith(("gradient", "dx", "product")) or not name.endswith(("backward", "gradients"))
 
 
 def test_a_control_fails_where_the_patches_do_not_reach(monkeypatch):
@@ -274,7 +246,7 @@ def test_what_is_wrong_gets_no_time(monkeypatch):
 
 
 def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
-    size = workloads.Workload("long", 2**20, 16, 32)
+    size = workloads.Workload("long", ShapeClass(16, 32, 128, 128, "float32"), 2**20)
     assert times._too_much(times.OURS, size, 1e-9) is None
     for name in (times.LOOP, times.NATIVE):
         assert "would need about" in times._too_much(name, size, 0.0)

@@ -15,7 +15,7 @@ from deltatune.ops.kernels import cubin, nvrtc
 from deltatune.ops.pointwise import swiglu
 from deltatune.ops.random_state import drawing_with
 from deltatune.ops.trial.case import Case, judged
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 
 gpu = load(Path(__file__).parents[1] / "ops" / "kernels" / "pretended_gpu.py").gpu
 
@@ -35,7 +35,7 @@ def test_an_error_leaves_the_arrays_and_the_key():
                 raise ValueError("two rows")
             return model(x)
 
-    call = compiled(function, captured, captured[1:])
+    call = Compiled(function, captured, captured[1:])
     call(mx.ones((1, 3)))
     weight, moment, key = model.layers[0].weight, state["moments"][1]["of"], captured[2][0]
     with pytest.raises(ValueError, match="two rows"):
@@ -59,7 +59,7 @@ def test_a_function_that_reads_values_runs_uncompiled_and_says_so():
         # As mlx-lm's dbrx finds the rows of an expert.
         return model(x[mx.array(np.flatnonzero(np.array(x[:, 0] > 0)))])
 
-    call = compiled(function, [model.state, state], [state])
+    call = Compiled(function, [model.state, state], [state])
     rows = mx.array([[1.0, 2.0], [-1.0, 2.0]])
     with pytest.warns(RuntimeWarning, match="cannot compile it"):
         first = call(rows)
@@ -88,7 +88,7 @@ def test_the_first_call_builds_its_kernels_side_by_side(gpu, monkeypatch):
 
     monkeypatch.setattr(nvrtc, "compiled", together)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    call, drawn = compiled(function, [state], [state]), [mx.random.key(0)]
+    call, drawn = Compiled(function, [state], [state]), [mx.random.key(0)]
     for _ in range(2):
         call(mx.ones((2, 16)))
         with drawing_with(drawn):

@@ -79,7 +79,8 @@ RUNS = {
         "learning_rate": 1e-2,
     },
     "a stream": {"streaming": True, "shuffle_buffer": 4},
-    "pairs": {"loss": "dpo", "loss_variant": "robust", "beta": 0.3, "gamma": 1.0, "label_smoothing": 0.1, "test": True},
+    "pairs": {"loss": "dpo", "loss_variant": "robust", "beta": 0.3, "label_smoothing": 0.1, "test": True},
+    "a margin": {"loss": "simpo", "gamma": 1.0},
     "all weights": {
         "fine_tune_type": "full",
         "num_layers": 1,
@@ -92,9 +93,9 @@ RUNS = {
         "rows": [{"q": row["prompt"], "a": row["completion"]} for row in ROWS],
         "prompt_feature": "q",
         "completion_feature": "a",
-        "text_feature": "t",
-        "chat_feature": "c",
     },
+    "texts": {"rows": [{"t": f"{n} cups of tea"} for n in range(8)], "text_feature": "t"},
+    "messages": {"rows": [{"c": row["messages"]} for row in CHATS], "chat_feature": "c"},
     "new tokens": {"rows": [{"text": f"a {TOKENS[0]} {n}"} for n in range(8)], "resize_embeddings": True},
     "images": {
         "min_pixels": 32 * 32,

@@ -61,7 +61,7 @@ def run(made, batches, accumulate, loss=None, **options):
     step = Step(made, build_optimizer(config), loss or full_loss(made), World(), update=update)
     norms, accumulated, loss_sum, weight_sum = [], step.zeros(), mx.array(0.0), mx.array(0.0)
     for index, each in enumerate(batches, 1):
-        loss_value, weight, accumulated = step.micro_batch(each, accumulated)
+        loss_value, weight, accumulated, _ = step.micro_batch(each, accumulated)
         loss_sum, weight_sum = loss_sum + loss_value, weight_sum + weight
         if index % accumulate == 0:
             norms.append(step.update(accumulated, loss_sum, weight_sum))
@@ -117,12 +117,12 @@ def test_a_parameter_that_somebody_replaces_is_the_one_that_trains(between):
     """Parameters are parts of one bundle. The bundle's old numbers must not overwrite a parameter that was replaced."""
     made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5)
     step = Step(made, build_optimizer(config), full_loss(made), World())
-    loss, weight, gradients = step.micro_batch(batch(0), None)
+    loss, weight, gradients, _ = step.micro_batch(batch(0), None)
     step.update(gradients, loss, weight)
     zeros = {"out": {"weight": mx.zeros((11, 8)), "bias": mx.zeros(11)}}
     if between == "before the gradients":
         made.update(zeros)
-    loss, weight, gradients = step.micro_batch(batch(1), None)
+    loss, weight, gradients, _ = step.micro_batch(batch(1), None)
     found = gradients
     if between == "before the update":
         made.update(zeros)
@@ -237,7 +237,7 @@ def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(reques
             machine=StepMachine(launcher),
         )
         restore(step.optimizer, tree_map(lambda leaf: leaf + 1 if leaf.ndim else leaf, step.optimizer.state))
-        loss, weight, gradients = step.micro_batch(batch(0), step.zeros())
+        loss, weight, gradients, _ = step.micro_batch(batch(0), step.zeros())
         step.update(gradients, loss, weight)
         return dict(tree_flatten([made.trainable_parameters(), step.optimizer.state]))
 

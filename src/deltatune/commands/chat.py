@@ -5,31 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
 from ..wrapping import say
-from .answering import (
-    add_sampling,
-    check_served,
-    check_tokens,
-    planned,
-    reading,
-    sampling_of,
-    trained_template_options,
-)
-from .flags import add_adapter, add_model, given_flags
+from .flags import add_adapter, add_model, add_sampling, given_flags
 
 if TYPE_CHECKING:
-    from ..models.load import Loaded
-    from ..plan.placement import Placed
-    from ..train.by_layer.layer_weights import LayerWeights
-    from ..train.dialogue import Dialogue
+    from ..answering.dialogue import Dialogue
+    from ..answering.session import Session
 
 _HELP = "q ends the conversation, r forgets it, h prints this"
 _COMPARED = ", c asks the base too, or no more"
@@ -71,27 +60,27 @@ class Chat:
     def __init__(self, options: ChatOptions):
         import mlx.core as mx
 
+        from ..answering.session import Session
         from ..lora.without import can_be_without
 
         if options.seed is not None:
             mx.random.seed(options.seed)
-        self._options, self._compares = options, options.compare
-        self._template = trained_template_options(options)
-        check_served(options)
+        self._options = options
+        self._compares = options.compare
+        self._session = Session.open(options)
         self._stack = contextlib.ExitStack()
-        self._loaded, bounded = self._load(), options.memory is not None
-        check_tokens(options, self._loaded)
-        # For how many tokens of a conversation memory is planned; 0 without a bound.
-        self._room = _TOKENS if bounded else 0
-        weights = self._placed(planned(options, self._loaded, [0] * _TOKENS)) if bounded else None
-        self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._loaded.model))
+        self._stack.enter_context(self._session)
+        bounded = options.memory is not None
+        if bounded:
+            self._plan(_TOKENS)
+        self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._session.model))
         if options.compare and not self._can_compare:
             self._stack.close()
             raise UserError(
                 "--compare: what was trained here cannot be taken off the model, and --memory is the bound of one "
                 "model; leave one of them out."
             )
-        self._answering = self._conversation(self._loaded, weights)
+        self._answering = self._conversation(self._session)
         self._base: Dialogue | None = None
 
     def talk(self) -> None:
@@ -138,21 +127,13 @@ class Chat:
         elif question:
             self._answer(question)
 
-    def _load(self) -> Loaded:
-        """Load the model with its adapter; lazily and without it, where memory is bounded."""
-        from ..models.adapted_base import load_with_adapter
+    def _plan(self, tokens: int) -> None:
+        """Plan memory for a conversation of so many tokens."""
+        from ..plan.forward_placement import AskedPrompt, placed_answer
 
-        options = self._options
-        bounded, trusted = options.memory is not None, options.trust_remote_code
-        return load_with_adapter(
-            options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted
-        )
-
-    def _placed(self, where: Placed) -> LayerWeights | None:
-        """Let the layers of the model read their weights; return what from, or None where all stay in memory."""
-        assert self._options.memory is not None
-        read_layers = reading(where, self._loaded, "token", self._stack)
-        return None if read_layers is None else read_layers.weights
+        asked = AskedPrompt([0] * tokens, self._options.max_tokens)
+        self._session.place(partial(placed_answer, prompt=asked), "token")
+        self._room = tokens
 
     def _make_room(self, question: str) -> None:
         """Plan memory anew where a question ends a longer conversation than was planned for.
@@ -160,26 +141,16 @@ class Chat:
         Raises:
             UserError: Memory is too little for it, or the chat template refuses it.
         """
-        if not self._room:
+        if self._options.memory is None:
             return
         dialogues = [dialogue for dialogue in (self._answering, self._base) if dialogue is not None]
-        tokens, room = max(len(dialogue.prompt(question)) for dialogue in dialogues), self._room
+        tokens = max(len(dialogue.prompt(question)) for dialogue in dialogues)
+        room = self._room
         while room < tokens:
             room *= 2
-        if room == self._room:
-            return
-        say(f"The conversation has {tokens:,} tokens. Memory is planned anew, for {room:,}.", sys.stderr)
-        loaded = self._load()
-        where = planned(self._options, loaded, [0] * room)
-        # What was read for shorter conversations goes before anything else is read.
-        self._stack.close()
-        self._loaded, self._room = dataclasses.replace(self._loaded, model=loaded.model), room
-        for dialogue in dialogues:
-            dialogue.go_on(loaded.model, None)
-        gc.collect()
-        weights = self._placed(where)
-        for dialogue in dialogues:
-            dialogue.go_on(loaded.model, weights)
+        if room > self._room:
+            say(f"The conversation has {tokens:,} tokens. Memory is planned anew, for {room:,}.", sys.stderr)
+            self._plan(room)
 
     def _answer(self, question: str) -> None:
         try:
@@ -218,28 +189,22 @@ class Chat:
     @contextlib.contextmanager
     def _bare(self) -> Iterator[Dialogue]:
         """Yield a conversation with the base, of which it has heard the questions that were put to both."""
+        from ..answering.session import Session
         from ..lora.without import can_be_without, without_adapters
-        from ..models.load import load
 
-        shared = can_be_without(self._loaded.model)
+        shared = can_be_without(self._session.model)
         if self._base is None:
-            options = self._options
-            base = self._loaded if shared else load(options.model, trust_remote_code=options.trust_remote_code)
-            self._base = self._conversation(base)
-        with without_adapters(self._loaded.model) if shared else contextlib.nullcontext():
+            alone = dataclasses.replace(self._options, adapter_path=None, compare=False)
+            self._base = self._conversation(self._session if shared else Session.open(alone))
+        with without_adapters(self._session.model) if shared else contextlib.nullcontext():
             yield self._base
 
-    def _conversation(self, loaded: Loaded, weights: LayerWeights | None = None) -> Dialogue:
-        from ..train.dialogue import Dialogue
+    def _conversation(self, session: Session) -> Dialogue:
+        from ..answering.dialogue import Dialogue
 
-        options = self._options
-        for token in options.extra_eos_token:
-            loaded.tokenizer.add_eos_token(token)
         return Dialogue(
-            loaded,
-            system_prompt=options.system_prompt,
-            max_tokens=options.max_tokens,
-            sampling=sampling_of(options),
-            template_options=self._template,
-            weights=weights,
+            session,
+            system_prompt=self._options.system_prompt,
+            max_tokens=self._options.max_tokens,
+            template_options=self._session.template_options,
         )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, first_line
 from ..machine import startup
+from ..options.conditions import TASKS, TRAINING, refuse_unread, refuse_unread_flags
 from ..options.config import TrainConfig
+from ..options.generation import AnswerOptions
 from ..options.values import Range, fix
-from .flags import add_adapter, add_options, config_from, given_flags, require
+from .flags import add_adapter, add_options, config_from, flag_names, given_flags, require
 
 if TYPE_CHECKING:
-    from ..models.load import Loaded
-    from .answering import Reading
+    from collections.abc import Mapping
 
 # The options of a run that say what its loss on the test set is.
 OPTIONS = (
@@ -49,14 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments)
+    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments, trains=False)
+    flags = flag_names(TrainConfig, given_flags(TrainConfig, arguments))
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
+        refuse_unread(TASKS, flags, tasks)
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    evaluate(config, adapter)
+    evaluate(config, adapter, flags)
     return 0
 
 
@@ -76,9 +80,7 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         fix(self)
-        for field in dataclasses.fields(self):
-            if self.tasks is None and getattr(self, field.name) != field.default:
-                raise UserError(f"--{field.name.replace('_', '-')} is for tasks of lm-eval; give --tasks, too.")
+        refuse_unread_flags(TASKS, self)
 
 
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
@@ -93,34 +95,24 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
         UserError: lm-eval is not installed, does not know a task, or cannot load its data.
     """
     try:
-        from .harness import HarnessModel, named_tasks, put_tasks
+        from ..answering.harness import HarnessModel, named_tasks, put_tasks
     except ImportError as error:
         raise UserError(
             f"--tasks: lm-eval cannot be used ({first_line(error)}); pip install 'deltatune[lm-eval]'."
         ) from error
-    from ..data.chats.answer_ends import ending_answers
-    from ..lora.adapter_files import template_options
-    from ..models.adapted_base import folder_of, load_with_adapter
-    from ..models.early_refusal import refuse_unserved
-    from ..patches import INFERENCE
+    from ..answering.session import Session
+    from ..plan.forward_placement import placed_tasks
 
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     tasks, manager = named_tasks(names, options.include_path)
-    if not config.force:
-        folder = folder_of(config.model, adapter_path)
-        refuse_unserved(folder, (INFERENCE,), trust_remote_code=config.trust_remote_code)
-    bounded, trusted = config.memory is not None, config.trust_remote_code
-    loaded = load_with_adapter(config.model, adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted)
-    if options.apply_chat_template and not loaded.tokenizer.has_chat_template:
-        raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
-    if options.apply_chat_template:
-        loaded.tokenizer = ending_answers(loaded.tokenizer)
-    variables = template_options(adapter_path, config.chat_template_config)
-    with contextlib.ExitStack() as stack:
-        layers = _placed(config, loaded, adapter_path, stack) if bounded else None
-        model = HarnessModel(loaded, config.batch_size, config.max_seq_length, variables, layers)
+    rows = config.batch_size
+    length = config.max_seq_length
+    with Session.open(_session_options(config, adapter_path), chat=options.apply_chat_template) as session:
+        if options.apply_chat_template and not session.tokenizer.has_chat_template:
+            raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out.")
+        session.place(partial(placed_tasks, rows=rows, length=length), "pass")
         figures, table = put_tasks(
-            model,
+            HarnessModel(session, rows, length),
             tasks,
             manager,
             num_fewshot=options.num_fewshot,
@@ -131,32 +123,31 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
     return figures
 
 
-def _placed(
-    config: TrainConfig, loaded: Loaded, adapter_path: str | None, stack: contextlib.ExitStack
-) -> Reading | None:
-    """Put the adapter on a model whose layers read their weights until `stack` ends; return these, if they do."""
-    from ..plan.forward_placement import placed_tasks
-    from .answering import reading
+def _session_options(config: TrainConfig, adapter_path: str | None) -> AnswerOptions:
+    """Return the options of the session in which a model is evaluated."""
+    variables = config.chat_template_config
+    return AnswerOptions(
+        str(config.model),
+        adapter_path=adapter_path,
+        chat_template_config=None if variables is None else json.dumps(variables),
+        memory=config.memory,
+        trust_remote_code=config.trust_remote_code,
+        force=config.force,
+    )
 
-    assert config.memory is not None
-    rows, length, trusted = config.batch_size, config.max_seq_length, config.trust_remote_code
-    where = placed_tasks(loaded, adapter_path, config.memory, rows, length, trust_remote_code=trusted)
-    return reading(where, loaded, "pass", stack)
 
-
-def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
+def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, str] | None = None) -> float:
     """Print and return a model's loss per token on the test set.
 
     Args:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
+        flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
     """
-    import mlx.core as mx
-
+    from ..answering.session import Session
     from ..data.vision.preparation import picture_options
     from ..lora.adapter_files import template_options
     from ..plan.forward_placement import placed_evaluation
-    from ..train.evaluate import say_loss
     from ..train.reports.screen import Screen
     from ..train.setup import ready
 
@@ -164,16 +155,9 @@ def evaluate(config: TrainConfig, adapter_path: str | None) -> float:
     config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
     config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
+    refuse_unread(TRAINING, flags or {}, config, run.splits.facts)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)
     for line in [run.splits.rule, *run.splits.notes, *run.faults]:
         screen.say(line)
-    with contextlib.ExitStack() as stack:
-        weights = None
-        if config.memory is not None:
-            placed = placed_evaluation(run, adapter_path)
-            for fact in placed.placement.said("batch"):
-                screen.say(fact)
-            weights = placed.weights(run, stack)
-            if weights is None:
-                stack.callback(mx.set_memory_limit, mx.set_memory_limit(placed.limit()))
-        return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, weights)
+    with Session(run.loaded, _session_options(config, adapter_path), chat=False) as session:
+        return session.loss(run, screen, placed_evaluation)

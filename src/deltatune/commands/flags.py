@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 from ..errors import UserError
 from ..machine import ranks
 from ..options.chat_template import parsed_options
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
 from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of
+from ..wrapping import say
 
 
 def _text(text: str) -> str:
@@ -189,12 +191,47 @@ def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
-def config_from(arguments: argparse.Namespace) -> TrainConfig:
+def add_sampling(add: Any, max_tokens: int) -> None:
+    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        metavar="N",
+        help=f"largest number of tokens in the answer (default: {max_tokens})",
+    )
+    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
+    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add(
+        "--chat-template-config",
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
+        "for every token, which is slow",
+    )
+    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
+    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
+
+
+def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
+    Args:
+        arguments: The flags.
+        trains: Whether the options are those of a training run, and not of its model's evaluation.
+
     Raises:
-        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, or is
-            excluded by another.
+        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, is
+            excluded by another, or would not be read by a training run.
     """
     file = getattr(arguments, "config", None)
     values = {} if file is None else read_yaml(file)
@@ -212,7 +249,16 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     chosen = values | flags
     if chosen.get("from_scratch") and chosen.get("fine_tune_type", "full") != "full":
         raise UserError(NO_TYPE_FROM_SCRATCH.format(chosen["fine_tune_type"]))
-    return build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
+    config: TrainConfig = build(TrainConfig, chosen | {"lora_parameters": lora | lora_flags}, "")
+    if trains:
+        # A value such as 0 or false, where it is the default, asks for nothing.
+        asked = changed_options(config)
+        in_file = {name: name for name, value in {**values, **lora}.items() if value or name in asked}
+        on_line = flag_names(TrainConfig, flags) | flag_names(LoraConfig, lora_flags)
+        notes = refuse_unread(TRAINING, asked | in_file | on_line, config, Facts())
+        for note in [] if ranks.number() else notes:
+            say(note)
+    return config
 
 
 def require(config: TrainConfig, command: str, *names: str) -> None:
@@ -235,6 +281,12 @@ def given_flags(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     for name, value in flags.items():
         checked(value, *fields[name], flag_name(name, fields[name][1]))
     return flags
+
+
+def flag_names(cls: type, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flag of each option of a dataclass that a command line gives a value, unless it is a default no."""
+    fields, no = fields_of(cls), (False, 0)
+    return {name: flag_name(name, fields[name][1]) for name, value in flags.items() if value not in no}
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:

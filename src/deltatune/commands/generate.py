@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import sys
+from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..machine import startup
 from ..options.generation import GenerateOptions
-from .answering import (
-    add_sampling,
-    check_served,
-    check_tokens,
-    placed,
-    sampling_of,
-    trained_template_options,
-)
-from .flags import add_adapter, add_model, given_flags
+from .flags import add_adapter, add_model, add_sampling, given_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
+    from ..answering.session import Session
     from ..data.vision.prompt import PromptPictures
-    from ..models.load import Loaded
-    from ..train.by_layer.layer_weights import LayerWeights
 
 
 def add(commands: Any) -> None:
@@ -111,24 +100,36 @@ def generate(options: GenerateOptions) -> str:
     """
     import mlx.core as mx
 
-    from ..data.prompts import Question, prompt_tokens
-    from ..models.adapted_base import load_with_adapter
-    from ..models.vocabulary import check_prompt
+    from ..answering.session import Session
 
     if options.seed is not None:
         mx.random.seed(options.seed)
-    template_options = trained_template_options(options)
     media = _first_media(options)
     prompt = _prompt(options.prompt)
-    trusted = options.trust_remote_code
-    check_served(options, media)
-    bounded = options.memory is not None
-    loaded = load_with_adapter(
-        options.model, options.adapter_path, bare=bounded, lazy=bounded, trust_remote_code=trusted, image=media
-    )
-    check_tokens(options, loaded)
-    _add_ends(options, loaded)
-    pictures = _pictures(options, loaded) if media else None
+    parts = []
+    with Session.open(options, media=media, chat=not options.ignore_chat_template) as session:
+        pictures = _pictures(options, session) if media else None
+        tokens = _tokens(options, session, prompt, pictures)
+        if options.memory is not None:
+            from ..plan.forward_placement import AskedPrompt, placed_answer
+
+            asked = AskedPrompt(tokens, options.max_tokens, pictures)
+            session.place(partial(placed_answer, prompt=asked), "token")
+        last = None
+        for last in session.answer(tokens, options.max_tokens, pictures):
+            print(last.text, end="", flush=True)
+            parts.append(last.text)
+    print()
+    if options.verbose and last is not None:
+        _say_speeds(last, 0 if session.weights is None else session.weights.on_host)
+    return "".join(parts)
+
+
+def _tokens(options: GenerateOptions, session: Session, prompt: str, pictures: PromptPictures | None) -> Sequence[int]:
+    """Return the tokens of the prompt; UserError where none is left, or the model has no row for one."""
+    from ..data.prompts import Question, prompt_tokens
+    from ..models.vocabulary import check_prompt
+
     question = Question(
         prompt,
         options.system_prompt,
@@ -136,53 +137,28 @@ def generate(options: GenerateOptions) -> str:
         images=len(options.image),
         videos=pictures.video_texts if pictures else (),
     )
-    with_template = not options.ignore_chat_template
-    tokens = prompt_tokens(loaded.tokenizer, question, chat_template=with_template, template_options=template_options)
+    tokens = prompt_tokens(
+        session.tokenizer,
+        question,
+        chat_template=not options.ignore_chat_template,
+        template_options=session.template_options,
+    )
     if not tokens:
         raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
     tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
-    check_prompt(loaded.model, loaded.tokenizer, tokens)
-    answer, parts, last = _answer(options, loaded, tokens, pictures), [], None
-    with contextlib.ExitStack() as stack:
-        weights = placed(options, loaded, tokens, pictures, stack) if bounded else None
-        stack.enter_context(_explained(options, loaded, pictures, weights))
-        for last in answer:
-            print(last.text, end="", flush=True)
-            parts.append(last.text)
-    print()
-    if options.verbose and last is not None:
-        from ..train.reports.columns import gigabytes
-
-        # MLX counts what stays in the host's memory, too.
-        peak = last.peak_memory - (0.0 if weights is None else weights.on_host / 1e9)
-        print(
-            f"[{last.prompt_tokens:,} prompt tokens at {last.prompt_tps:,.1f}/s; {last.generation_tokens:,} generated "
-            f"at {last.generation_tps:,.1f}/s; peak memory {gigabytes(peak)}]"
-        )
-    return "".join(parts)
+    check_prompt(session.model, session.tokenizer, tokens)
+    return tokens
 
 
-def _answer(
-    options: GenerateOptions, loaded: Loaded, tokens: Sequence[int], pictures: PromptPictures | None
-) -> Iterator[Any]:
-    """Return the pieces of the answer to a prompt of these tokens; each is computed when it is asked for."""
-    from ..models.generate import stream
-    from ..models.vision.generate import stream_with_pictures
+def _say_speeds(last: Any, on_host: int) -> None:
+    """Print the speeds of an answer from its last response; MLX counts the weights on the host as its own memory."""
+    from ..train.reports.columns import gigabytes
 
-    most, sampling = options.max_tokens, sampling_of(options)
-    if pictures:
-        return stream_with_pictures(loaded, tokens, pictures.images, pictures.videos, most, sampling)
-    return stream(loaded, tokens, most, sampling)
-
-
-def _explained(
-    options: GenerateOptions, loaded: Loaded, pictures: PromptPictures | None, weights: LayerWeights | None
-) -> AbstractContextManager[None]:
-    """Let the error of probabilities that are not finite name the layer, by reading the prompt and the answer again."""
-    from ..train.ending.nonfinite import explained
-
-    one = dataclasses.replace(options, max_tokens=1)
-    return explained(loaded, weights, lambda row: _answer(one, loaded, row, pictures))
+    peak = last.peak_memory - on_host / 1e9
+    print(
+        f"[{last.prompt_tokens:,} prompt tokens at {last.prompt_tps:,.1f}/s; {last.generation_tokens:,} generated "
+        f"at {last.generation_tps:,.1f}/s; peak memory {gigabytes(peak)}]"
+    )
 
 
 def _prompt(text: str) -> str:
@@ -205,16 +181,6 @@ def _prompt(text: str) -> str:
     return text
 
 
-def _add_ends(options: GenerateOptions, loaded: Loaded) -> None:
-    """Let generation stop at the chat template's end of an answer and at the tokens of --extra-eos-token, too."""
-    from ..data.chats.answer_ends import ending_answers
-
-    if not options.ignore_chat_template:
-        loaded.tokenizer = ending_answers(loaded.tokenizer)
-    for token in options.extra_eos_token:
-        loaded.tokenizer.add_eos_token(token)
-
-
 def _first_media(options: GenerateOptions) -> str | None:
     """Return the flag and the file of the first image or video, as messages name it, or None where there is none."""
     for flag, names in (("--image", options.image), ("--video", options.video)):
@@ -228,12 +194,10 @@ def _first_media(options: GenerateOptions) -> str | None:
     return f"--image {options.image[0]}" if options.image else None
 
 
-def _pictures(options: GenerateOptions, loaded: Loaded) -> PromptPictures:
+def _pictures(options: GenerateOptions, session: Session) -> PromptPictures:
     """Read the images or videos of the options; where all files of --video are images, they are one video's frames."""
-    from ..data.vision.preparation import media_reader, picture_options
-    from ..data.vision.prompt import PromptPictures
+    from ..data.vision.preparation import picture_options
     from ..data.vision.videos import Video
-    from ..train.setup import vision_processors
 
     names = options.video
     are_images = [(guess_type(name)[0] or "").startswith("image/") for name in names]
@@ -241,9 +205,7 @@ def _pictures(options: GenerateOptions, loaded: Loaded) -> PromptPictures:
         raise UserError(
             "--video: got images together with videos; give video files, or images that are the frames of one video."
         )
-    processors = vision_processors(loaded)
-    assert processors is not None
-    reader = media_reader(processors, Path(), picture_options(vars(options), options.adapter_path))
     videos = [Video(value) for value in ([list(names)] if names and all(are_images) else names)]
-    flag = "--video" if videos else "--image"
-    return PromptPictures.read([*options.image, *videos], flag, reader, processors.spec, loaded.tokenizer)
+    source = "--video" if videos else "--image"
+    prepared = picture_options(vars(options), options.adapter_path)
+    return session.pictures([*options.image, *videos], source, Path(), prepared)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..machine.environment import expanded
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from ..options.values import unknown_names
 from .batches.example_stream import ExampleStream, StreamedSplits
@@ -92,9 +93,11 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    plain, asked = reader.kinds == {TEXT}, _asked(config, tokenizer, reader)
+    facts, asked = _facts(reader.kinds, processors), _asked(config, tokenizer, reader)
+    if config.train:
+        refuse_unread(TRAINING, changed_options(config), config, facts)
     rule = _rule(reader.kinds, config)
-    return Splits(**splits, rule=rule, notes=reader.notes, plain_text=plain, template_options=asked)
+    return Splits(**splits, rule=rule, notes=reader.notes, facts=facts, template_options=asked)
 
 
 def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Splits:
@@ -121,9 +124,25 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     stream = ExampleStream(source, partial(_read_more, config, tokenizer, features), size)
     splits["train"] = first.examples
     _check(config, splits, tables, reader.notes)
-    about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "plain_text": reader.kinds == {TEXT}}
+    # Later rows may be of other formats, but none has pictures.
+    facts = Facts(pictures=False, turns=reader.kinds != {TEXT})
+    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
+    about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "facts": facts}
     about |= {"template_options": _asked(config, tokenizer, reader), "notes": reader.notes}
     return StreamedSplits(**splits, **about, stream=stream, first=first)
+
+
+def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
+    """Return what rows of these formats have; those of preferences are read under names of their own."""
+    if kinds & {CHOSEN, LABEL}:
+        return Facts(pictures=processors is not None)
+    return Facts(
+        pictures=processors is not None,
+        turns=kinds != {TEXT},
+        texts=TEXT in kinds,
+        completions=COMPLETION in kinds,
+        chats=bool(kinds & {CHAT, SHAREGPT}),
+    )
 
 
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:

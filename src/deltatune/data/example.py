@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..options.conditions import Facts
 from .vision.media import Pictures
 
 
@@ -51,7 +52,7 @@ class Splits:
     Args:
         rule: One sentence that says which tokens count in the loss.
         notes: Sentences to print at the start, such as how many examples were truncated or skipped.
-        plain_text: Whether every row was plain text, without a prompt.
+        facts: The properties of the rows.
         template_options: Variables of the chat template with which a model that is trained on these examples is asked.
     """
 
@@ -60,8 +61,13 @@ class Splits:
     test: Sequence[Example] = ()
     rule: str = ""
     notes: list[str] = field(default_factory=list)
-    plain_text: bool = False
+    facts: Facts = field(default_factory=Facts)
     template_options: dict[str, Any] | None = None
+
+    @property
+    def plain_text(self) -> bool:
+        """Whether every row was plain text, without a prompt."""
+        return not self.facts.turns
 
     def documents(self) -> Iterator[Example]:
         """Yield every document of the splits."""

@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ..ops.trial.operator import title_of
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
 from .implementations import Finding, OperatorFindings, Times
@@ -94,8 +95,8 @@ def screen(examination: Examination) -> RenderableType:
 
 
 def _operator(operator: OperatorFindings) -> RenderableType:
-    title = operator.name.replace("_", " ").capitalize()
-    return _section(f"{title}: {operator.order}", _marked(map(_finding, operator.findings)))
+    title = f"{title_of(operator.name).capitalize()}: {operator.order}"
+    return _section(title, _marked(map(_finding, operator.findings)))
 
 
 def _times(comparisons: list[Times]) -> list[RenderableType]:

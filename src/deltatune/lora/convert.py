@@ -197,10 +197,6 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
     report = ConversionReport()
     model.freeze()
     modules = dict(model.named_modules())
-    if config.keys is not None:
-        report.notes.append("keys choose modules for adapters; full fine-tuning trains whole layers and ignores them.")
-    if config.rank_pattern:
-        report.notes.append("rank_pattern is for adapters; full fine-tuning ignores it.")
     for path in whole_modules(model, config, num_layers, parts):
         if not is_quantized(modules[path]):
             report.converted.append(path)

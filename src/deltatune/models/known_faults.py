@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..errors import UserError
 from .scaled_positions import text_part
 from .transformers_configs import transformers_values
 
@@ -27,10 +28,12 @@ class KnownFault:
     Attributes:
         sentence: The difference between the model and transformers, in words.
         lengths: The lengths of the rows that are wrong, in tokens.
+        refused: Whether training and evaluation are refused, since their losses would be those of no model.
     """
 
     sentence: str
     lengths: range
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class _Record:
     families: frozenset[str]
     lengths: Callable[[Values], range | None]
     sentence: str
+    refused: bool = False
 
 
 def _beyond_window(values: Values) -> range | None:
@@ -84,6 +88,10 @@ def _approximate_gelu(values: Values) -> range | None:
 
 def _key_multiplier(values: Values) -> range | None:
     return None if values.get("key_multiplier", 1.0) == 1.0 else _ALL
+
+
+def _shared_keys(values: Values) -> range | None:
+    return _ALL if values.get("num_kv_shared_layers") else None
 
 
 def _normalised_experts(values: Values) -> range | None:
@@ -135,6 +143,13 @@ _RECORDS = (
         "does not divide the weights of the chosen experts by their sum, as transformers does where norm_topk_prob is "
         "true",
     ),
+    _Record(
+        frozenset({"gemma3n", "gemma3n_text"}),
+        _shared_keys,
+        "computes keys and values of its last layers by their own projections, which no model was trained with, and "
+        "transformers takes those of an earlier layer; with the cache of generation both do",
+        refused=True,
+    ),
 )
 
 
@@ -150,7 +165,7 @@ def known_faults(config: Values) -> list[KnownFault]:
         lengths = record.lengths(values)
         if lengths is not None:
             sentence = record.sentence.format(first=lengths.start - 1, last=lengths.stop - 1)
-            faults.append(KnownFault(f"mlx-lm's {family} {sentence}.", lengths))
+            faults.append(KnownFault(f"mlx-lm's {family} {sentence}.", lengths, record.refused))
     return faults
 
 
@@ -161,8 +176,14 @@ def fault_notes(model: nn.Module, config: Values, lengths: Iterable[int]) -> lis
         model: The model; one that is not mlx-lm's has none of these faults.
         config: The content of its config.json.
         lengths: The lengths of the rows, in tokens. They are read only where the model has a fault.
+
+    Raises:
+        UserError: The losses of the model are wrong in every row; mlx-vlm's model has that fault too.
     """
-    faults = known_faults(config) if type(model).__module__.startswith("mlx_lm.") else []
+    faults = known_faults(config)
+    if refused := next((fault for fault in faults if fault.refused), None):
+        raise UserError(f"{refused.sentence[:-1]}. Train another model; this one can be used to generate.")
+    faults = faults if type(model).__module__.startswith("mlx_lm.") else []
     rows = list(lengths) if faults else []
     notes = []
     for fault in faults:

@@ -37,7 +37,7 @@ from .checkpoint_files import (
     weight_headers,
 )
 from .scaled_positions import check_scaling, set_yarn
-from .transformers_configs import as_written, completed, with_known_type
+from .transformers_configs import as_written, completed, refusing_config, with_known_type
 from .unread_options import check_options
 from .vision import load as vision_load
 
@@ -247,9 +247,11 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     """
     config = read_config(path, trust_remote_code)
     weight_headers(path)
+    refusal = f"model {path}: mlx-lm cannot build a model from its config.json"
     if not config.get("model_file"):
-        check_options(config)
-        check_scaling(completed(config), _built)
+        with refusing_config(refusal):
+            check_options(config)
+            check_scaling(completed(config), _built)
     upstream_classes: dict[type, type] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type, Any]:
@@ -258,23 +260,13 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
         upstream_classes[checked_class] = model_class
         return checked_class, arguments_class
 
-    options: dict[str, Any] = {
-        "lazy": lazy,
-        "strict": True,
-        "get_model_classes": classes,
-        "model_config": completed(config),
-    }
+    options: dict[str, Any] = {"lazy": lazy, "strict": True, "get_model_classes": classes}
     if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
         options["trust_remote_code"] = trust_remote_code
-    try:
-        with only_chosen(path) as folder:
-            model, loaded_config = mlx_lm.utils.load_model(folder, **options)
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
-        raise UserError(f"model {path}: mlx-lm cannot build a model from its config.json: {reason(error)}") from error
-    model.__class__ = upstream_classes.get(type(model), type(model))
-    set_yarn(config, model)
+    with refusing_config(refusal), only_chosen(path) as folder:
+        model, loaded_config = mlx_lm.utils.load_model(folder, model_config=completed(config), **options)
+        model.__class__ = upstream_classes.get(type(model), type(model))
+        set_yarn(config, model)
     return model, as_written(loaded_config, config)
 
 
@@ -327,15 +319,13 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
     if not isinstance(config, dict):
         config = read_config(locate(config))
     _classes(config)
-    complete = completed(config)
-    check_options(config)
-    check_scaling(complete, _built)
-    mx.random.seed(seed)
-    try:
+    with refusing_config("config.json: mlx-lm cannot build a model from it"):
+        complete = completed(config)
+        check_options(config)
+        check_scaling(complete, _built)
+        mx.random.seed(seed)
         model = _built(complete)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"config.json: mlx-lm cannot build a model from it: {reason(error)}") from error
-    set_yarn(config, model)
+        set_yarn(config, model)
     mx.eval(model.parameters())
     model.eval()
     return model

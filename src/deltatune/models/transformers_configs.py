@@ -12,9 +12,11 @@ import copy
 import dataclasses
 import importlib.util
 import inspect
+import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import mlx_lm.utils
@@ -22,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import upstream
-from ..errors import UserError
+from ..errors import UserError, reason
 
 _TEXT = "text_config"
 _FULL = "full_attention"
@@ -47,6 +49,21 @@ _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeErr
 Config = Mapping[str, Any]
 
 
+@contextmanager
+def refusing_config(refusal: str) -> Iterator[None]:
+    """Turn the errors of code that builds a model from a config into a UserError.
+
+    Args:
+        refusal: The beginning of its message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
+        raise UserError(f"{refusal}: {reason(error)}") from error
+
+
 def with_known_type(config: Config) -> dict[str, Any]:
     """Return a config with the model_type that mlx-lm knows, where transformers adds `_text` to that.
 
@@ -65,7 +82,7 @@ def completed(config: Config) -> dict[str, Any]:
 
     Args:
         config: The content of config.json. Its options stay, except the names of kinds of layers, the model_type of a
-            vision tower, and bailing_hybrid's `head_dim`.
+            vision tower, bailing_hybrid's `head_dim`, and nemotron_h's `time_step_limit`.
 
     Raises:
         UserError: Layers with a sliding window scale their positions, and mlx-lm's model cannot.
@@ -225,6 +242,9 @@ def _part(
         complete["head_dim"] = part["linear_head_dim"]
         # mlx-lm's own default is a rank, and transformers before 5.24 has none.
         complete["q_lora_rank"] = part.get("q_lora_rank")
+    if by_transformers and part.get("model_type") == "nemotron_h":
+        # Transformers' model bounds time steps by this alone, and leaves out time_step_limit, which it saves too.
+        complete["time_step_limit"] = [values["time_step_min"], math.inf]
     return complete
 
 

@@ -97,10 +97,7 @@ class TrainConfig:
         "adam", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
     )
     optimizer_config: dict[str, dict[str, Any] | None] = option(
-        dict,
-        _OPTIMIZER,
-        "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}",
-        flag=False,
+        dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
     learning_rate: float = option(
         1e-5, _OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)
@@ -109,9 +106,7 @@ class TrainConfig:
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
     decay_norm_and_bias: bool = option(
-        False,
-        _OPTIMIZER,
-        "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning",
+        False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
     lr_schedule: dict[str, Any] | None = option(
         None,
@@ -335,26 +330,18 @@ class TrainConfig:
             raise UserError(
                 f"min_pixels: expected at most max_pixels, which is {self.max_pixels}, got {self.min_pixels}."
             )
-        if self.chat_turns == "last" and self.mask_prompt is False:
-            raise UserError(
-                "chat_turns: last has no meaning with mask_prompt: false, which counts every token; drop one."
-            )
         if self.chat_template_config is not None:
             checked_options(self.chat_template_config, "chat_template_config")
         self._check_streaming()
         self._check_memory()
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
-        if self.early_stopping is not None and self.val_batches == 0:
-            raise UserError("early_stopping counts evaluations, and val_batches: 0 turns them off; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
             raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
         if self.lora_parameters.init == "pissa" and self.resume_adapter_file is not None:
             raise UserError(
                 "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
             )
-        if self.keep is not None and (self.from_scratch or self.fine_tune_type == "full"):
-            raise UserError("keep counts numbered copies of adapters, and full fine-tuning writes none; leave it out.")
 
     @property
     def trained_parts(self) -> list[str]:

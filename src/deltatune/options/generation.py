@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..errors import UserError
+from .conditions import ANSWERS, refuse_unread_flags
 from .values import Range, fix
 
 
@@ -45,6 +45,7 @@ class AnswerOptions:
 
     def __post_init__(self) -> None:
         fix(self)
+        refuse_unread_flags(ANSWERS, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,6 @@ class GenerateOptions(AnswerOptions):
     video_max_frames: int | None = _number(None, least=1)
     verbose: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ignore_chat_template and self.chat_template_config is not None:
-            raise UserError("--chat-template-config: --ignore-chat-template leaves nothing that reads it; give one.")
-
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions(AnswerOptions):
@@ -82,8 +78,3 @@ class ChatOptions(AnswerOptions):
 
     max_tokens: int = _number(256, least=1)
     compare: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compare and self.adapter_path is None:
-            raise UserError("--compare: there is nothing to compare the base with; give --adapter-path.")

@@ -19,12 +19,11 @@ from .patch_report import PatchReport, PatchWarning
 from .recurrence import served
 from .requirements import refuse
 from .tables import (
+    activations,
     attention,
-    cpu_activations,
     delta_layers,
     experts,
     grouped_scores,
-    kept_inputs,
     latent_attention,
     loading,
     mlx_lm,
@@ -73,15 +72,24 @@ PATCHES: tuple[Patch, ...] = (
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (
+    *activations.PATCHES,
     *pointwise.PATCHES,
+    pointwise.ATTENTION,
     *delta_layers.PATCHES,
     *residual_norms.PATCHES,
     *loading.PATCHES,
     *sorted_rows.PATCHES,
     *quantized_product.PATCHES,
 )
-ON_METAL: tuple[Patch, ...] = (*delta_layers.PATCHES, *kept_inputs.PATCHES, *sorted_rows.PATCHES)
-ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES, *cpu_activations.PATCHES)
+ON_METAL: tuple[Patch, ...] = (
+    *delta_layers.PATCHES,
+    *activations.PATCHES,
+    *activations.OF_MLX_VLM,
+    residual_norms.NORM,
+    pointwise.ATTENTION,
+    *sorted_rows.PATCHES,
+)
+ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES)
 
 # What asks for the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()

@@ -41,7 +41,7 @@ def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | N
     """
     known = trace.current().known
     known.forget(Convolution)
-    if (backend.device() in ("cpu", "cuda") or keeps_inputs_alone()) and layer.training and "bias" not in layer:
+    if (backend.device() == "cuda" or keeps_inputs_alone()) and layer.training and "bias" not in layer:
         known.note(y, Convolution(x, layer.weight[..., 0], segments))
     return y
 

@@ -17,9 +17,10 @@ import mlx.core as mx
 from ..machine import backend
 from ..ops.gated_delta import gated_delta
 from ..ops.gated_delta.call import Call
-from ..ops.gated_delta.choice import choose
+from ..ops.gated_delta.choice import OPERATOR
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
+from ..ops.trial import candidates
 from . import callers
 from .whole_rows import PROMPT_TOKENS
 
@@ -145,7 +146,7 @@ def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> st
     """The name of what serves a call with these arrays and options in training, on rows of callers.ROW tokens."""
     q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
-    return choose(Call(q, k, v, log_g, masked=False, segmented=False))[0]
+    return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False))[0]
 
 
 def _ours(
@@ -160,7 +161,7 @@ def _ours(
     """gated_delta with gates computed from the layer's parameters, in log space throughout; `arrays` as in update()."""
     q, k, v, a, b, A_log, dt_bias = arrays
     largest_beta = 2.0 if allow_neg_eigval else 1.0
-    if backend.device() == "cuda" and lower_bound is None and gating.serves(a, b, A_log, dt_bias, largest_beta):
+    if lower_bound is None and gating.serves(a, b, A_log, dt_bias, largest_beta):
         log_g, beta = gating.gates(a, b, A_log, dt_bias, largest_beta)
     else:
         log_g, beta = gating.log_gate(A_log, a, dt_bias, lower_bound), mx.sigmoid(b)

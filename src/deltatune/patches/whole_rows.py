@@ -20,12 +20,13 @@ import mlx.core as mx
 
 from ..ops.attention import attention
 from ..ops.attention.call import AttentionCall
-from ..ops.attention.choice import choose
+from ..ops.attention.choice import OPERATOR
 from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating
 from ..ops.tracing import trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
+from ..ops.trial import candidates
 from . import callers
 
 Function = Callable[..., Any]
@@ -141,7 +142,7 @@ def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> 
 def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:
     """The name of what serves such a call in training, on rows of callers.ROW tokens; a mask is taken for causal."""
     q, k, v = (mx.broadcast_to(x[:, :, :1], (*x.shape[:2], callers.ROW, x.shape[3])) for x in arrays)
-    return choose(AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
+    return candidates.choose(OPERATOR, AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
 
 
 def _arrays(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array] | None:

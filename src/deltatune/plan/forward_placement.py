@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 
 from ..data.vision.media import largest_batch
 from ..data.vision.prompt import PromptPictures
 from ..layers import describe
 from ..machine import backend
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import put_adapter
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
 from ..models.generate import begun, cache_bytes
 from ..models.head import split_head
-from ..models.load import Loaded
-from ..models.trained_checkpoint import is_trained_checkpoint
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.generate import embedded
 from ..models.vision.split import has_vision
@@ -56,19 +53,20 @@ class AskedPrompt(NamedTuple):
     pictures: PromptPictures | None = None
 
 
-def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
+def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
     Args:
-        run: A run that was loaded lazily, without an adapter.
-        adapter_path: The folder of the adapter, which is put on its model; None for the model alone.
+        run: A run that was loaded lazily, with the adapter if there is one.
+        stored: The store of its model's weights.
 
     Raises:
         UserError: `run.config.memory` is too little.
     """
-    config, model, memory = run.config, run.model, run.config.memory
+    config = run.config
+    model = run.model
+    memory = config.memory
     assert memory is not None
-    stored = _prepared(run.loaded, adapter_path, trust_remote_code=config.trust_remote_code)
     order = run.order(run.splits.test)
     rows, length = config.batch_size // run.world.size, order.widths[-1]
     plain = dataclasses.replace(config, grad_checkpoint=False)
@@ -88,25 +86,23 @@ def placed_evaluation(run: Run, adapter_path: str | None) -> Placed:
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_answer(
-    loaded: Loaded, adapter_path: str | None, memory: int, prompt: AskedPrompt, *, trust_remote_code: bool
-) -> Placed:
+def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: AskedPrompt) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
     Args:
-        loaded: A model that was loaded lazily, without an adapter.
-        adapter_path: The folder of the adapter, which is put on it; None for the model alone.
+        model: A model that was loaded lazily, with its adapter.
+        stored: The store of its weights.
         memory: The memory limit, in bytes.
         prompt: The prompt.
-        trust_remote_code: Whether Python code in the checkpoint may run.
 
     Raises:
         UserError: `memory` is too little.
     """
-    model, tokens = loaded.model, len(prompt.tokens)
-    stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
+    tokens = len(prompt.tokens)
     decoder = model["language_model"] if has_vision(model) else model
-    with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started():
+    # A function of mx.compile is traced once for each stream, so the plan traces on the stream that answers run on.
+    answering = mx.stream(generation_stream)
+    with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started(), answering:
 
         def peak(bound: int | None) -> int:
             with _noted(model, by_layers=bound is None) as noted:
@@ -120,24 +116,19 @@ def placed_answer(
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_tasks(
-    loaded: Loaded, adapter_path: str | None, memory: int, rows: int, length: int, *, trust_remote_code: bool
-) -> Placed:
+def placed_tasks(model: nn.Module, stored: StoredWeights, memory: int, rows: int, length: int) -> Placed:
     """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
 
     Args:
-        loaded: A model that was loaded lazily, without an adapter.
-        adapter_path: The folder of the adapter, which is put on it; None for the model alone.
+        model: A model that was loaded lazily, with its adapter.
+        stored: The store of its weights.
         memory: The memory limit, in bytes.
-        rows: How many texts are scored, or prompts answered, at once.
+        rows: The number of texts that are scored, or of prompts that are answered, at once.
         length: The largest number of tokens of one, the answer's included.
-        trust_remote_code: Whether Python code in the checkpoint may run.
 
     Raises:
         UserError: `memory` is too little.
     """
-    model = loaded.model
-    stored = _prepared(loaded, adapter_path, trust_remote_code=trust_remote_code)
     with refusing_layouts(), without_kernels(), patched():
 
         def peak(bound: int | None) -> int:
@@ -212,14 +203,3 @@ def _planned(
     if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(memory)) <= memory:
         return PlannedPass(whole, tokens, smaller)
     return PlannedPass(peak(None), tokens, smaller, whole=False)
-
-
-def _prepared(loaded: Loaded, adapter_path: str | None, *, trust_remote_code: bool) -> StoredWeights:
-    """Put the adapter on the model, of which nothing trains; return which of its arrays lie in files."""
-    stored = StoredWeights(loaded.path, loaded.model, trust_remote_code=trust_remote_code)
-    if adapter_path and not is_trained_checkpoint(Path(adapter_path)):
-        put_adapter(loaded, adapter_path)
-    loaded.model.freeze()
-    loaded.model.eval()
-    stored.find(loaded.model)
-    return stored

@@ -185,6 +185,10 @@ class Placed(NamedTuple):
         """Return the lines to print, the limit of cached features, and the memory limit of a step as a whole."""
         return Checked(self.placement.said(), None, self._brake(), self.placement.features)
 
+    def said(self, unit: str) -> list[Fact | str]:
+        """Return what to tell the user, as Placement.said() does."""
+        return self.placement.said(unit)
+
     def limit(self) -> int:
         """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
         return self._brake() or self.placement.memory

@@ -169,9 +169,9 @@ def _outputs(
 ) -> tuple[list[mx.array], list[mx.array], Any]:
     """Trace one iteration; return the outputs of its first evaluation and of its update, and the gradients."""
     lengths = None if step.routers is None else mx.zeros(len(batch.inputs), mx.int32)
-    loss, weight, gradients = step.on_arrays(batch, sums.gradients, lengths)
-    new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight))
-    first = [loss, weight, *step.figures, *_leaves(new)]
+    loss, weight, gradients, figures = step.on_arrays(batch, sums.gradients, lengths)
+    new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight), figures)
+    first = [loss, weight, *figures, *_leaves(new)]
     norm = step.update(*new)
     return first, [*_leaves(step.parameters()), *_leaves(optimizer.state), norm], gradients
 

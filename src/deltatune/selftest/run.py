@@ -16,8 +16,7 @@ from . import (
     examined,
     experts,
     implementations,
-    losses_and_adapters,
-    pointwise,
+    kernels,
     replays,
     times,
     training,
@@ -37,8 +36,7 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     for operator in operators.OPERATORS:
         yield f"{operator.title.capitalize()} against float64", implementations.checks(operator, quick)
     yield "Experts against float64", experts.checks(quick)
-    yield "Passes around the recurrence against float64", pointwise.checks(quick)
-    yield "The vocabulary loss and LoRA's products against float64", losses_and_adapters.checks(quick)
+    yield "Kernels against float64", kernels.checks(quick)
     yield "What upstream does alone", controls.checks(quick)
     yield "gated_delta forward and backward: time and memory", times.checks(quick, timings)
     yield "Thirty steps against transformers and PEFT", replays.checks(quick)

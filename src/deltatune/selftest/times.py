@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import first_line
 from ..machine import backend
 from ..ops.gated_delta import gated_delta, native
-from ..ops.gated_delta.trial_case import SLOW_TOKENS
-from ..ops.gated_delta.workloads import Workload, bounds, case_of, truth_of
+from ..ops.gated_delta.call import Call
+from ..ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, draw_floats
+from ..ops.gated_delta.workloads import Workload, truth_of
 from ..patches.unpatched import gated_delta_loop
 from ..plan.device_limits import device_limits
 from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, not_run, tried
@@ -57,7 +59,7 @@ class Timing:
 def sizes(quick: bool) -> list[Workload]:
     """The sizes to measure, each four times the one before: few heads in fp32 on a CPU, a model's in bf16 on a GPU."""
     if quick:
-        return [Workload("B1 T96 H2/2 D32 fp32", 96, 2, 2, 32, rows=1)]
+        return [Workload("B1 T96 H2/2 D32 fp32", ShapeClass(2, 2, 32, 32, "float32"), 96)]
     if backend.device() == "cpu":
         return [_size(length, 4, 4, "float32") for length in (512, 2048)]
     return [_size(length, 16, 32, "bfloat16") for length in (512, 2048, 8192)]
@@ -66,7 +68,7 @@ def sizes(quick: bool) -> list[Workload]:
 def _size(length: int, key_heads: int, value_heads: int, dtype: str) -> Workload:
     short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
     name = f"B1 T{length} H{key_heads}/{value_heads} D128 {short}"
-    return Workload(name, length, key_heads, value_heads, 128, dtype, rows=1)
+    return Workload(name, ShapeClass(key_heads, value_heads, 128, 128, dtype), length)
 
 
 def measure(name: str, function: Callable, quick: bool) -> list[Timing]:
@@ -94,7 +96,7 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
     if seconds > _LONGEST:
         return f"would take about {seconds:.0f} s a call"
     limit = device_limits().bytes
-    needed = workload.length * workload.value_heads * workload.head_size**2 * 4 * _KEPT_STATES
+    needed = workload.length * workload.shape.value_heads * workload.shape.key_size**2 * 4 * _KEPT_STATES
     # Except on Metal, MLX's own operator is such a loop as well.
     loops = name == LOOP or (name == NATIVE and backend.device() != "metal")
     if loops and limit is not None and needed > limit // 2:
@@ -104,9 +106,11 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
 
 def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
     """The median time of a call in milliseconds, and its peak memory beyond the inputs in bytes."""
-    arrays = workload.arrays()
-    floats = [mx.array(arrays[name]).astype(workload.kind_of(name)) for name in ("q", "k", "v", "log_g", "beta")]
-    dy = mx.array(arrays["dy"]).astype(workload.kind_of("dy"))
+    drawn = draw_floats(np.random.default_rng(0), workload.shape, 1, workload.length)
+    q, k, v, log_g, beta, _, dy, _ = (mx.array(x.astype(np.float32)) for x in drawn)
+    dtype = getattr(mx, workload.shape.dtype)
+    floats = [*(x.astype(dtype) for x in (q, k, v)), log_g, beta]
+    dy = dy.astype(dtype)
     mx.eval(floats, dy)
 
     def call() -> None:
@@ -134,12 +138,14 @@ def _timed(function: Callable, workload: Workload) -> tuple[float, int]:
 def _checked(name: str, function: Callable, quick: bool, timings: list[Timing]) -> Outcome:
     """Measure an implementation only after a comparison with float64 that it passes."""
     first = sizes(quick)[0]
-    short = replace(first, length=min(_CHECKED, first.length), rows=2)
+    short = replace(first, length=min(_CHECKED, first.length))
     if name == LOOP:
         # With all heads its graph would need 10 GB.
-        short = replace(short, key_heads=2, value_heads=2 * first.value_heads // first.key_heads)
-    allowed = bounds(short, False) if name == OURS else dict.fromkeys(truth_of(short).peers, _AGREES[short.dtype])
-    outcome = tried(case_of(short, allowed), function)
+        few = replace(first.shape, key_heads=2, value_heads=2 * first.shape.value_heads // first.shape.key_heads)
+        short = replace(short, shape=few)
+    agrees = _AGREES[short.shape.dtype]
+    allowed = short.bounds(False) if name == OURS else dict.fromkeys(truth_of(short).peers, agrees)
+    outcome = tried(short.case_within(allowed), function)
     if outcome.status != PASSED:
         timings += [Timing(name, size.name, size.length, skipped="wrong, so not timed") for size in sizes(quick)]
         # Training does not use the other implementations, so that their errors are no failure.
@@ -154,9 +160,8 @@ def _checked(name: str, function: Callable, quick: bool, timings: list[Timing]) 
 
 
 def _native(quick: bool, timings: list[Timing]) -> Outcome:
-    size = sizes(quick)[0]
-    k, v = (mx.zeros((1, 1, heads, size.head_size)) for heads in (size.key_heads, size.value_heads))
-    reason = native.unsupported(k, v, mx.zeros((1, 1, size.value_heads)))
+    call = Call.of_class(sizes(quick)[0].shape)
+    reason = native.unsupported(call.k, call.v, call.log_g)
     if reason is not None:
         timings += [Timing(NATIVE, size.name, size.length, skipped=reason) for size in sizes(quick)]
         return not_run(reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,53 +19,55 @@ from .tree import leaves
 _READS = "Attempting to eval an array during function transformations"
 
 
-def compiled(
-    function: Callable[..., Any],
-    inputs: Sequence[Any],
-    outputs: Sequence[Any] | None = None,
-    before_tracing: Callable[[], None] | None = None,
-) -> Callable[..., Any]:
-    """Compile `function` once for each set of shapes, as mx.compile does.
+class Compiled:
+    """A function that is compiled once for each set of shapes, as mx.compile does.
 
-    While MLX compiles, it puts placeholders into `inputs`. If `function` raises, MLX leaves them there, and no array of
-    the model can be read any more; here they are put back. A model may read values in the middle of its forward pass,
-    as mlx-lm's dbrx does to find the rows of each expert: its function runs operation by operation, and a warning says
-    so. On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials before it.
+    While MLX compiles, it puts placeholders into `inputs`. If the function raises, MLX leaves them there, and no array
+    of the model can be read any more; here they are put back. A model may read values in the middle of its forward
+    pass, as mlx-lm's dbrx does to find the rows of each expert: its function runs operation by operation, and a warning
+    says so. On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials
+    before it.
 
     Args:
         function: The function.
         inputs: Trees of arrays that it reads besides its arguments.
         outputs: Trees of arrays that it changes.
         before_tracing: Is called before each set of shapes is compiled. Compiling may try kernels.
-
-    Returns:
-        The compiled function.
     """
-    call = partial(mx.compile, inputs=list(inputs), outputs=None if outputs is None else list(outputs))(function)
-    known: set[Any] = set()
-    reads = False
 
-    def restoring(*arguments: Any) -> Any:
-        nonlocal reads
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any] | None = None,
+        before_tracing: Callable[[], None] | None = None,
+    ):
+        changed = None if outputs is None else list(outputs)
+        self._function = function
+        self._inputs = inputs
+        self._before_tracing = before_tracing
+        self._call = partial(mx.compile, inputs=list(inputs), outputs=changed)(function)
+        self._traced: set[Any] = set()
+        # Whether the function reads values, so that MLX cannot compile it.
+        self._eager = False
+
+    def __call__(self, *arguments: Any) -> Any:
         # Arguments may be None, too.
-        kind = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
-        if kind in known and not reads:
-            return call(*arguments)
-        if before_tracing is not None:
-            before_tracing()
-        if reads:
-            return function(*arguments)
-        before = [pair for tree in inputs for pair in _contents(tree)]
+        shapes = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
+        if shapes in self._traced and not self._eager:
+            return self._call(*arguments)
+        if self._before_tracing is not None:
+            self._before_tracing()
+        if self._eager:
+            return self._function(*arguments)
+        before = [pair for tree in self._inputs for pair in _contents(tree)]
         try:
-            if known:
-                results = call(*arguments)
-            else:
-                with foreseen(partial(_ahead, partial(function, *arguments), before)):
-                    results = call(*arguments)
+            with nullcontext() if self._traced else foreseen(partial(self._dry_run, arguments, before)):
+                results = self._call(*arguments)
         except BaseException as error:
             _put_back(before)
-            reads = isinstance(error, ValueError) and _READS in str(error)
-            if not reads:
+            self._eager = isinstance(error, ValueError) and _READS in str(error)
+            if not self._eager:
                 raise
             warnings.warn(
                 "This model reads values of arrays within its forward pass, so MLX cannot compile it: each operation "
@@ -72,20 +75,17 @@ def compiled(
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return function(*arguments)
-        known.add(kind)
+            return self._function(*arguments)
+        self._traced.add(shapes)
         return results
 
-    return restoring
-
-
-def _ahead(call: Callable[[], Any], before: Sequence[tuple[Any, Any]]) -> None:
-    """Trace a call whose results nobody uses, and which is not counted; what it reads stays as it was `before`."""
-    try:
-        with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
-            call()
-    finally:
-        _put_back(before)
+    def _dry_run(self, arguments: tuple[Any, ...], before: Sequence[tuple[Any, Any]]) -> None:
+        """Trace a call whose results nobody uses, and which is not counted; put back the arrays that it replaces."""
+        try:
+            with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
+                self._function(*arguments)
+        finally:
+            _put_back(before)
 
 
 def _contents(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -24,7 +24,7 @@ from ..patches.whole_rows import whole_rows
 from .batch_loss import Arrays, LossFunction, arrays, loss_of
 from .by_layer.layer_step import by_layers
 from .by_layer.layer_weights import LayerWeights
-from .compiled import compiled
+from .compiled import Compiled
 from .distributed import World
 from .ending.nonfinite import FirstOutput, damage, first_output, watched
 from .preferences.figures import line, means
@@ -91,7 +91,7 @@ class Evaluation:
         self._layers = layers
         self._weights = weights
         self.figures: dict[str, float] = {}
-        self._compiled = by_layers or compiled(self._trace, [model.state])
+        self._compiled = by_layers or Compiled(self._trace, [model.state])
 
     def __call__(
         self,

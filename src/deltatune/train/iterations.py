@@ -25,11 +25,11 @@ from .ending.early_end import Ending
 from .engines.engine import Engine
 from .evaluate import Evaluation
 from .freed_memory import FreedMemory
+from .progress import Progress
 from .reports.reporting import Reporting
 from .reports.result import Advance
 from .reports.samples import Samples
 from .reports.screen import Screen
-from .saved import state
 from .saved.outputs import Outputs
 from .saved.saving import Saving
 from .setup import Training
@@ -67,7 +67,7 @@ class Parts:
     optimizer: mlx.optimizers.Optimizer
     samples: Samples
     reporting: Reporting
-    progress: state.Progress
+    progress: Progress
     weights: LayerWeights | None
 
 

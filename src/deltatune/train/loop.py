@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Splits
-from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.peekable_order import PeekableOrder
+from ..data.example import Example
 from ..data.preferences.preference import Preference
 from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
 from ..models.vision.frozen_tower import CACHE_BYTES
+from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.recomputation import Checkpoints
 from ..ops.trial.rankings import Rankings
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
@@ -35,6 +37,7 @@ from .iterations import Iterations, Parts
 from .learned_positions import check_positions
 from .options_check import check_updates
 from .preferences.reference import fill
+from .progress import Progress
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
@@ -116,7 +119,8 @@ class Trainer:
         if config.resume_adapter_file is not None:
             # A continued run takes its adapters from its state, whatever it began with.
             load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
-        self.splits, self._train_order = splits, training_order(splits, config, world)
+        check = partial(_check_examples, model, tokenizer, config)
+        self.splits, self._train_order = splits, training_order(splits, config, world, check)
         config = with_iterations(config, self._train_order)
         if config.epochs is not None:
             check_updates(config)
@@ -137,7 +141,7 @@ class Trainer:
             optimizer=build_optimizer(config),
             samples=samples,
             reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
-            progress=state.Progress(),
+            progress=Progress(),
             weights=weights,
         )
 
@@ -244,7 +248,7 @@ class Trainer:
         return self.parts.reporting.about
 
     @property
-    def progress(self) -> state.Progress:
+    def progress(self) -> Progress:
         """The progress of the run, as it is saved."""
         return self.parts.progress
 
@@ -309,6 +313,7 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
             f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
             "and the same config."
         )
+    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=has_vision(model)))
     check_trainable(model, config)
     if not trainable_count(model):
         raise UserError("nothing in the model is trainable: convert it (convert_to_lora), or unfreeze layers.")
@@ -317,11 +322,14 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
             "resize_embeddings: tokens were added to the tokenizer, and the model has no rows for them: call "
             "deltatune.models.vocabulary.resize_embeddings(loaded) before convert_to_lora."
         )
-    check_examples(model, tokenizer, splits.documents())
-    check_positions(model, config.max_seq_length, splits.documents())
-    if isinstance(splits, StreamedSplits):
-        splits.stream.checks.append(partial(check_examples, model, tokenizer))
-        splits.stream.checks.append(partial(check_positions, model, config.max_seq_length))
+    _check_examples(model, tokenizer, config, (*splits.train, *splits.valid, *splits.test))
+
+
+def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examples: Iterable[Example]) -> None:
+    """Refuse examples for whose tokens the model has no row, or no position."""
+    documents = [document for example in examples for document in example.documents]
+    check_examples(model, tokenizer, documents)
+    check_positions(model, config.max_seq_length, documents)
 
 
 def _within_device(feature_bytes: int) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import mlx.optimizers
-
 from ..errors import UserError
+from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .preferences.objectives import objective_of
 from .updates.optimizer import build_optimizer
@@ -23,9 +22,15 @@ def check_options(config: TrainConfig) -> list[str]:
         Notes on settings that are possible, and hardly meant.
 
     Raises:
-        UserError: A setting is unknown or wrong, or the run would make no update.
+        UserError: A setting is unknown, wrong or not read, or the run would make no update.
     """
-    _check_decay(config, build_optimizer(config))
+    refuse_unread(TRAINING, changed_options(config), config, Facts())
+    optimizer = build_optimizer(config)
+    if config.decay_norm_and_bias and not weight_decay(optimizer):
+        raise UserError(
+            f"decay_norm_and_bias: the weight decay of {config.optimizer} is 0 here; set it in optimizer_config, such "
+            "as {adamw: {weight_decay: 0.01}} for optimizer: adamw, or leave decay_norm_and_bias out."
+        )
     objective_of(config)
     if config.epochs is None:
         check_updates(config)
@@ -37,22 +42,6 @@ def check_options(config: TrainConfig) -> list[str]:
             "about as much; usual rates are 1e-5 to 1e-3."
         ]
     return []
-
-
-def _check_decay(config: TrainConfig, optimizer: mlx.optimizers.Optimizer) -> None:
-    """Raise a UserError where `decay_norm_and_bias` is given, and the options tell that it would change nothing."""
-    if not config.decay_norm_and_bias:
-        return
-    if config.fine_tune_type != "full" and not config.from_scratch:
-        raise UserError(
-            f"decay_norm_and_bias: with fine_tune_type {config.fine_tune_type} adapters train, and norms and biases do "
-            "not; leave it out, or give fine_tune_type: full."
-        )
-    if not weight_decay(optimizer):
-        raise UserError(
-            f"decay_norm_and_bias: the weight decay of {config.optimizer} is 0 here; set it in optimizer_config, such "
-            "as {adamw: {weight_decay: 0.01}} for optimizer: adamw, or leave decay_norm_and_bias out."
-        )
 
 
 def check_updates(config: TrainConfig) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,9 @@ def ready(
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
     """
-    check_options(config := settled(config))
+    config = settled(config)
+    if config.train:
+        check_options(config)
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
     path = None if comes_from_hub(config.model) else locate(config.model)
     image = first_image(config)
@@ -241,11 +242,24 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     )
 
 
-def training_order(splits: Splits, config: TrainConfig, world: World | None = None) -> BatchOrder | StreamOrder:
-    """Return the batches to train on, as batch_order does; those of a stream come from one window after the other."""
+def training_order(
+    splits: Splits,
+    config: TrainConfig,
+    world: World | None = None,
+    check: Callable[[Iterable[Example]], None] | None = None,
+) -> BatchOrder | StreamOrder:
+    """Return the batches to train on, as batch_order does; those of a stream come from one window after the other.
+
+    `check` raises a UserError for examples of a stream that cannot be trained on.
+    """
     if not isinstance(splits, StreamedSplits):
         return batch_order(splits.train, config, world)
-    in_window = partial(batch_order, config=config, world=world)
+
+    def in_window(examples: Sequence[Example]) -> BatchOrder:
+        if check is not None:
+            check(examples)
+        return batch_order(examples, config, world)
+
     return StreamOrder(splits.stream, splits.first, in_window, row_capacity(config))
 
 

@@ -18,7 +18,7 @@ from ..machine import backend
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
-from .compiled import compiled
+from .compiled import Compiled
 from .distributed import World
 from .engines.launcher import PATIENCE, Launcher
 from .tree import leaves, places
@@ -39,6 +39,23 @@ class Sums(NamedTuple):
     gradients: Any
     loss: mx.array
     weight: mx.array
+
+
+class MicroBatch(NamedTuple):
+    """The results of a micro-batch.
+
+    Attributes:
+        loss: The sum of weighted losses.
+        weight: The sum of target weights.
+        gradients: The tree of summed gradients, those of this micro-batch among them. If every micro-batch is an update
+            on a single rank, they are those of the mean loss.
+        figures: A preference loss's and routers' figures, [2, figures] in one array; no array without either.
+    """
+
+    loss: mx.array
+    weight: mx.array
+    gradients: Any
+    figures: list[mx.array]
 
 
 class BeforeUpdate(NamedTuple):
@@ -89,7 +106,6 @@ class Step:
         bundles: Which parameters are joined for the optimizer.
         tower: The model's frozen vision tower; None without one.
         routers: The argument.
-        figures: What a preference loss and routers report of the last micro-batch, as one array; else empty.
         random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
     """
 
@@ -119,13 +135,12 @@ class Step:
         optimizer.init(self.parameters())
         self.tower = frozen_tower(model, machine.feature_bytes)
         self.random = [mx.random.key(0)]
-        self.figures: list[mx.array] = []
         self._undone: BeforeUpdate | None = None
         self._launcher = machine.launcher
         read, moments = [model.state, self.random], [optimizer.state]
         before = None if machine.launcher is None else machine.launcher.before_compiling
-        self._micro_batch = compiled(self._trace_micro_batch, read, [self.random], before)
-        self._update = compiled(self._trace_update, moments, moments, before)
+        self._micro_batch = Compiled(self._trace_micro_batch, read, [self.random], before)
+        self._update = Compiled(self._trace_update, moments, moments, before)
 
     def parameters(self) -> Any:
         """Return the trainable parameters in joined form; bundles are made again if a parameter has been replaced."""
@@ -150,7 +165,7 @@ class Step:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """The names of what routers report, which come last in `figures`."""
+        """The names of what routers report, which come last among the figures."""
         return () if self.routers is None else FIGURES
 
     @property
@@ -162,30 +177,25 @@ class Step:
         """Return the start of an accumulation: fp32 zeros, or None if every micro-batch is an update."""
         return tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.parameters()) if self._accumulates else None
 
-    def micro_batch(self, batch: Batch, accumulated: Any) -> tuple[mx.array, mx.array, Any]:
-        """Return the sum of losses, the sum of weights, and `accumulated` plus the gradients of the sum of losses.
-
-        If every micro-batch is an update on a single rank, the gradients are those of the mean loss.
-        """
+    def micro_batch(self, batch: Batch, accumulated: Any) -> MicroBatch:
+        """Compute the loss of a batch, and add its gradients to `accumulated`."""
         lengths = None if self.routers is None else real_lengths(batch)
         return self.on_arrays(arrays(batch, self.tower), accumulated, lengths)
 
-    def on_arrays(
-        self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, Any]:
-        """Do what micro_batch() does, for a batch of MLX arrays and, with routers, the lengths of its rows."""
-        loss, weight, gradients, *self.figures = self._micro_batch(batch, accumulated, self.parameters(), lengths)
-        return loss, weight, gradients
+    def on_arrays(self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None) -> MicroBatch:
+        """micro_batch() for arrays that are on the device already and, with routers, the lengths of the rows, [B]."""
+        loss, weight, gradients, *figures = self._micro_batch(batch, accumulated, self.parameters(), lengths)
+        return MicroBatch(loss, weight, gradients, figures)
 
-    def sum_over_ranks(self, sums: Sums) -> Sums:
-        """Add up the sums of all ranks, lazily.
+    def sum_over_ranks(self, sums: Sums, figures: list[mx.array]) -> Sums:
+        """Add up the sums of all ranks, lazily; `figures` are those of the last micro-batch.
 
         If the result is evaluated together with the backward pass, the first gradients travel while that pass runs.
         """
         sums_here: Any = tuple(sums)
         if self.routers is not None and self.routers.wait_for_ranks:
             # All ranks must send in the same order, and the routers' sums travel in the forward pass.
-            sums_here = tree_map(lambda leaf: mx.depends(leaf, self.figures), sums_here)
+            sums_here = tree_map(lambda leaf: mx.depends(leaf, figures), sums_here)
         return Sums(*self._world.sum_tree(sums_here))
 
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:

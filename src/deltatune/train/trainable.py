@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import mlx.nn as nn
 
@@ -14,7 +13,8 @@ from ..lora.new_rows import grown_tables
 from ..lora.select import select
 from ..lora.weights import is_quantized
 from ..lora.without import without_adapters
-from ..options.config import LoraConfig, TrainConfig
+from ..options.conditions import changed_options
+from ..options.config import TrainConfig
 from .tree import leaves
 
 _CALL = (
@@ -47,7 +47,7 @@ def check_trainable(model: nn.Module, config: TrainConfig) -> None:
             f"fine_tune_type: the options say {kind}, and the model trains {' and '.join(sorted(kinds))} adapters: set "
             f"fine_tune_type to that, or {_CALL}."
         )
-    changed = _changed(config)
+    changed = set(changed_options(config))
     paths = list(by_path) or whole_modules(model, config.lora_parameters, config.num_layers, config.trained_parts)
     inside = tuple(f"{path}." for path in [*paths, *grown_tables(model)])
     trained = [name for name, _ in leaves(model.trainable_parameters())]
@@ -60,13 +60,6 @@ def check_trainable(model: nn.Module, config: TrainConfig) -> None:
         _check_adapters(model, config, by_path, changed)
     elif changed & _CHOICE:
         _check_layers(model, paths, trained)
-
-
-def _changed(config: TrainConfig) -> set[str]:
-    """Return the names of the options of what trains that are not at their defaults."""
-    default, lora = LoraConfig(), config.lora_parameters
-    changed = {field.name for field in fields(lora) if getattr(lora, field.name) != getattr(default, field.name)}
-    return changed | {name for name in ("num_layers", "parts") if getattr(config, name) != getattr(TrainConfig, name)}
 
 
 def _check_layers(model: nn.Module, paths: list[str], trained: list[str]) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..data.batches.peekable_order import PeekableOrder
 from ..lora import pissa
 from .distributed import World
+from .progress import Progress
 from .saved import state
 from .step import BeforeUpdate, Step, Sums
 from .updates.optimizer import restore
@@ -24,7 +25,7 @@ class _WindowStart(NamedTuple):
         sums: The sums of every rank, if the run was resumed inside the window.
     """
 
-    progress: state.Progress
+    progress: Progress
     sums: dict[str, mx.array]
 
 
@@ -42,7 +43,7 @@ class TrainingState:
         sums: This rank's sums since the last update.
     """
 
-    def __init__(self, step: Step, order: PeekableOrder, progress: state.Progress, world: World):
+    def __init__(self, step: Step, order: PeekableOrder, progress: Progress, world: World):
         self.step = step
         self.order = order
         self.progress = progress
@@ -123,7 +124,7 @@ class TrainingState:
         arrays |= state.pack("start", pissa.starts(self.step.model))
         return arrays | state.pack("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
 
-    def restore(self, arrays: dict[str, mx.array], progress: state.Progress, path: Path) -> None:
+    def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
         """Continue from the arrays and the progress that the file at `path` holds.
 
         Raises:

@@ -62,7 +62,7 @@ def test_masks_that_broadcast(shape):
 @pytest.mark.parametrize("forced", ["naive", "blocked", "native"])
 def test_forced(forced, monkeypatch):
     monkeypatch.setenv("DELTATUNE_ATTENTION", forced)
-    name, _ = choice.choose(call())
+    name, _ = candidates.choose(choice.OPERATOR, call())
     assert name == forced
     segments = mx.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]], mx.int32)
     for more in ({}, {"segments": segments}, {"window": 2}, {"causal": False}, {"sinks": mx.zeros((4,))}):
@@ -111,40 +111,40 @@ def pretended_gpu(monkeypatch, tmp_path):
 def test_kernels_that_pass_their_trial_serve_and_the_verdict_is_kept(pretended_gpu, tmp_path):
     kernels = ScaledBlocked()
     pretended_gpu(kernels)
-    assert choice.choose(call())[0] == "fused"
+    assert candidates.choose(choice.OPERATOR, call())[0] == "fused"
     assert kernels.calls == 1
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["verdict"]["errors"].keys() == {"y", "dq", "dk", "dv"}
     verdicts.forget()
-    assert choice.choose(call())[0] == "fused"
+    assert candidates.choose(choice.OPERATOR, call())[0] == "fused"
     assert kernels.calls == 1
 
 
 def test_kernels_that_are_wrong_are_not_used_and_the_user_is_told(pretended_gpu):
     pretended_gpu(ScaledBlocked(1.001))
     with pytest.warns(ImplementationWarning, match=r"attention: fused \(metal, float32, .*by 1\.0e-03"):
-        name, function = choice.choose(call())
+        name, function = candidates.choose(choice.OPERATOR, call())
     assert (name, function) == ("blocked", attention_blocked)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choice.choose(call())[0] == "blocked"
+        assert candidates.choose(choice.OPERATOR, call())[0] == "blocked"
 
 
 def test_a_forced_kernel_that_is_wrong_is_an_error(pretended_gpu, monkeypatch):
     monkeypatch.setenv("DELTATUNE_ATTENTION", "fused")
     pretended_gpu(ScaledBlocked(float("nan")))
-    with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused: .*differs from naive.*Unset it"):
-        choice.choose(call())
+    with pytest.raises(UserError, match=r"DELTATUNE_ATTENTION=fused: .*differs from float64.*Unset it"):
+        candidates.choose(choice.OPERATOR, call())
     with pytest.raises(UserError, match="cannot serve this call: it has a mask"):
-        choice.choose(call(mask=mx.ones((1, 1, 5, 5), mx.bool_)))
+        candidates.choose(choice.OPERATOR, call(mask=mx.ones((1, 1, 5, 5), mx.bool_)))
 
 
 def test_a_call_that_kernels_do_not_support_goes_to_blocked(pretended_gpu):
     pretended_gpu(ScaledBlocked())
     wide = {name: mx.zeros((1, 1, 4, 264)) for name in SHAPES}
-    assert choice.choose(call(**wide))[0] == "blocked"
+    assert candidates.choose(choice.OPERATOR, call(**wide))[0] == "blocked"
     mixed = {"v": mx.zeros(SHAPES["v"], mx.bfloat16)}
-    assert choice.choose(call(**mixed))[0] == "blocked"
+    assert candidates.choose(choice.OPERATOR, call(**mixed))[0] == "blocked"
 
 
 def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,13 +16,15 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.machine import backend, nvidia
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, trial_case
-from deltatune.ops.gated_delta.choice import Call, choose
+from deltatune.ops.gated_delta.choice import OPERATOR, Call
 from deltatune.ops.gated_delta.native import gated_delta_native
 from deltatune.ops.gated_delta.trial_case import Arguments, ShapeClass
 from deltatune.ops.trial import candidates, verdicts
 from deltatune.ops.trial.candidates import ImplementationWarning
 from deltatune.ops.trial.case import judged
 from deltatune.ops.trial.operator import Candidate
+
+choose = partial(candidates.choose, OPERATOR)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused
 from deltatune.ops.gated_delta.tolerances import FUSED_NORM, OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
-from deltatune.ops.trial import verdicts
+from deltatune.ops.trial import candidates, verdicts
 
 pytestmark = pytest.mark.skipif(backend.device() == "cpu", reason="needs a GPU")
 
@@ -93,7 +93,7 @@ def test_the_choice_is_fused_after_its_check(arrays, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call = choice.Call(*arrays[:4], masked=False, segmented=False)
-        assert choice.choose(call)[0] == "fused"
+        assert candidates.choose(choice.OPERATOR, call)[0] == "fused"
     assert len(list(tmp_path.rglob("fused-*.json"))) == 1
 
 

@@ -13,7 +13,7 @@ from deltatune.ops.pointwise import conv, conv_heads, conv_silu
 from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.trial import first_use
-from deltatune.selftest.pointwise import reference_heads
+from pass_definitions import reference_heads
 from two_dtypes import in_two_dtypes
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, or of

@@ -16,7 +16,7 @@ from deltatune.ops.pointwise import heads, times_gate, turned_heads
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.trial import first_use
-from deltatune.selftest.pointwise import reference_turned_heads
+from pass_definitions import reference_turned_heads
 from two_dtypes import in_two_dtypes
 
 # The largest error over the largest element: that of fp32 sums of up to 256 terms, of which a gradient has two, and of

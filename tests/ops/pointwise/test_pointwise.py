@@ -16,7 +16,7 @@ from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, 
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
 from deltatune.ops.trial import first_use
-from deltatune.selftest.pointwise import inverse_rms, reference_conv, reference_gates
+from pass_definitions import inverse_rms, reference_conv, reference_gates
 
 # The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}

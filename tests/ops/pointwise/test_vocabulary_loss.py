@@ -176,7 +176,7 @@ def launches(monkeypatch, execute):
     is_right = first_use.is_right
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(vocabulary_loss, "LEAST", 0)
-    monkeypatch.setattr(first_use, "is_right", lambda *kind, run: is_right(*kind, run=execute))
+    monkeypatch.setattr(first_use, "is_right", lambda *kind, **_: is_right(*kind, run=execute))
     monkeypatch.setattr(cross_entropy, "vocabulary_losses", partial(vocabulary_losses, execute=run))
     return names
 

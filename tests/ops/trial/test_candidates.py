@@ -82,7 +82,7 @@ def call(**changes) -> AttentionCall:
 
 
 def chosen(**changes) -> str:
-    return choice.choose(call(**changes))[0]
+    return candidates.choose(choice.OPERATOR, call(**changes))[0]
 
 
 def test_the_fastest_right_one_serves_and_all_times_are_remembered(gpu, tmp_path, caplog):
@@ -169,7 +169,7 @@ def test_a_run_keeps_its_choices(gpu):
         # What a continuation has chosen and is wrong here, after an update of the system say, does not serve.
         gpu.wrong.add("native")
         tried_anew(gpu, "native")
-        with pytest.warns(candidates.ImplementationWarning, match="native .* differs from naive"):
+        with pytest.warns(candidates.ImplementationWarning, match="native .* differs from float64"):
             assert chosen() == "fused"
 
 
@@ -199,7 +199,7 @@ def test_a_continuation_on_another_device_takes_what_that_one_has(gpu, monkeypat
 def test_forced_and_wrong_is_an_error(gpu, monkeypatch):
     monkeypatch.setenv(VARIABLE, "fused")
     gpu.wrong.add("fused")
-    with pytest.raises(UserError, match=f"{VARIABLE}=fused: .*differs from naive"):
+    with pytest.raises(UserError, match=f"{VARIABLE}=fused: .*differs from float64"):
         chosen()
 
 

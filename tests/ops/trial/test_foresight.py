@@ -49,7 +49,7 @@ def test_kernels_of_trials_in_a_row_are_built_side_by_side(cuda, monkeypatch):
 
     def calls() -> None:
         right.append(swiglu_is_right())
-        right.append(squares._serves(mx.float32))
+        right.append(squares.OPERATOR.serves(mx.float32))
 
     monkeypatch.setattr(nvrtc, "compiled", together)
     monkeypatch.setattr(squares, "_MOST", 32)
@@ -142,7 +142,12 @@ def test_of_implementations_the_one_that_may_serve_is_foreseen(cuda, monkeypatch
     wrong = call.shape_class("fused")
     verdicts.again("attention-fused", wrong, lambda: verdicts.Verdict("fused", "", 1e-3, {"y": 1.0}))
     names = []
-    with foreseen(lambda: names.append(choice.choose(call)[0]) or names.append(choice.choose(call)[0])):
+    with foreseen(
+        lambda: (
+            names.append(candidates.choose(choice.OPERATOR, call)[0])
+            or names.append(candidates.choose(choice.OPERATOR, call)[0])
+        )
+    ):
         pass
     assert names == ["native", "native"]
     assert called == [("native", True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -49,7 +51,8 @@ def served(host_folder, monkeypatch):
     monkeypatch.setattr(Passes, "__call__", recorded)
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     monkeypatch.setattr(recomputation, "LEAST", 8)
-    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+    monkeypatch.setattr(patches, "_of_device", lambda: (*pointwise.PATCHES, pointwise.ATTENTION))
+    monkeypatch.setattr(pointwise, "PASSES", SimpleNamespace(is_for_here=True))
     return names
 
 

@@ -19,7 +19,8 @@ from deltatune.ops import recomputation
 from deltatune.ops.functional import recomputed
 from deltatune.ops.recomputation import cheap_recomputed
 from deltatune.patches import patched
-from deltatune.patches.tables import delta_layers, kept_inputs
+from deltatune.patches.tables import activations as activation_records
+from deltatune.patches.tables import delta_layers, pointwise, residual_norms
 
 CALLS = load(Path(__file__).with_name("delta_calls.py"))
 whole, masked, packed, in_pieces = CALLS.whole, CALLS.masked, CALLS.packed, CALLS.in_pieces
@@ -34,7 +35,8 @@ SIZES |= {"attention_bias": False, "rope_scaling": None, "max_position_embedding
 @pytest.fixture(autouse=True)
 def patches_of_apple_gpus(monkeypatch):
     monkeypatch.setattr(recomputation, "LEAST", 1)
-    monkeypatch.setattr(patches, "_of_device", lambda: (*delta_layers.PATCHES, *kept_inputs.PATCHES))
+    others = (*activation_records.PATCHES, *activation_records.OF_MLX_VLM, residual_norms.NORM, pointwise.ATTENTION)
+    monkeypatch.setattr(patches, "_of_device", lambda: (*delta_layers.PATCHES, *others))
 
 
 def delta_layer(family: str) -> nn.Module:

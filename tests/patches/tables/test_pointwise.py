@@ -15,6 +15,7 @@ from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.pointwise import conv, norms, rows, silu
 from deltatune.ops.tracing import trace
 from deltatune.patches import patched
+from deltatune.patches.tables import activations as activation_records
 from deltatune.patches.tables import pointwise
 from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
 
@@ -22,9 +23,10 @@ from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The patches of an NVIDIA GPU. On other machines plain forms stand for the kernels, and a list names the calls."""
-    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.PATCHES)
+    monkeypatch.setattr(patches, "_of_device", lambda: (*activation_records.PATCHES, *pointwise.PATCHES))
     if backend.device() == "cuda":
         return
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
     for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: True)
     served = []
@@ -70,7 +72,6 @@ def test_every_holder_gets_them_and_they_compute_the_same(on_cuda):
 
 
 def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
     layer = nn.Conv1d(8, 8, 4, groups=8, bias=False)
     biased = nn.Conv1d(8, 8, 4, groups=8)
     (x,) = draw((2, 9, 8))
@@ -139,5 +140,4 @@ def test_a_decoder_never_enters_the_kernels(on_cuda):
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_have_none_of_these():
-    """An Apple GPU and a CPU have functions of their own in place of some (kept_inputs.py, cpu_activations.py)."""
     assert not set(pointwise.PATCHES) & set(patches._of_device())

@@ -7,20 +7,24 @@ from contextlib import contextmanager
 
 import pytest
 
+from deltatune import patches
+from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.patches import small_cases
 from deltatune.patches.evidence import signature_text
 from deltatune.patches.holders import defined_function
-from deltatune.patches.tables import delta_layers, kept_inputs, pointwise, residual_norms
+from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
 
 pytestmark = pytest.mark.any_blas
 
 # nn.silu without a convolution before it is MLX's own.
+TABLES = (activations.PATCHES, activations.OF_MLX_VLM, pointwise.PATCHES, residual_norms.PATCHES, delta_layers.PATCHES)
+CHEAP = [pointwise.ATTENTION, *(record for table in TABLES for record in table)]
 RECORDS = [
-    (f"{table.__name__.rpartition('.')[2]}: {record.target} {record.tried}", record)
-    for table in (kept_inputs, pointwise, residual_norms, delta_layers)
-    for record in table.PATCHES
-    if record.check is not pointwise.IS_SILU
+    pytest.param(device, record, id=f"{device}: {record.target} {record.tried}")
+    for device, group in (("metal", patches.ON_METAL), ("cuda", patches.ON_CUDA))
+    for record in group
+    if record in CHEAP and record.check is not activations.IS_SILU
 ]
 
 
@@ -39,8 +43,9 @@ def served(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("record", [record for _, record in RECORDS], ids=[name for name, _ in RECORDS])
-def test_ours_runs_in_the_case_of(record, served):
+@pytest.mark.parametrize(("device", "record"), RECORDS)
+def test_ours_runs_in_the_case_of(device, record, served, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
     try:
         importlib.import_module(record.module)
     except ImportError:

@@ -95,9 +95,7 @@ def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness
     flags = commands(trained)[command]
     if command == "tasks":
         monkeypatch.syspath_prepend(harness)
-        for name in [
-            name for name in sys.modules if name.split(".")[0] == "lm_eval" or name.endswith("commands.harness")
-        ]:
+        for name in [*filter(re.compile(r"lm_eval\b|.*answering\.harness$").match, sys.modules)]:
             monkeypatch.delitem(sys.modules, name)
 
     def main(flags):

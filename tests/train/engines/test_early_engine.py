@@ -10,7 +10,7 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
 from deltatune.train.engines import early_engine
 from deltatune.train.engines.early_engine import EarlyEngine, may_start_early
@@ -112,7 +112,7 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
 
         if iteration == 4:
             state = [trainer.model.state, self.step.random]
-            self.step._micro_batch = compiled(out_of_memory, state, state[1:])
+            self.step._micro_batch = Compiled(out_of_memory, state, state[1:])
         return plain(self, batch, accumulated, iteration)
 
     with monkeypatch.context() as patch:
@@ -158,11 +158,11 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
     plain = EarlyEngine.micro_batch
 
     def taken(self, batch):
-        loss, weight, gradients = plain(self, batch)
+        results = plain(self, batch)
         if trainer.progress.iteration == 6 - accumulate:
             self.settle()
             kept[:] = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
-        return loss * (mx.nan if trainer.progress.iteration == 5 else 1), weight, gradients
+        return results._replace(loss=results.loss * (mx.nan if trainer.progress.iteration == 5 else 1))
 
     with monkeypatch.context() as patch:
         patch.setattr(EarlyEngine, "micro_batch", taken)

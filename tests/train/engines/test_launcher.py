@@ -6,7 +6,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from deltatune.train.compiled import compiled
+from deltatune.train.compiled import Compiled
 from deltatune.train.engines.engine import Engine
 from deltatune.train.engines.launcher import Launcher
 from killed_runs import result
@@ -125,7 +125,7 @@ def test_a_new_shape_is_compiled_and_launched_by_the_main_thread(make_trainer, e
         if iteration == 4:
             # As where a batch of another shape comes.
             places = [step.model.state, step.random]
-            step._micro_batch = compiled(trace, places, places[1:], launchers[-1].before_compiling)
+            step._micro_batch = Compiled(trace, places, places[1:], launchers[-1].before_compiling)
         return build(self, batch, accumulated, iteration)
 
     def async_eval(*trees):

@@ -172,7 +172,10 @@ def test_the_oldest_copy_goes_only_after_the_new_one_is_written(make_trainer, tm
 @pytest.mark.bad_input("`keep` that is negative, or beside full fine-tuning")
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"keep": -1}, "keep: expected .*, got -1"), ({"keep": 2, "fine_tune_type": "full"}, "full .* writes none")],
+    [
+        ({"keep": -1}, "keep: expected .*, got -1"),
+        ({"keep": 2, "fine_tune_type": "full"}, "keep: read only where adapters train"),
+    ],
 )
 def test_a_number_that_makes_no_sense(make_trainer, changes, words):
     with pytest.raises(UserError, match=words):

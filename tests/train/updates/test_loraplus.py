@@ -7,7 +7,6 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from deltatune.data import Batch
-from deltatune.errors import UserError
 from deltatune.lora.linear import LoRALinear
 from deltatune.machine.compiling import without_kernels
 from deltatune.options.config import TrainConfig
@@ -65,7 +64,7 @@ def trained(name, steps=3, **options):
     with without_kernels():
         step = build_step(made, build_optimizer(settings), full_loss(made), settings, World())
         for _ in range(steps):
-            loss, weight, gradients = step.micro_batch(batch(), None)
+            loss, weight, gradients, _ = step.micro_batch(batch(), None)
             mx.eval(step.update(gradients, loss, weight), made.parameters())
     return dict(tree_flatten(made.trainable_parameters()))
 
@@ -114,25 +113,3 @@ def test_rates_follow_the_bundles(tiny_model):
         ("layers.0.lora_b", RATIO),
     ]
     assert [step.bundles.group(f"together.{index}").rate for index in range(2)] == [1.0, RATIO]
-
-
-@pytest.mark.bad_input("{what}")
-@pytest.mark.parametrize(
-    ("what", "options", "message"),
-    [
-        (
-            "`loraplus_lr_ratio` with an adafactor that ignores the learning rate",
-            {"optimizer": "adafactor", "loraplus_lr_ratio": 4.0},
-            "loraplus_lr_ratio: adafactor ignores the learning rate while its relative_step is true",
-        ),
-        (
-            "`loraplus_lr_ratio` without an adapter that trains",
-            {"loraplus_lr_ratio": 4.0},
-            "no adapter trains here; use fine_tune_type: lora",
-        ),
-    ],
-)
-def test_what_cannot_have_a_rate_of_its_own(what, options, message):
-    settings, made = TrainConfig(**options), nn.Linear(3, 3)
-    with pytest.raises(UserError, match=message):
-        build_step(made, build_optimizer(settings), full_loss(made), settings, World())

@@ -129,11 +129,6 @@ def test_every_optimizer_leaves_them_out(name):
     ("what", "flags", "message"),
     [
         (
-            "`decay_norm_and_bias` for adapters",
-            ["--optimizer", "adamw"],
-            "decay_norm_and_bias: with fine_tune_type lora adapters train",
-        ),
-        (
             "`decay_norm_and_bias` without a weight decay",
             ["--optimizer", "adam", "--fine-tune-type", "full"],
             "decay_norm_and_bias: the weight decay of adam is 0 here; set it in optimizer_config",

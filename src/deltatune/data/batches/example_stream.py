@@ -37,15 +37,11 @@ class ExampleStream:
         source: The rows.
         encode: Turns rows, each with its name in messages, into examples.
         rows: The number of rows of a window.
-
-    Attributes:
-        checks: The checks of each further window before it is trained on; each raises UserError.
     """
 
     source: RowStream
     encode: Encode
     rows: int
-    checks: list[Callable[[Sequence[Example]], None]] = field(default_factory=list)
 
     def window(self, place: Place) -> Window:
         """Read the window at a place.
@@ -60,10 +56,7 @@ class ExampleStream:
         if not rows:
             raise UserError(f"{self.source.name}: no row in it; expected rows to train on.")
         name = f"{self.source.name} (the {len(rows):,} rows from {rows[0][0]})"
-        examples = self.encode(rows, name)
-        for check in self.checks:
-            check(examples)
-        return Window(examples, place, after if len(rows) == self.rows else None, len(rows))
+        return Window(self.encode(rows, name), place, after if len(rows) == self.rows else None, len(rows))
 
 
 @dataclass(frozen=True)

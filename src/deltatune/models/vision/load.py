@@ -15,11 +15,8 @@ import mlx.nn as nn
 from ...errors import UserError, reason
 from ...json_files import read_json
 from ..checkpoint_files import only_chosen
-from ..transformers_configs import completed
+from ..transformers_configs import completed, refusing_config
 from ..transformers_layouts import with_joined_experts
-
-# The errors of mlx-vlm when it cannot build a model from a config.
-_BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
 
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
@@ -90,13 +87,10 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
 
     module.Model = checked(original)
     module.ModelConfig = Options
+    refusing = refusing_config(f"model {path}: mlx-vlm cannot build a model from its config.json")
     try:
-        with only_chosen(path) as folder:
+        with refusing, only_chosen(path) as folder:
             model = load_model(folder, lazy=lazy)
-    except UserError:
-        raise
-    except _BUILD_ERRORS as error:
-        raise UserError(f"model {path}: mlx-vlm cannot build a model from its config.json: {reason(error)}") from error
     finally:
         module.Model = original
         module.ModelConfig = options
@@ -108,10 +102,8 @@ def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
     """Build mlx-vlm's model with random weights from `seed`. UserError if mlx-vlm cannot build it from this config."""
     module = architecture(config)
     mx.random.seed(seed)
-    try:
+    with refusing_config("config.json: mlx-vlm cannot build a model from it"):
         model = build(module, config)
-    except _BUILD_ERRORS as error:
-        raise UserError(f"config.json: mlx-vlm cannot build a model from it: {reason(error)}") from error
     mx.eval(model.parameters())
     model.eval()
     return model

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import refuse_second_derivative, without_vmap
-from ..pointwise import exponentials
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -255,8 +254,7 @@ class _Part:
             share = mx.sigmoid(mx.logsumexp(scores, axis=-1) - self.sinks[..., None])
         elif self.shared:
             share = (scores.max(axis=-1) > _LEAST).astype(mx.float32)
-        weights = exponentials.softmax(scores) if exponentials.serves(scores) else mx.softmax(scores, axis=-1)
-        return weights, share
+        return mx.softmax(scores, axis=-1), share
 
     def _visible(self, block: QueryBlock) -> tuple[mx.array | None, int]:
         """Find the keys of a block that causality, the window and the segments leave visible.

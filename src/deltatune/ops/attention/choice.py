@@ -10,7 +10,6 @@ import mlx.core as mx
 from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..tracing import trace
-from ..trial import candidates
 from ..trial.operator import Candidate, Operator
 from . import examples, fused_op, trial_case, workloads
 from .blocked import attention_blocked
@@ -18,7 +17,6 @@ from .call import AttentionCall
 from .fused import FusedOptions
 from .naive import attention_naive
 from .native import attention_native, is_linear
-from .trial_case import Implementation
 
 # Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/decisions/attention.md),
 # and its matrix of scores takes no more memory than a block of `blocked` with all its intermediate results.
@@ -93,12 +91,3 @@ OPERATOR = Operator(
     compare_last=examples.compare_blocked,
     workloads=workloads.workloads,
 )
-
-
-def choose(call: AttentionCall) -> tuple[str, Implementation]:
-    """Return the name and the function of the implementation that serves `call`. candidates.choose says how.
-
-    Raises:
-        UserError: DELTATUNE_ATTENTION forces an implementation that does not support the call or fails its check.
-    """
-    return candidates.choose(OPERATOR, call)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from ..trial import candidates
 from .call import AttentionCall
-from .choice import choose
+from .choice import OPERATOR
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -65,7 +66,7 @@ def attention(
     _check(call)
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    _, function = choose(replace(call, mask=mask))
+    _, function = candidates.choose(OPERATOR, replace(call, mask=mask))
     return function(
         q, k, v, scale=float(scale), causal=causal, segments=segments, window=window, sinks=sinks, mask=mask
     )

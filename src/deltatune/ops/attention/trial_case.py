@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..trial.case import Case
-from .naive import attention_naive
+from ..trial.measure import as_float64
+from .float64 import NAMES, attention64
 from .tolerances import fused_bound
 
 Implementation = Callable[..., mx.array]
-NAMES = ("y", "dq", "dk", "dv", "dsinks")
 # The length is more than two tiles of any kernel, the last one incomplete. Window and segments end inside tiles.
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
 # The timed runs have longer rows, of which a GPU has some milliseconds of work.
@@ -40,11 +41,11 @@ class KernelShape:
     size: int
     value_size: int
     dtype: str
-    grouped: bool
-    causal: bool
-    windowed: bool
-    segmented: bool
-    with_sinks: bool
+    grouped: bool = False
+    causal: bool = True
+    windowed: bool = False
+    segmented: bool = False
+    with_sinks: bool = False
 
     def __str__(self) -> str:
         options = [name for name in ("grouped", "causal", "windowed", "segmented", "with_sinks") if getattr(self, name)]
@@ -54,25 +55,28 @@ class KernelShape:
 
 
 def trial_case(shape: KernelShape) -> Case[Implementation]:
-    """Return the case of a class of calls, forward and backward; its truth comes from `naive` in fp32 on the CPU."""
-    return _case(shape, _LENGTH, _KEY_HEADS)
+    """Return the case of a class of calls, forward and backward."""
+    return case_of(shape, drawn(shape, _LENGTH, _KEY_HEADS))
 
 
 def timed_case(shape: KernelShape) -> Case[Implementation]:
     """Return the case on which implementations are timed."""
-    return _case(shape, _TIMED_LENGTH, _TIMED_KEY_HEADS)
+    return case_of(shape, drawn(shape, _TIMED_LENGTH, _TIMED_KEY_HEADS))
 
 
-def _case(shape: KernelShape, length: int, key_heads: int) -> Case[Implementation]:
-    arrays, dy, options = _drawn(shape, length, key_heads)
+# q, k, v and, for a class with sinks, the sinks; dy; and the other arguments.
+Drawn = tuple[list[mx.array], mx.array, dict[str, Any]]
 
-    def truth() -> list[mx.array]:
-        # On the CPU, because a GPU may multiply fp32 matrices in TF32.
-        with mx.stream(mx.cpu):
-            wide = [x.astype(mx.float32) for x in (*arrays, dy)]
-            results = differentiated(attention_naive, wide[:-1], wide[-1], options)
-            mx.eval(results)
-        return results
+
+def case_of(shape: KernelShape, drawn: Drawn) -> Case[Implementation]:
+    """Return the case of these arrays, whose truth is in float64."""
+    arrays, dy, options = drawn
+
+    def truth() -> list[np.ndarray]:
+        wide = [as_float64(x) for x in (*arrays[:3], dy)]
+        given = {name: np.array(x) if isinstance(x, mx.array) else x for name, x in options.items()}
+        sinks = as_float64(arrays[3]) if len(arrays) > 3 else None
+        return list(attention64(*wide, sinks=sinks, **given).values())
 
     return Case(
         name=str(shape),
@@ -80,7 +84,6 @@ def _case(shape: KernelShape, length: int, key_heads: int) -> Case[Implementatio
         call=lambda function: differentiated(function, arrays, dy, options),
         truth=truth,
         bound=fused_bound(shape.dtype),
-        reference="naive",
         like=[*arrays, dy],
     )
 
@@ -103,21 +106,26 @@ def differentiated(function: Implementation, arrays: Sequence[mx.array], dy: mx.
     return [*outputs, *gradients]
 
 
-def _drawn(shape: KernelShape, length: int, key_heads: int) -> tuple[list[mx.array], mx.array, dict]:
-    """Return q, k, v and, for a class with sinks, the sinks; dy; and the options of the call.
+def drawn(shape: KernelShape, length: int, key_heads: int, ratio: int = 2) -> Drawn:
+    """Draw the arguments with NumPy, because MLX's random state belongs to the training.
 
-    NumPy draws them, because MLX's random state belongs to the training.
+    Args:
+        shape: The class of calls.
+        length: Tokens.
+        key_heads: Heads of k and v.
+        ratio: How many heads of q read one of them, where heads are grouped.
     """
     draw = np.random.default_rng(0)
-    heads = key_heads * (2 if shape.grouped else 1)
+    heads = key_heads * (ratio if shape.grouped else 1)
     sizes = [(heads, shape.size), (key_heads, shape.size), (key_heads, shape.value_size), (heads, shape.value_size)]
-    drawn = [draw.normal(size=(_BATCH, count, length, size)).astype(np.float32) for count, size in sizes]
-    *arrays, dy = (mx.array(x).astype(getattr(mx, shape.dtype)) for x in drawn)
-    options: dict = {"scale": shape.size**-0.5, "causal": shape.causal}
+    floats = [draw.normal(size=(_BATCH, count, length, size)).astype(np.float32) for count, size in sizes]
+    *arrays, dy = (mx.array(x).astype(getattr(mx, shape.dtype)) for x in floats)
+    options: dict[str, Any] = {"scale": shape.size**-0.5, "causal": shape.causal}
     if shape.windowed:
-        options["window"] = _WINDOW
+        options["window"] = min(_WINDOW, length * _WINDOW // _LENGTH)
     if shape.segmented:
-        options["segments"] = mx.array(np.arange(length, dtype=np.int32)[None] // _SEGMENT)
+        segment = min(_SEGMENT, length * _SEGMENT // _LENGTH)
+        options["segments"] = mx.array(np.arange(length, dtype=np.int32)[None] // segment)
     if shape.with_sinks:
         arrays.append(mx.array(draw.normal(size=heads).astype(np.float32)))
     return arrays, dy, options

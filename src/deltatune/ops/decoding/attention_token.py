@@ -10,11 +10,10 @@ import math
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
 from ..recomputation import is_small_case
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import random_arrays
 
 # The supported head sizes: the lanes of a key, eight elements each, are a power of two within a group of 32.
@@ -88,9 +87,9 @@ def covers(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> 
 
 def serves(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> bool:
     """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
-    if is_small_case() or backend.device() == "cpu" or not covers(q, keys, values, lengths):
+    if is_small_case() or not covers(q, keys, values, lengths):
         return False
-    return first_use.is_right(trial_case, q.shape[1], keys.shape[1], q.shape[3], q.dtype, run=Launch.run)
+    return OPERATOR.serves(q.shape[1], keys.shape[1], q.shape[3], q.dtype)
 
 
 def _launch(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> Launch:
@@ -131,3 +130,6 @@ def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[E
         bound=BOUNDS[dtype],
         like=(q, keys, values),
     )
+
+
+OPERATOR = KernelOperator("attention of a token", trial_case, Launch.run, devices=("cuda", "metal"))

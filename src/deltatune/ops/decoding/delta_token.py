@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..causal_conv import causal_conv
 from ..gated_delta.naive import gated_delta_naive
 from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
 from ..pointwise import gating
 from ..pointwise.conv import TAPS, NormedHeads
 from ..recomputation import is_small_case, note
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import random_arrays
 
 # The supported sizes of a key's head: its lanes, eight elements each, are a power of two within a group of 32.
@@ -185,12 +184,12 @@ def serves(layer: DeltaToken, arrays: TokenArrays) -> bool:
     """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
     if is_small_case():
         return _fits(layer, arrays)
-    if backend.device() == "cpu" or not covers(layer, arrays):
+    if not covers(layer, arrays):
         return False
     named = arrays.named
     dtypes = tuple((name, named[name].dtype) for name in ("before", "taps", "dt_bias", "weight"))
     form = len(arrays.projected) == 1, arrays.taps.shape[1]
-    return first_use.is_right(trial_case, layer, *form, dtypes, run=Launch.run)
+    return OPERATOR.serves(layer, *form, dtypes)
 
 
 def _by_name(layer: DeltaToken, rows: int) -> dict[str, tuple[int, ...]]:
@@ -264,3 +263,6 @@ def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[st
         bounds={"inputs of the convolution": 2.0**-24},
         like=[*parts, before, state],
     )
+
+
+OPERATOR = KernelOperator("a token of a gated-delta layer", trial_case, Launch.run, devices=("cuda", "metal"))

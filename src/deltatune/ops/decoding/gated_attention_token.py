@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..kernels.launch import Execute, Kernel, Launch, Values
 from ..pointwise.heads import ROTARY, frequencies
 from ..recomputation import is_small_case
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import random_arrays
 from .attention_token import MOST_HEADS, SIZES
 
@@ -164,10 +163,10 @@ def covers(layer: GatedAttention, arrays: RowArrays) -> bool:
 
 def serves(layer: GatedAttention, arrays: RowArrays) -> bool:
     """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
-    if is_small_case() or backend.device() != "cuda" or not covers(layer, arrays):
+    if is_small_case() or not covers(layer, arrays):
         return False
     dtypes = arrays.keys.dtype, arrays.q_weight.dtype, arrays.k_weight.dtype
-    return first_use.is_right(trial_case, layer, len(arrays.projected) == 1, dtypes, run=Launch.run)
+    return OPERATOR.serves(layer, len(arrays.projected) == 1, dtypes)
 
 
 def _ends(layer: GatedAttention) -> list[int]:
@@ -238,3 +237,6 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
         bounds={"values": 2.0**-24},
         like=[*parts, keys, values],
     )
+
+
+OPERATOR = KernelOperator("a token of a gated attention layer", trial_case, Launch.run)

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Values
 from ..recomputation import is_small_case, note
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import random_arrays
 
 # The most rows with products that are faster this way than MLX's. A block can compute them all.
@@ -178,10 +177,10 @@ def serves(call: LinearToken) -> bool:
     """Whether the kernel is to be used: it covers the arrays, is faster, and was found right on this machine."""
     if is_small_case():
         return _fits(call)
-    if backend.device() != "cuda" or call.rows > MOST_ROWS or not covers(call):
+    if call.rows > MOST_ROWS or not covers(call):
         return False
     parts = tuple(name in call.arrays for name in ("norm", "second", "h", "residual"))
-    return first_use.is_right(trial_case, parts, call.x.dtype, _block_of(call), run=Launch.run)
+    return OPERATOR.serves(parts, call.x.dtype, _block_of(call))
 
 
 def _block_of(call: LinearToken) -> TokenBlock:
@@ -261,3 +260,6 @@ def _with_parts(parts: tuple[bool, bool, bool, bool], arrays: Arrays) -> LinearT
         low_rank if adapters else None,
         arrays["residual"] if residual else None,
     )
+
+
+OPERATOR = KernelOperator("a token of a linear layer", trial_case, Launch.run)

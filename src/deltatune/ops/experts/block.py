@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import is_floating, not_differentiated_again, refuse_second_derivative
-from ..pointwise import exponentials, scored_swiglu, silu
+from ..pointwise import scored_swiglu, silu
 from ..tracing import trace
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
@@ -46,7 +46,7 @@ def swiglu(up: mx.array, gate: mx.array) -> mx.array:
     """Return silu(gate) * up, for arrays of one shape and dtype."""
     if backend.device() == "cuda" and silu.serves(gate, up):
         return silu.swiglu(gate, up)
-    return exponentials.swiglu(gate, up)
+    return gate * mx.sigmoid(gate) * up
 
 
 def expert_block(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Execute, Launch
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
@@ -49,7 +46,7 @@ def product_tile(
     if grouped.supports(rows.dtype, inputs, outputs) and adapter is None and not group_size:
         tiles.append(grouped.product_tile(inputs, outputs))
     for tile in tiles:
-        if _is_right(product_case, rows.dtype, transpose, added, tile, rank, group_size):
+        if PRODUCTS.serves(rows.dtype, transpose, added, tile, rank, group_size):
             return tile
     return None
 
@@ -70,13 +67,7 @@ def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
     sizes = left.shape[-1], right.shape[-1]
     if left.dtype != right.dtype or not grouped.supports(left.dtype, *sizes):
         return False
-    return _is_right(gradient_case, left.dtype, grouped.gradient_tile(*sizes), added)
-
-
-def _is_right(case_of: Callable[..., Case[Execute]], *kind: Any) -> bool:
-    hopper = any(isinstance(part, HopperTile) for part in kind)
-    instead = "other kernels or MLX's own products" if hopper else "MLX's own products"
-    return first_use.is_right(case_of, *kind, run=Launch.run, instead=instead)
+    return GRADIENTS.serves(left.dtype, grouped.gradient_tile(*sizes), added)
 
 
 def product_case(
@@ -160,3 +151,8 @@ def _case(launch: Launch, expected: np.ndarray, bound: float) -> Case[Execute]:
         bound=bound,
         like=[mx.zeros(*launch.outputs["out"])],
     )
+
+
+_INSTEAD = "other kernels or MLX's own products"
+PRODUCTS = KernelOperator("products of experts", product_case, Launch.run, instead=_INSTEAD)
+GRADIENTS = KernelOperator("gradients of experts", gradient_case, Launch.run, instead=_INSTEAD)

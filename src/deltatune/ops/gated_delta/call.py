@@ -28,6 +28,15 @@ class Call:
         options = self.masked, self.segmented, self.log_g.ndim == 4
         return ShapeClass(*heads, dtype, *options, tiling, str(beta).removeprefix("mlx.core."))
 
+    @staticmethod
+    def of_class(shape: ShapeClass) -> Call:
+        """Return a call of a class, with one token."""
+        dtype = getattr(mx, shape.dtype)
+        q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
+        v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
+        gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
+        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented)
+
     @property
     def words(self) -> str:
         """The class of the call, in words that are the same on every machine."""

@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 
 from ...machine import backend
 from .. import IMPLEMENTATIONS
-from ..trial import candidates
 from ..trial.operator import Candidate, Operator
 from . import examples, fused_op, native, trial_case, workloads
 from .call import Call
@@ -69,12 +68,3 @@ OPERATOR = Operator(
     compare_last=examples.compare_chunk,
     workloads=workloads.workloads,
 )
-
-
-def choose(call: Call) -> tuple[str, Implementation]:
-    """Return the name and the function of the implementation that serves `call`. candidates.choose says how.
-
-    Raises:
-        UserError: DELTATUNE_GATED_DELTA forces an implementation that does not support the call or fails its check.
-    """
-    return candidates.choose(OPERATOR, call)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from ..trial.case import judged
 from ..trial.verdicts import Verdict
 from .call import Call
@@ -28,17 +26,9 @@ MODELS = (
 
 def calls() -> list[Call]:
     """Return a call of each class of MODELS, with one token."""
-    return [_call(shape) for shape in MODELS]
+    return [Call.of_class(shape) for shape in MODELS]
 
 
 def compare_chunk() -> list[Verdict]:
     """Compare `chunk` with the recurrence."""
     return [judged(trial_case(shape, by_recurrence=True), gated_delta_chunk, "chunk") for shape in SMALL]
-
-
-def _call(shape: ShapeClass) -> Call:
-    dtype = getattr(mx, shape.dtype)
-    q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
-    v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
-    gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
-    return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented)

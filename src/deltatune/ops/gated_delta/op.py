@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..trial import candidates
 from .call import Call
-from .choice import choose
+from .choice import OPERATOR
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -63,7 +64,7 @@ def gated_delta(
     """
     _check_tokens(q, k, v, log_g, beta)
     _check_optional(k, v, initial_state, mask, segments)
-    _, function = choose(Call(q, k, v, log_g, mask is not None, segments is not None, beta.dtype))
+    _, function = candidates.choose(OPERATOR, Call(q, k, v, log_g, mask is not None, segments is not None, beta.dtype))
     return function(q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
 
 

@@ -58,14 +58,15 @@ class ShapeClass:
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
 
 
-def trial_case(shape: ShapeClass, *, by_recurrence: bool = False) -> Case[Implementation]:
+def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:
     """Return the case of a class of calls, forward and backward, with gates of every kind.
 
     Args:
         shape: The class of calls.
         by_recurrence: Whether the truth comes from naive, and not from chunk; either computes it in fp32 on the CPU.
+        length: Tokens.
     """
-    drawn = Arguments.drawn(shape)
+    drawn = Arguments.drawn(shape, length)
     reference = gated_delta_naive if by_recurrence else gated_delta_chunk
 
     def truth() -> list[np.ndarray]:
@@ -73,7 +74,7 @@ def trial_case(shape: ShapeClass, *, by_recurrence: bool = False) -> Case[Implem
         with mx.stream(mx.cpu):
             few = differentiated(reference, drawn.reference_primals, drawn.constants, drawn.reference_cotangents)
             mx.eval(few)
-        return _copy_heads([as_float64(x) for x in few], _COTANGENTS + _PRIMALS, drawn)
+        return drawn.with_all_heads([as_float64(x) for x in few])
 
     bound, slow = (x + ROUNDING[shape.dtype] if by_recurrence else fused_bound(x, shape.dtype) for x in (EASY, SLOW))
     return Case(
@@ -127,21 +128,25 @@ class Arguments:
     key_heads: np.ndarray
     value_heads: np.ndarray
 
+    def with_all_heads(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the results of the reference's heads, in the order of NAMES, with those of the implementation's."""
+        return _copy_heads(results, _COTANGENTS + _PRIMALS, self)
+
     @staticmethod
-    def drawn(shape: ShapeClass) -> Arguments:
+    def drawn(shape: ShapeClass, length: int = LENGTH) -> Arguments:
         """Draw the arguments with NumPy, because MLX's random state belongs to the training."""
         draw = np.random.default_rng(0)
         heads, repeats = min(_REFERENCE_HEADS, shape.key_heads), shape.value_heads // shape.key_heads
         key_heads = np.concatenate([np.arange(heads), draw.integers(heads, size=shape.key_heads - heads)])
-        floats = _floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats))
+        floats = draw_floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats), BATCH, length)
         dtype = getattr(mx, shape.dtype)
         few = [mx.array(x.astype(np.float32)) for x in floats]
         for index in (0, 1, 2, 6):
             few[index] = few[index].astype(dtype)
         few[4] = few[4].astype(getattr(mx, shape.beta))
-        mask = np.ones((BATCH, LENGTH), bool)
-        mask[0, LENGTH // 3 : LENGTH // 2], mask[1, :3] = False, False
-        segments = draw_segments(draw, BATCH, LENGTH)
+        mask = np.ones((BATCH, length), bool)
+        mask[0, length // 3 : length // 2], mask[1, :3] = False, False
+        segments = draw_segments(draw, BATCH, length)
         constants = {
             "mask": mx.array(mask) if shape.masked else None,
             "segments": mx.array(segments) if shape.segmented else None,
@@ -154,16 +159,14 @@ class Arguments:
         return replace(arguments, primals=arrays[:6], cotangents=arrays[6:])
 
 
-def _floats(draw: np.random.Generator, shape: ShapeClass) -> list[np.ndarray]:
+def draw_floats(draw: np.random.Generator, shape: ShapeClass, batch: int, length: int) -> list[np.ndarray]:
     """Return q, k, v, log_g, beta and the initial state, then the gradients of y and of the final state."""
-    keys, values = (
-        (BATCH, LENGTH, shape.key_heads, shape.key_size),
-        (BATCH, LENGTH, shape.value_heads, shape.value_size),
-    )
+    keys = (batch, length, shape.key_heads, shape.key_size)
+    values = (batch, length, shape.value_heads, shape.value_size)
     k = draw.normal(size=keys)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     gates = (*values[:3], shape.key_size) if shape.per_channel else values[:3]
-    state = (BATCH, shape.value_heads, shape.value_size, shape.key_size)
+    state = (batch, shape.value_heads, shape.value_size, shape.key_size)
     floats = [draw.normal(size=keys) * shape.key_size**-0.5, k, draw.normal(size=values)]
     floats += [draw_log_gates(draw, gates), draw.uniform(0.05, 0.95, size=values[:3]), draw.normal(size=state)]
     return [*floats, draw.normal(size=values), draw.normal(size=state)]

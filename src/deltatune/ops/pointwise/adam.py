@@ -5,17 +5,18 @@ It computes in fp32, whatever the dtypes of the arrays, and rounds the new array
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.optimizers
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Outputs, numbers
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import ROUNDING, random_arrays
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..trial.measure import ROUNDING, in_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 
 # How many elements one lane holds.
@@ -57,7 +58,7 @@ class AdamStep:
             None for other optimizers than these and MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW, *others)
-        if backend.device() != "cuda" or type(optimizer) not in kinds:
+        if not OPERATOR.is_for_here or type(optimizer) not in kinds:
             return None
         return AdamStep.begun(optimizer, scale, healthy)
 
@@ -78,7 +79,7 @@ class AdamStep:
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
         dtypes = parameter.dtype, gradient.dtype
-        return all(dtype in BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
+        return all(dtype in BOUNDS for dtype in dtypes) and OPERATOR.serves(*dtypes)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, m: mx.array, v: mx.array) -> list[mx.array]:
         """Return the new parameter, m and v, each in its own dtype, for floats of one shape; m and v have one dtype."""
@@ -98,9 +99,9 @@ def tried_steps() -> list[tuple[mlx.optimizers.AdamW, bool]]:
     return [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
 
 
-def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype, rows: int = 3) -> Case[Execute]:
     """Return the case of parameters and gradients of these dtypes: some steps, as MLX's optimizer makes them."""
-    kinds = [((3, 131), dtype) for dtype in (dtype, gradient_dtype, dtype, dtype)]
+    kinds = [((rows, 131), dtype) for dtype in (dtype, gradient_dtype, dtype, dtype)]
     parameter, gradient, m, v = random_arrays(kinds)
     arrays = (parameter, gradient, m, v.square())
     scale, steps = mx.array(0.5), tried_steps()
@@ -111,10 +112,10 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
             results += AdamStep.begun(optimizer, scale, mx.array(healthy), execute)(*arrays)
         return results
 
-    def truth() -> list[mx.array]:
+    def plain(arrays: Sequence[mx.array]) -> list[mx.array]:
         results = []
         for optimizer, healthy in steps:
-            before, d, *moments = (array.astype(mx.float32) for array in arrays)
+            before, d, *moments = arrays
             new = dict(zip(("m", "v"), moments, strict=True))
             moved = optimizer.apply_single(d * scale, before, new)
             results += [moved, new["m"], new["v"]] if healthy else [before, *moments]
@@ -122,4 +123,19 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
 
     gradients = "" if dtype == gradient_dtype else f" with gradients of {gradient_dtype}"
     names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", "m", "v")]
-    return Case(f"Adam's step in {dtype}{gradients}", names, call, truth, BOUNDS[dtype], like=arrays)
+    return Case(
+        name=f"Adam's step in {dtype}{gradients}",
+        results=names,
+        call=call,
+        truth=lambda: in_float64(plain, arrays),
+        bound=BOUNDS[dtype],
+        like=arrays,
+    )
+
+
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    trials = {dtype: partial(trial_case, dtype, dtype, 37 if quick else 32_000) for dtype in NORM_BOUNDS}
+    return [KernelWorkload("AdamW", dtype, trial) for dtype, trial in trials.items()]
+
+
+OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)

@@ -8,16 +8,16 @@ kernel, and the gradients of slices be joined.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
 
-from ..causal_conv import causal_conv
 from ..kernels.launch import ABSENT, Outputs
+from ..trial.kernel_operator import KernelWorkload
 from ..trial.measure import Kind
 from .pass_launch import Execute, Pass
-from .passes import LEAST, Arrays, Passes
+from .passes import LEAST, Arrays, Passes, wide
 
 # The filter lengths K that the kernels support, and the largest head that they norm.
 TAPS, LARGEST_HEAD = (2, 3, 4), 256
@@ -300,9 +300,7 @@ def _name(form: _Form) -> str:
 
 
 def _with_mlx(form: _Form, inputs: dict[str, mx.array]) -> Arrays:
-    x, weight, segments = inputs["x"], inputs["weight"], inputs.get("segments")
-    state = x[:, : form.before] if form.joined else inputs.get("state")
-    y, _ = causal_conv(x[:, form.before :], weight, initial_state=state, segments=segments)
+    y = _convolved(form, inputs["x"], inputs["weight"], inputs.get("state"), inputs.get("segments"))
     y = y * mx.sigmoid(y)
     if form.heads is None:
         return [y]
@@ -311,6 +309,41 @@ def _with_mlx(form: _Form, inputs: dict[str, mx.array]) -> Arrays:
     unit_heads = []
     for rows, factor in zip(normed, (heads.query_factor, heads.key_factor), strict=True):
         rows = rows.reshape(*y.shape[:2], heads.count, heads.size)
-        mean = mx.square(rows.astype(mx.float32)).mean(axis=-1, keepdims=True)
+        mean = mx.square(wide(rows)).mean(axis=-1, keepdims=True)
         unit_heads.append((factor * rows * mx.rsqrt(mean + heads.eps)).astype(y.dtype))
     return [*unit_heads, values]
+
+
+def _convolved(
+    form: _Form, x: mx.array, weight: mx.array, state: mx.array | None, segments: mx.array | None
+) -> mx.array:
+    """The convolution as a sum over taps, of which none reaches into another document."""
+    history = form.taps - 1
+    if not form.joined:
+        state = mx.zeros((x.shape[0], history, x.shape[2]), x.dtype) if state is None else state
+        x = mx.concatenate([state, x], axis=1)
+    length, total = x.shape[1] - history, mx.zeros((), x.dtype)
+    before = None if segments is None else mx.concatenate([*[segments[:, :1]] * history, segments], axis=1)
+    for tap in range(form.taps):
+        term = wide(x[:, tap : tap + length]) * wide(weight[:, tap])
+        if before is not None:
+            term = mx.where((before[:, tap : tap + length] == segments)[..., None], term, 0.0)
+        total = total + term
+    return total.astype(x.dtype)
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return what the self-test compares with float64: with and without documents, and the norms of heads."""
+    batch, length, channels, taps, width = (2, 19, 24, 4, 64) if quick else (2, 2048, 2048, 4, 128)
+    documents = mx.broadcast_to(mx.arange(length) // (7 if quick else 300), (batch, length))
+    shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
+    heads = NormedHeads(4, width, 1 / width, width**-0.5, 1e-6 / width)
+    joined = 4 * heads.channels
+    of_heads = [(batch, length, joined), (batch, taps - 1, joined), (joined, taps)]
+    form = _Form(taps, channels, None, joined=True, stateful=False, segmented=False)
+    normed = _Form(taps, joined, heads, joined=False, stateful=True, segmented=True)
+    return [
+        *_passes(form).workloads("convolution", shapes),
+        *_passes(replace(form, segmented=True)).workloads("convolution of documents", shapes, documents),
+        *_passes(normed).workloads("convolution and norms of heads", of_heads, documents),
+    ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from ..trial.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, size_of
-from .passes import Arrays, Passes
+from .passes import Arrays, Passes, wide
 
 # The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
 LEAST = 2**10
@@ -82,10 +82,10 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
 
     Source: `compute_g` and `compute_lower_bound_g` in mlx_lm/models/gated_delta.py.
     """
-    rate = mx.exp(A_log.astype(mx.float32))
-    step = a.astype(mx.float32) + dt_bias.astype(mx.float32)
+    rate = mx.exp(wide(A_log))
+    step = wide(a) + wide(dt_bias)
     if lower_bound is None:
-        return -rate * nn.softplus(step)
+        return -rate * mx.logaddexp(step, 0)
     return lower_bound * mx.sigmoid(rate * step)
 
 
@@ -115,3 +115,9 @@ def _passes(heads: int, largest_beta: float) -> Passes:
         return [log_gate(A_log, a, dt_bias), largest_beta * mx.sigmoid(b)]
 
     return Passes(f"gates of {heads} heads (beta up to {largest_beta})", forward, backward, plain, parameters)
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return what the self-test compares with float64."""
+    rows, heads = (6, 4) if quick else (4096, 32)
+    return _passes(heads, 1.0).workloads("gates", [(rows, heads)] * 2 + [(heads,)] * 2)

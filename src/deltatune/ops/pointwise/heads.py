@@ -14,6 +14,7 @@ import numpy as np
 
 from ..kernels.launch import ABSENT, Outputs
 from ..recomputation import large_enough
+from ..trial.kernel_operator import KernelWorkload
 from .norms import WIDTHS
 from .pass_launch import Execute, Pass
 from .passes import Arrays, Passes
@@ -221,3 +222,17 @@ def _gated(width: int) -> Passes:
         return [y.swapaxes(1, 2) * gate]
 
     return Passes(f"times gate of {width}", forward, backward, plain)
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return what the self-test compares with float64.
+
+    There are few tokens and many rows: fp32 rounds the angles of later tokens by more than a bound for sums.
+    """
+    batch, length, heads, width = (2, 19, 4, 64) if quick else (64, 64, 16, 128)
+    compared = _gated(width).workloads("times gate", [(batch, heads, length, width), (batch, length, heads, width)])
+    for gated, name in ((True, "turned heads and gates"), (False, "turned heads")):
+        form = _Form(width, MOST_HEADS, width // 2, 1e7, 1e-6, gated)
+        shapes = [(batch, length, heads, 2 * width if gated else width), (width,)]
+        compared += _turned(form).workloads(name, shapes, frequencies(form.rotary_dims, form.base))
+    return compared

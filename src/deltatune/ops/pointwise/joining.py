@@ -6,12 +6,12 @@ train/updates/bundles.py joins the parameters and gradients of a step with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
-from ...machine import backend
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from .pass_launch import Execute, Pass, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
@@ -27,8 +27,7 @@ def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) ->
     """
     dtypes = {array.dtype for array in arrays}
     if execute is None:
-        one_launch = backend.device() == "cuda" and len(arrays) > 1 and len(dtypes) == 1
-        if not (one_launch and first_use.is_right(trial_case, *dtypes, run=Pass.run)):
+        if len(arrays) < 2 or len(dtypes) > 1 or not OPERATOR.serves(*dtypes):
             return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
         execute = Pass.run
     parts = [_joined(arrays[start : start + MOST], execute) for start in range(0, len(arrays), MOST)]
@@ -52,3 +51,10 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
         truth=lambda: [mx.concatenate(arrays).astype(mx.float32)],
         bound=0.0,
     )
+
+
+def _workloads(_quick: bool) -> list[KernelWorkload]:
+    return [KernelWorkload("end to end", dtype, partial(trial_case, dtype)) for dtype in NORM_BOUNDS]
+
+
+OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)

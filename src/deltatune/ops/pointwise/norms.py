@@ -8,8 +8,9 @@ import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
 from ..recomputation import large_enough
+from ..trial.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, pieces_of
-from .passes import Arrays, Passes
+from .passes import Arrays, Passes, wide
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)
@@ -142,7 +143,7 @@ def _width(x: mx.array) -> int:
 
 
 def _inverse_rms(x: mx.array, eps: float) -> mx.array:
-    return mx.rsqrt(mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) + eps)
+    return mx.rsqrt(mx.square(wide(x)).mean(axis=-1, keepdims=True) + eps)
 
 
 @cache
@@ -222,3 +223,14 @@ def _halves(width: int, eps: float) -> Passes:
         return [(rows * _inverse_rms(rows, eps) * weight).reshape(-1, 8), mx.sigmoid(gates).reshape(-1, 8)]
 
     return Passes(f"norm and gate of {width} ({eps})", forward, backward, plain, parameters)
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return what the self-test compares with float64."""
+    rows, width, eps = (24, 64, 1e-6) if quick else (131_072, 128, 1e-6)
+    pieces = (rows * width // 8, 8)
+    return [
+        *_norm(width, 0.25, eps).workloads("norm", [pieces]),
+        *_gated(width, eps).workloads("gated norm", [(rows, width), (rows, width), (width,)]),
+        *_halves(width, eps).workloads("norm and gate", [(2 * pieces[0], 8), (width,)]),
+    ]

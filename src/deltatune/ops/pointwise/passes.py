@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
 from ..recomputation import is_small_case, note
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import Kind, random_arrays
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..trial.measure import Kind, in_float64, random_arrays
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
@@ -54,20 +54,24 @@ class Passes:
             return list(self.plain(*arrays))
         return list(_function(self, execute)(*arrays))
 
-    def passes_trial(self, *kinds: Kind, others: Arrays = (), execute: Execute = Pass.run) -> bool:
-        """Whether both kernels run here and agree with `plain`, which is tried once in a process for each kind.
+    def passes_trial(self, *kinds: Kind, others: Arrays = (), execute: Execute | None = None) -> bool:
+        """Whether both kernels are for this device and agree with `plain`, which is tried once for each kind.
 
         Args:
             kinds: The shapes and dtypes of random arguments.
             others: The arguments after them.
             execute: Runs a launch; tests run it on the host machine.
         """
-        if is_small_case():
-            return True
-        return first_use.is_right(self.trial_case, kinds, run=execute, arrays=others)
+        return OPERATOR.serves(self, kinds, arrays=others, run=execute)
+
+    def workloads(self, name: str, shapes: Sequence[tuple[int, ...]], *others: mx.array) -> list[KernelWorkload]:
+        """Return what the self-test compares with float64: arguments of these shapes, and others, in each dtype."""
+        kinds = {dtype: [(shape, dtype) for shape in shapes] for dtype in NORM_BOUNDS}
+        trials = {dtype: partial(self.trial_case, kind, *others) for dtype, kind in kinds.items()}
+        return [KernelWorkload(name, dtype, trial) for dtype, trial in trials.items()]
 
     def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Execute]:
-        """Return the case of random arguments of these kinds, and others; `plain` computes its truth in fp32."""
+        """Return the case of random arguments of these kinds, and others; `plain` computes its truth in float64."""
         arrays = random_arrays(kinds)
         outputs = self.forward(*arrays, *others).outputs
         cotangents = [
@@ -75,21 +79,26 @@ class Passes:
             for i, (shape, dtype) in enumerate(outputs.values())
         ]
 
-        def differentiated(function: Callable[..., Arrays], wide: bool) -> list[mx.array]:
-            groups = [
-                [array.astype(mx.float32) if wide else array for array in group] for group in (arrays, cotangents)
-            ]
-            results, gradients = mx.vjp(lambda *primals: list(function(*primals, *others)), *groups)
+        def differentiated(function: Callable[..., Arrays], *groups: Arrays) -> list[mx.array]:
+            results, gradients = mx.vjp(lambda *primals: list(function(*primals, *others)), *map(list, groups))
             return [*results, *gradients]
 
         return Case(
             name=self.name,
             results=[*outputs, *(f"gradient {i}" for i in range(len(arrays)))],
-            call=lambda execute: differentiated(partial(self, execute=execute), False),
-            truth=lambda: differentiated(self.plain, True),
+            call=lambda execute: differentiated(partial(self, execute=execute), arrays, cotangents),
+            truth=lambda: in_float64(partial(differentiated, self.plain), arrays, cotangents),
             bound=BOUNDS[kinds[0][1]],
             like=[*arrays, *cotangents],
         )
+
+
+OPERATOR = KernelOperator("passes", Passes.trial_case, Pass.run)
+
+
+def wide(array: mx.array) -> mx.array:
+    """Return an array in fp32; one in float64, in which truths are computed, stays as it is."""
+    return array if array.dtype == mx.float64 else array.astype(mx.float32)
 
 
 @cache

@@ -6,17 +6,16 @@ four more passes over memory. take_rows and sum_rows have no gradients, since th
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
 from ..recomputation import is_small_case, note
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..trial.measure import as_float64, random_arrays
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
@@ -115,11 +114,8 @@ def serves(x: mx.array, rows: int) -> bool:
     """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
     if is_small_case():
         return x.shape[1] % _LANE == 0
-    if backend.device() != "cuda":
-        return False
-    if x.shape[1] % _LANE or rows * x.shape[1] < LEAST or x.dtype not in BOUNDS:
-        return False
-    return first_use.is_right(trial_case, x.dtype, run=Pass.run)
+    fits = x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and x.dtype in BOUNDS
+    return fits and OPERATOR.serves(x.dtype)
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
@@ -130,17 +126,18 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
     return rows.astype(mx.float32).sum(axis=1)
 
 
-def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, tokens: int = 30, top_k: int = 3, width: int = 24) -> Case[Execute]:
     """Return the case of rows of this dtype: some taken, and sums of others with and without weights.
 
     NumPy computes its truth: MLX would build kernels for it on CUDA, which takes seconds.
     """
-    x, weights = random_arrays([((90, 24), dtype), ((30, 3), mx.float32)])
-    order = np.random.default_rng(1).permutation(90).astype(np.int32)
-    index = order.reshape(30, 3)
+    total = tokens * top_k
+    x, weights = random_arrays([((total, width), dtype), ((tokens, top_k), mx.float32)])
+    order = np.random.default_rng(1).permutation(total).astype(np.int32)
+    index = order.reshape(tokens, top_k)
 
     def call(execute: Execute) -> list[mx.array]:
-        from_either_end, places = mx.array(order - 90 * (order % 2)), mx.array(index)
+        from_either_end, places = mx.array(order - total * (order % 2)), mx.array(index)
         sums = [sum_rows(x, places, factors, mx.float32, execute=execute) for factors in (None, weights)]
         return [take_rows(x, from_either_end, execute=execute), *sums]
 
@@ -149,3 +146,11 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
         return [wide[order], wide[index].sum(axis=1), (wide[index] * factors[..., None]).sum(axis=1)]
 
     return Case(f"rows of {dtype}", ("taken", "sums", "weighted sums"), call, truth, BOUNDS[dtype], like=[x])
+
+
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    sizes = (30, 3, 64) if quick else (2048, 8, 2048)
+    return [KernelWorkload("rows", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
+
+
+OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)

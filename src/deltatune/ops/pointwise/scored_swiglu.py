@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Outputs
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import random_arrays
+from ..trial.kernel_operator import KernelOperator
+from ..trial.measure import in_float64, random_arrays
 from .pass_launch import Execute, Pass
-from .passes import BOUNDS, LEAST
+from .passes import BOUNDS, LEAST, wide
 
 # How many lanes share a row, and how many elements a lane takes at a time.
 _LANES, _PIECE = 32, 8
@@ -47,11 +46,9 @@ def gradients(
 
 def serves(gate: mx.array, x: mx.array, d: mx.array) -> bool:
     """Whether `gradients` is to be used: the kernel covers these arrays, is faster, and was found right here."""
-    if backend.device() != "cuda":
-        return False
     alike = gate.shape == x.shape == d.shape and gate.dtype == x.dtype == d.dtype
     fits = gate.ndim == 2 and gate.dtype in BOUNDS and gate.shape[1] % _PIECE == 0 and gate.size >= LEAST
-    return alike and fits and first_use.is_right(trial_case, gate.dtype, run=Pass.run)
+    return alike and fits and OPERATOR.serves(gate.dtype)
 
 
 def with_mlx(
@@ -67,7 +64,7 @@ def with_mlx(
     """
     weighted = d * score.astype(d.dtype)
     (hidden,), d_inner = mx.vjp(lambda *arrays: [activation(*arrays)], list(inner), [weighted])
-    return hidden, d_inner, (d.astype(mx.float32) * hidden).sum(axis=-1)
+    return hidden, d_inner, (wide(d) * hidden).sum(axis=-1)
 
 
 def trial_case(dtype: mx.Dtype) -> Case[Execute]:
@@ -77,14 +74,18 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
     def call(execute: Execute) -> list[mx.array]:
         return [result for arrays in drawn for result in gradients(*arrays, execute=execute)]
 
-    def truth() -> list[mx.array]:
+    def plain(*drawn: Sequence[mx.array]) -> list[mx.array]:
         results: list[mx.array] = []
-        for *floats, score in drawn:
-            gate, x, d = (array.astype(mx.float32) for array in floats)
+        for gate, x, d, score in drawn:
             hidden, inner, dscore = with_mlx(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], d, score[:, None])
             results += [hidden, *inner, dscore]
         return results
 
     names = [f"{name} of {arrays[0].shape[1]}" for arrays in drawn for name in ("hidden", "dgate", "dx", "dscore")]
     like = [array for arrays in drawn for array in arrays]
-    return Case(f"experts' gradients of {dtype}", names, call, truth, BOUNDS[dtype], like=like)
+    return Case(
+        f"experts' gradients of {dtype}", names, call, lambda: in_float64(plain, *drawn), BOUNDS[dtype], like=like
+    )
+
+
+OPERATOR = KernelOperator("experts' gradients", trial_case, Pass.run)

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..kernels.launch import Outputs
 from ..recomputation import large_enough
+from ..trial.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, pieces_of
 from .passes import Arrays, Passes
 
@@ -58,3 +59,8 @@ def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Pass:
 
 
 _PASSES = Passes("swiglu", _forward, _backward, _plain)
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return what the self-test compares with float64."""
+    return _PASSES.workloads("swiglu", [(6, 256) if quick else (4096, 4096)] * 2)

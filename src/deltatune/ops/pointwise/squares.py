@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ...machine import backend
 from ..kernels.launch import Arrays
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import as_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS
@@ -33,7 +32,7 @@ def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None
         execute: Runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
     """
     if execute is None:
-        if backend.device() != "cuda" or not all(_serves(dtype) for dtype in {array.dtype for array in arrays}):
+        if not all(dtype in BOUNDS and OPERATOR.serves(dtype) for dtype in {array.dtype for array in arrays}):
             return _with_mlx(arrays)
         execute = Pass.run
     lanes = _FEWEST
@@ -56,10 +55,6 @@ def _with_mlx(arrays: Sequence[mx.array]) -> mx.array:
     return total
 
 
-def _serves(dtype: mx.Dtype) -> bool:
-    return dtype in BOUNDS and first_use.is_right(trial_case, dtype, run=Pass.run)
-
-
 def trial_case(dtype: mx.Dtype) -> Case[Execute]:
     """Return the case of arrays of this dtype."""
     # Some lanes take two pieces and others one, and the last elements are no piece.
@@ -75,3 +70,6 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
         truth=truth,
         bound=BOUNDS[mx.float32],
     )
+
+
+OPERATOR = KernelOperator("sums of squares", trial_case, Pass.run)

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Arrays, Outputs
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import KernelOperator
 from ..trial.measure import random_arrays
 from .adam import BOUNDS, AdamStep, tried_steps
 from .pass_launch import Execute, Pass, size_of
@@ -101,7 +101,7 @@ class EightBitStep:
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
         dtypes = parameter.dtype, gradient.dtype
-        return all(dtype in BOUNDS for dtype in dtypes) and first_use.is_right(trial_case, *dtypes, run=Pass.run)
+        return all(dtype in BOUNDS for dtype in dtypes) and OPERATOR.serves(*dtypes)
 
     def __call__(self, parameter: mx.array, gradient: mx.array, *moments: mx.array) -> list[mx.array]:
         """Return the new parameter, and the new arrays for the names in EightBitStep.moments.
@@ -156,3 +156,6 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     bounds = {name: _NEIGHBOUR for name in names if name.startswith(("m of", "v of"))}
     described = f"Adam's step on moments of 8 bits in {dtype}, gradients of {gradient_dtype}"
     return Case(described, names, call, truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])
+
+
+OPERATOR = KernelOperator("Adam on 8 bits", trial_case, Pass.run)

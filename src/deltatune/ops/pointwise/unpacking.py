@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ...machine import backend
 from ..functional import not_differentiated_again
 from ..kernels.launch import Arrays, Outputs
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import random_arrays
+from ..trial.kernel_operator import KernelOperator, KernelWorkload
+from ..trial.measure import in_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS, LEAST
 
@@ -75,12 +75,12 @@ def serves(
     mode: str = "affine",
 ) -> bool:
     """Whether `unpack` is to be used: it covers these matrices, is faster, and was found right on this machine."""
-    if backend.device() != "cuda" or dtype not in BOUNDS or not group_size or not bits:
+    if dtype not in BOUNDS or not group_size or not bits:
         return False
     large = w.size * 32 // bits >= LEAST
     if not large or not covers(w, scales, biases, group_size, bits, mode):
         return False
-    return first_use.is_right(trial_case, group_size, bits, scales.dtype, dtype, run=Pass.run)
+    return OPERATOR.serves(group_size, bits, scales.dtype, dtype)
 
 
 def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, dtype: mx.Dtype) -> Pass:
@@ -92,20 +92,28 @@ def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits
     return Pass("unpacked_groups", inputs, outputs, (count, *inputs, "y"), lanes, (bits, group_size, _PIECES))
 
 
-def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, rows: int = 7) -> Case[Execute]:
     """Return the case of such matrices, of a size at which the last lanes have nothing to do."""
-    rows, groups = 7, 384 // group_size
+    groups = 384 // group_size
     scales, biases = random_arrays([((rows, groups), stored_dtype)] * 2)
     words = mx.array(np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32))
 
-    def truth() -> list[mx.array]:
-        return [mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)]
+    def plain(pair: Sequence[mx.array]) -> list[mx.array]:
+        return [mx.dequantize(words, *pair, group_size, bits)]
 
     return Case(
         name=f"unpacking {bits} bits in groups of {group_size} to {dtype}",
         results=("numbers",),
         call=lambda execute: [unpack([words, scales, biases], group_size, bits, dtype, execute=execute)],
-        truth=truth,
+        truth=lambda: in_float64(plain, [scales, biases]),
         bound=BOUNDS[dtype],
         like=[mx.zeros((rows, 384), dtype)],
     )
+
+
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    trial = partial(trial_case, 64, 4, mx.float32, mx.float32, 90 if quick else 87_000)
+    return [KernelWorkload("packed weights", mx.float32, trial)]
+
+
+OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)

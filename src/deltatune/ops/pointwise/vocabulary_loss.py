@@ -6,16 +6,15 @@ MLX's operations would cast a chunk's logits to fp32, and pass over the fp32 num
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ...machine import backend
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs
-from ..trial import first_use
 from ..trial.case import Case
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..trial.measure import as_float64, random_arrays
 from .passes import BOUNDS, LEAST
 
@@ -51,9 +50,8 @@ def vocabulary_losses(logits: mx.array, targets: mx.array, *, execute: Execute =
 
 def serves(logits: mx.array) -> bool:
     """Whether the kernels are to be used for these logits: they cover them, are faster, and were found right here."""
-    if backend.device() != "cuda" or logits.ndim != 2 or logits.size < LEAST:
-        return False
-    return logits.dtype in BOUNDS and first_use.is_right(trial_case, logits.dtype, run=Launch.run)
+    fits = logits.ndim == 2 and logits.size >= LEAST and logits.dtype in BOUNDS
+    return fits and OPERATOR.serves(logits.dtype)
 
 
 @cache
@@ -93,13 +91,13 @@ def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> Launch:
     )
 
 
-def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_000, 33_001)) -> Case[Execute]:
     """Return the case of logits of this dtype: rows that start on 16 bytes, and rows that do not.
 
     Its truth is in float64, since MLX's sums of so many terms are less exact.
     """
-    drawn = [random_arrays([((9, size), dtype), ((9,), mx.float32)]) for size in (33_000, 33_001)]
-    targets = [mx.arange(9) * (logits.shape[1] // 9) for logits, _ in drawn]
+    drawn = [random_arrays([((tokens, size), dtype), ((tokens,), mx.float32)]) for size in sizes]
+    targets = [mx.arange(tokens) * (logits.shape[1] // tokens) for logits, _ in drawn]
 
     def call(execute: Execute) -> list[mx.array]:
         results: list[mx.array] = []
@@ -148,3 +146,11 @@ def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> l
     of_targets = gradients[chosen]
     gradients[chosen] = 0
     return [np.log(sums[:, 0]) - wide[chosen], of_targets, gradients]
+
+
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    sizes = (9, (1001,)) if quick else (64, (248_320,))
+    return [KernelWorkload("vocabulary loss", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
+
+
+OPERATOR = KernelOperator("losses", trial_case, Launch.run, workloads=_workloads)

@@ -6,19 +6,19 @@ residual stream's two gradients in a pass of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 
-from ...machine import backend
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs, Values
 from ..recomputation import is_small_case, large_enough, note
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import random_arrays
+from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..trial.measure import in_float64, random_arrays
 from .passes import BOUNDS
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.
@@ -92,11 +92,8 @@ def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
 
 def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool:
     """Whether the kernels are to be used: they cover these arrays, are faster, and were found right on this machine."""
-    if is_small_case():
-        return covers(x, weight, *others)
-    if backend.device() != "cuda" or not large_enough(x) or not covers(x, weight, *others):
-        return False
-    return first_use.is_right(trial_case, x.shape[-1], x.dtype, weight.dtype, float(eps), run=Launch.run)
+    fits = large_enough(x) and covers(x, weight, *others)
+    return fits and OPERATOR.serves(x.shape[-1], x.dtype, weight.dtype, float(eps))
 
 
 def _fits(width: int) -> bool:
@@ -188,9 +185,9 @@ def _launch(kernel: Kernel, rows_of: str, inputs: Arrays, outputs: Outputs, eps:
     )
 
 
-def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float) -> Case[Execute]:
+def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, rows: int = 7) -> Case[Execute]:
     """Return the case of the three functions on rows that leave a block's last groups without one."""
-    x, other, d_sum, dy, weight = random_arrays([((3, 7, width), dtype)] * 4 + [((width,), weight_dtype)])
+    x, other, d_sum, dy, weight = random_arrays([((3, rows, width), dtype)] * 4 + [((width,), weight_dtype)])
 
     def ours(execute: Execute, x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
         alone = weighted_norm(x, weight, eps, execute=execute)
@@ -203,7 +200,7 @@ def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float) 
         total = residual + other
         return [alone, mx.fast.rms_norm(residual, weight, eps), total, mx.fast.rms_norm(total, weight, eps)]
 
-    def differentiated(function: Any, *arrays: mx.array) -> list[mx.array]:
+    def differentiated(function: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
         *primals, dy, d_sum = arrays
         outputs, gradients = mx.vjp(function, primals, [dy, d_sum, d_sum, dy])
         return [*outputs, *gradients]
@@ -212,8 +209,17 @@ def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float) 
     return Case(
         name=f"the norm of {width} {dtype}",
         results=("alone", "branch", "total", "norm of total", "dx", "dother", "dweight"),
-        call=lambda execute: differentiated(partial(ours, execute), *arrays),
-        truth=lambda: differentiated(plain, *(array.astype(mx.float32) for array in arrays)),
+        call=lambda execute: differentiated(partial(ours, execute), arrays),
+        truth=lambda: in_float64(partial(differentiated, plain), arrays),
         bound=BOUNDS[dtype],
         like=arrays,
     )
+
+
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    width, rows = (512, 2) if quick else (1024, 1365)
+    trials = {dtype: partial(trial_case, width, dtype, dtype, 1e-6, rows) for dtype in NORM_BOUNDS}
+    return [KernelWorkload("sum and norm", dtype, trial) for dtype, trial in trials.items()]
+
+
+OPERATOR = KernelOperator("passes", trial_case, Launch.run, workloads=_workloads)

@@ -6,17 +6,15 @@ launch each (kernels/products/low_rank.h). Elsewhere, and for other dtypes and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
-from ...machine import backend
 from ..kernels.launch import Execute, Launch
 from ..pointwise.passes import LEAST
-from ..trial import first_use
 from ..trial.case import Case
-from ..trial.measure import as_float64, random_arrays
+from ..trial.kernel_operator import KernelOperator, KernelWorkload
+from ..trial.measure import in_float64, random_arrays
 from .low_rank_kernels import (
     STRIPE,
     BothKernel,
@@ -203,7 +201,7 @@ def _by_kernel(
     kernel: LowRankKernel, arrays: Sequence[mx.array], scale: float, execute: Execute | None
 ) -> list[mx.array] | None:
     """Return the kernel's results, or None where it has failed its trial; with `execute` it needs none."""
-    if execute is None and not first_use.is_right(trial_case, kernel.on_trial(), run=Launch.run):
+    if execute is None and not OPERATOR.serves(kernel.on_trial()):
         return None
     return kernel(arrays, scale, execute or Launch.run)
 
@@ -215,52 +213,60 @@ def as_matrix(array: mx.array) -> mx.array:
 
 def covered(rank: int, wide: mx.array, *others: mx.array) -> bool:
     """Whether the kernels cover these operands and are faster than MLX's products: `wide` is x, y or their gradient."""
-    if backend.device() != "cuda" or wide.size < LEAST or rank > MOST or wide.shape[-1] % 8:
+    if not OPERATOR.is_for_here or wide.size < LEAST or rank > MOST or wide.shape[-1] % 8:
         return False
     return wide.dtype in BOUNDS and all(other.dtype == wide.dtype for other in others)
 
 
-def trial_case(kernel: LowRankKernel) -> Case[Execute]:
-    """Return the case of a kernel, on sizes that leave something over in every loop; its truth is in float64."""
-    arrays = random_arrays([(shape, kernel.dtype) for shape in _trial_shapes(kernel)])
-    exact = _in_float64(kernel, *(as_float64(array) for array in arrays))
+def trial_case(kernel: LowRankKernel, rows: int = 0, width: int = 0) -> Case[Execute]:
+    """Return the case of a kernel; without sizes they leave something over in every loop."""
+    shapes = _shapes(kernel, rows, width) if rows else _shapes(kernel, *_trial_sizes(kernel))
+    arrays = random_arrays([(shape, kernel.dtype) for shape in shapes])
     return Case(
         name=f"LoRA's product of {kernel.name}, rank {kernel.rank}, {kernel.dtype}",
-        results=[f"product {i}" for i in range(len(exact))],
+        results=[f"product {i}" for i in range(kernel.results)],
         call=lambda execute: kernel(arrays, _SCALE, execute),
-        truth=lambda: exact,
+        truth=lambda: in_float64(lambda arrays: kernel.with_mlx(arrays, _SCALE), arrays),
         bound=BOUNDS[kernel.dtype],
-        like=[mx.zeros(product.shape, kernel.dtype) for product in exact],
+        like=arrays,
     )
 
 
-def _trial_shapes(kernel: LowRankKernel) -> list[tuple[int, int]]:
+def _trial_sizes(kernel: LowRankKernel) -> tuple[int, int]:
+    """Return rows and columns of the wide matrix."""
+    if isinstance(kernel, RowsKernel):
+        return 37 + kernel.lines, 64 * kernel.groups + 72
+    if isinstance(kernel, ColumnsKernel):
+        return 2 * kernel.block_rows + 37, kernel.side * STRIPE + 72
+    return 293, 136
+
+
+def _shapes(kernel: LowRankKernel, rows: int, width: int) -> list[tuple[int, int]]:
     rank, count = kernel.rank, kernel.count
     rank_of_one = rank // count
     if isinstance(kernel, RowsKernel):
-        rows, width = 37 + kernel.lines, 64 * kernel.groups + 72
         return [(rows, width), *[(rank, width) if kernel.transpose else (width, rank_of_one)] * count]
     if isinstance(kernel, WideKernel):
-        rows, width = 293, 136
         weights = [(width, rank_of_one) if kernel.transpose else (rank, width)] * count
         return [(rows, width), *[(rows, rank_of_one)] * count, *weights]
-    assert isinstance(kernel, ColumnsKernel)
-    rows, width = 2 * kernel.block_rows + 37, kernel.side * STRIPE + 72
     further = [(rank, width)] if isinstance(kernel, BothKernel) else []
     return [*[(rows, rank_of_one)] * count, (rows, width), *further]
 
 
-def _in_float64(kernel: LowRankKernel, *arrays: np.ndarray) -> list[np.ndarray]:
-    if isinstance(kernel, RowsKernel):
-        x, *weights = arrays
-        return [_SCALE * x @ (weight.T if kernel.transpose else weight) for weight in weights]
-    if isinstance(kernel, WideKernel):
-        y, *more = arrays
-        pairs = zip(more[: kernel.count], more[kernel.count :], strict=True)
-        return [y + sum(_SCALE * narrow @ (w.T if kernel.transpose else w) for narrow, w in pairs)]
-    if isinstance(kernel, BothKernel):
-        narrow, wide, weight = arrays
-        return [_SCALE * narrow.T @ wide, _SCALE * wide @ weight.T]
-    assert isinstance(kernel, ColumnsKernel)
-    *several, wide = arrays
-    return [_SCALE * (narrow.T @ wide if kernel.across else wide.T @ narrow) for narrow in several]
+def _workloads(quick: bool) -> list[KernelWorkload]:
+    rows, width, rank = (70, 136, 5) if quick else (4096, 3584, 8)
+    kernels: dict[str, Callable[[], LowRankKernel]] = {
+        "x A": lambda: RowsKernel(mx.bfloat16, rank, rows_lines(rows, rank), False),
+        "x B^T": lambda: RowsKernel(mx.bfloat16, rank, rows_lines(rows, rank), True),
+        "gradient of A": lambda: ColumnsKernel(mx.bfloat16, rank, *division(rows, width, rank, False), False),
+        "gradients of x A and B": lambda: BothKernel(mx.bfloat16, rank, *division(rows, width, rank, True), True),
+        "y + x A B": lambda: WideKernel(mx.bfloat16, rank, False),
+        "gradient of x": lambda: WideKernel(mx.bfloat16, rank, True),
+    }
+    return [
+        KernelWorkload(name, mx.bfloat16, lambda kernel=kernel: trial_case(kernel(), rows, width))  # type: ignore[misc]
+        for name, kernel in kernels.items()
+    ]
+
+
+OPERATOR = KernelOperator("LoRA's products", trial_case, Launch.run, workloads=_workloads)

@@ -231,4 +231,4 @@ def _tell(operator: str, failure: Verdict, *, preferred: bool) -> None:
     if not preferred:
         logger.info("%s: %s. It is not used.", operator, failure)
     elif _is_new(message):
-        warnings.warn(message, ImplementationWarning, stacklevel=6)
+        warnings.warn(message, ImplementationWarning, stacklevel=5)

@@ -71,6 +71,13 @@ def as_float64(array: mx.array | np.ndarray) -> np.ndarray:
     return array.astype(np.float64)
 
 
+def in_float64(function: Callable[..., Sequence[mx.array]], *groups: Sequence[mx.array]) -> list[np.ndarray]:
+    """Return what `function` computes from these groups of arrays in float64, on the CPU, which alone has float64."""
+    with mx.stream(mx.cpu):
+        exact = function(*([array.astype(mx.float64) for array in group] for group in groups))
+        return [np.array(array) for array in exact]
+
+
 def poison(like: Iterable[mx.array] = (), *, thoroughly: bool = True) -> None:
     """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
 

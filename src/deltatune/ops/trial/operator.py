@@ -12,6 +12,11 @@ from .case import Case
 from .verdicts import Verdict
 
 
+def title_of(name: str) -> str:
+    """Return the name of an operator in Python, for people."""
+    return name.replace("_", " ")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An implementation that supports a call.
@@ -72,7 +77,7 @@ class Operator:
     @property
     def title(self) -> str:
         """The name, for people."""
-        return self.name.replace("_", " ")
+        return title_of(self.name)
 
     @property
     def variable(self) -> str:

@@ -19,13 +19,13 @@ import mlx.nn as nn
 
 from ...layers import ENTRY_POINT
 from ...lora.linear import projected as token_projections
-from ...machine import backend
 from ...ops import pieces
 from ...ops.causal_conv import joined_conv
 from ...ops.decoding import delta_token
 from ...ops.decoding.delta_token import DeltaToken, TokenArrays
 from ...ops.decoding.row_caches import RecurrentRows
 from ...ops.pointwise import conv
+from ...ops.pointwise.passes import OPERATOR as PASSES
 from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ...ops.tracing import trace
 from ..patch_record import Function, Patch
@@ -77,7 +77,7 @@ def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
         return False
     if getattr(layer, "sharding_group", None) is not None:
         return False
-    if backend.device() != "cuda" and not keeps_inputs_alone():
+    if not PASSES.is_for_here and not keeps_inputs_alone():
         return False
     documents, taps = trace.current().segments, layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
@@ -101,15 +101,17 @@ class _Heads:
 
     def serves(self, qkv: mx.array) -> bool:
         """Whether this is to be used in the place of upstream's code, for a call that is `_trained_here`."""
-        on_cuda = backend.device() == "cuda"
-        return not on_cuda or conv.serves_heads(qkv, self.weight, self.norms, self.before, self.documents)
+        return keeps_inputs_alone() or self._by_kernel(qkv)
 
     def __call__(self, qkv: mx.array) -> list[mx.array]:
-        if backend.device() == "cuda":
+        if self._by_kernel(qkv):
             q, k, v = conv.conv_heads(qkv, self.weight, self.norms, self.before, self.documents)
         else:
             q, k, v = from_inputs(self._by_mlx, qkv, self.weight, *([] if self.before is None else [self.before]))
         return [q, k, mx.unflatten(v, -1, self.of_values)]
+
+    def _by_kernel(self, qkv: mx.array) -> bool:
+        return conv.serves_heads(qkv, self.weight, self.norms, self.before, self.documents)
 
     def _by_mlx(self, qkv: mx.array, weight: mx.array, *before: mx.array) -> list[mx.array]:
         """Queries and keys [B, T, Hk, Dk] and values [B, T, Hv Dv], as upstream computes them."""

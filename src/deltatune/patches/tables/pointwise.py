@@ -13,55 +13,16 @@ import mlx.nn as nn
 
 from ...lora.linear import projected as token_projections
 from ...lora.linear import token_output
-from ...ops.decoding import gated_attention_token, token_products
+from ...ops.decoding import gated_attention_token
 from ...ops.decoding.gated_attention_token import GatedAttention, RowArrays
 from ...ops.decoding.row_caches import AttentionRows
-from ...ops.pointwise import conv, heads, norms, rows, silu
-from ...ops.recomputation import remembered
+from ...ops.pointwise import heads, norms, rows
+from ...ops.pointwise.passes import OPERATOR as PASSES
+from ...ops.recomputation import from_inputs, keeps_inputs_alone, remembered
 from ...ops.tracing import trace
-from ..last_convolution import taken
 from ..patch_record import Function, Patch
-from ..small_cases import (
-    LENGTH,
-    WIDTH,
-    alike,
-    answering,
-    causal,
-    drawn,
-    layer_input,
-    one_token,
-    plain_norm,
-    same_layer,
-    serving,
-)
+from ..small_cases import WIDTH, alike, answering, causal, layer_input, one_token, same_layer, serving
 from ..whole_rows import decodes
-
-_SLOWER = "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes."
-
-
-def _silu(upstream: Function) -> Function:
-    """nn.silu that is fused with the convolution before it: one kernel computes both, and y is never evaluated."""
-
-    def ours(x: mx.array) -> mx.array:
-        last = taken(x)
-        if last is not None and conv.serves(last.x, last.weight, last.segments):
-            return conv.conv_silu(last.x, last.weight, last.segments)
-        return upstream(x)
-
-    return ours
-
-
-def _swiglu(upstream: Function) -> Function:
-    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        if gate.ndim == 3 and decodes(gate.shape[1]):
-            return upstream(gate, x)
-        of_products = token_products.swiglu(gate, x)
-        if of_products is not None:
-            return of_products
-        function = silu.swiglu if silu.serves(gate, x) else upstream
-        return remembered(lambda *inputs: [function(*inputs)], gate, x)[0]
-
-    return swiglu
 
 
 def _normalize_qk(upstream: Function) -> Function:
@@ -76,15 +37,6 @@ def _normalize_qk(upstream: Function) -> Function:
         return norms.norm(q, *numbers[0]), norms.norm(k, *numbers[1])
 
     return normalize_qk
-
-
-def _gated_norm(upstream: Function) -> Function:
-    def __call__(self: Any, x: mx.array, gate: mx.array | None = None) -> mx.array:  # noqa: N807
-        if gate is None or decodes(x.shape[1]) or not norms.gated_norm_serves(x, self.weight, gate, self.eps):
-            return upstream(self, x, gate)
-        return norms.gated_norm(x, self.weight, gate, self.eps)
-
-    return __call__
 
 
 def _embedding(upstream: Function) -> Function:
@@ -108,29 +60,41 @@ def _linear(upstream: Function) -> Function:
 
 
 def _attention(upstream: Function) -> Function:
-    """Attention whose queries come with a gate: norms, rotary embedding, gate and change of order take one pass."""
+    """Gated attention: kernels compute what is around it, or the gradient computes it again."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if isinstance(cache, AttentionRows):
             y = _next_token(self, x, cache)
             return upstream(self, x, mask, cache) if y is None else y
-        if cache is not None or type(self.q_norm) is not nn.RMSNorm:
+        if cache is not None or not (PASSES.is_for_here or keeps_inputs_alone()):
             return upstream(self, x, mask, cache)
-        queries_and_gate = _queries_and_gate(self, mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1)))
-        if queries_and_gate is None:
+        both = mx.unflatten(self.q_proj(x), -1, (self.num_attention_heads, -1))
+        of_kernels = _queries_and_gate(self, both)
+        if of_kernels is None and not keeps_inputs_alone():
             return upstream(self, x, mask, cache)
-        queries, gate = queries_and_gate
+        queries, gate = of_kernels or _split(self, both)
         keys, values = (
             mx.unflatten(projection(x), -1, (self.num_key_value_heads, -1)) for projection in (self.k_proj, self.v_proj)
         )
-        output = mx.fast.scaled_dot_product_attention(
-            queries, _keys(self, keys), values.swapaxes(1, 2), scale=self.scale, mask=mask
-        )
+        attention = upstream.__globals__["scaled_dot_product_attention"]
+        output = attention(queries, _keys(self, keys), values.swapaxes(1, 2), cache=None, scale=self.scale, mask=mask)
+        if of_kernels is None:
+            return self.o_proj(remembered(lambda *inputs: from_inputs(_gated, *inputs), output, gate)[0])
         times_gate = heads.times_gate if heads.serves_gate(output, gate) else lambda y, gate: y.swapaxes(1, 2) * gate
-        (gated,) = remembered(lambda *inputs: [times_gate(*inputs).flatten(2)], output, gate)
-        return self.o_proj(gated)
+        return self.o_proj(remembered(lambda *inputs: [times_gate(*inputs).flatten(2)], output, gate)[0])
 
     return __call__
+
+
+def _split(layer: Any, both: mx.array) -> tuple[mx.array, mx.array]:
+    """Queries [B, H, T, W] and the gate [B, T, H, W] from their projection, by MLX's operations."""
+    queries, gate = mx.split(both, 2, axis=-1)
+    return layer.rope(layer.q_norm(queries).swapaxes(1, 2)), gate
+
+
+def _gated(y: mx.array, gate: mx.array) -> list[mx.array]:
+    """Rows [B, T, H W] of attention's output [B, H, T, W] times the sigmoid of the gate [B, T, H, W]."""
+    return [y.swapaxes(1, 2).flatten(2) * mx.sigmoid(gate.flatten(2))]
 
 
 def _next_token(layer: Any, x: mx.array, cache: AttentionRows) -> mx.array | None:
@@ -151,6 +115,8 @@ def _next_token(layer: Any, x: mx.array, cache: AttentionRows) -> mx.array | Non
 
 def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
     """Queries [B, H, T, W] and the gate's sigmoid [B, T, H, W] from their projection; None if no kernel serves."""
+    if type(layer.q_norm) is not nn.RMSNorm:
+        return None
     weight, eps, rotary = layer.q_norm["weight"], layer.q_norm.eps, _rotary(layer.rope)
     if rotary is not None and heads.serves(both, weight, eps, *rotary, gated=True):
         return heads.turned_heads(both, weight, eps, *rotary, gated=True)
@@ -176,38 +142,15 @@ def _rotary(rope: Any) -> tuple[int, float] | None:
     return (rope.dims, rope.base) if plain else None
 
 
-def _other_rows() -> mx.array:
-    return drawn(1, 1, LENGTH, WIDTH)
-
-
-# Without a convolution before it, MLX's own function serves.
-IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
-IS_SWIGLU = alike(layer_input, _other_rows)
-IS_GATED_NORM = same_layer(layer_input, _other_rows, build=plain_norm(WIDTH), inside=serving)
-IS_ATTENTION = same_layer(layer_input, causal, inside=serving)
-
-
-RECORD: dict[str, Any] = {
+_RECORD: dict[str, Any] = {
     "holders": (),
     "reason": "on an NVIDIA GPU it reads memory several times, forward and backward, where once is enough",
-    "without": _SLOWER,
+    "without": "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes.",
 }
-_MLX_LM: dict[str, Any] = {"package": "mlx_lm", **RECORD}
 
-# Without a convolution before it, nn.silu stays MLX's: mlx-lm also calls it inside functions that are compiled for any
-# shape, and deltatune's kernels cannot be used there.
 PATCHES = (
     Patch(
-        **RECORD,
-        package="mlx",
-        module="mlx.nn.layers.activations",
-        name="silu",
-        signature="",
-        replacement=_silu,
-        check=IS_SILU,
-    ),
-    Patch(
-        **RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
+        **_RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
         package="mlx",
         module="mlx.nn.layers.embedding",
         name="Embedding.__call__",
@@ -227,47 +170,27 @@ PATCHES = (
         check=same_layer(one_token, build=lambda cls: cls(WIDTH, 6, bias=False), inside=answering, gradient=False),
     ),
     Patch(
-        **_MLX_LM,
-        module="mlx_lm.models.activations",
-        name="swiglu",
-        signature="",
-        replacement=_swiglu,
-        check=IS_SWIGLU,
-    ),
-    Patch(
-        **_MLX_LM,
+        **_RECORD,
+        package="mlx_lm",
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
         signature="(q, k, *, inv_scale, eps)",
         replacement=_normalize_qk,
         check=alike(
             layer_input,
-            _other_rows,
+            lambda: 2 - layer_input(),
             call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1),
         ),
     ),
-    Patch(
-        **_MLX_LM,
-        module="mlx_lm.models.qwen3_next",
-        name="Qwen3NextRMSNormGated.__call__",
-        signature="(self, hidden_states, gate=None)",
-        replacement=_gated_norm,
-        check=IS_GATED_NORM,
-    ),
-    Patch(
-        **_MLX_LM,
-        module="mlx_lm.models.qwen3_next",
-        name="Qwen3NextAttention.__call__",
-        signature="(self, x, mask=None, cache=None)",
-        replacement=_attention,
-        check=IS_ATTENTION,
-    ),
-    Patch(
-        **_MLX_LM,
-        module="mlx_lm.models.olmo_hybrid",
-        name="RMSNormGated.__call__",
-        signature="(self, x, gate)",
-        replacement=_gated_norm,
-        check=IS_GATED_NORM,
-    ),
+)
+ATTENTION = Patch(
+    package="mlx_lm",
+    module="mlx_lm.models.qwen3_next",
+    name="Qwen3NextAttention.__call__",
+    signature="(self, x, mask=None, cache=None)",
+    holders=(),
+    reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
+    without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
+    replacement=_attention,
+    check=same_layer(layer_input, causal, inside=serving),
 )

@@ -1,4 +1,4 @@
-"""Replaces RMS norms, and the sums of the residual stream beside them, on NVIDIA GPUs.
+"""Replaces RMS norms on GPUs, and the sums of the residual stream beside them on NVIDIA's.
 
 MLX's gradient of a norm sums a gradient for the weight over all tokens, also where the weight is frozen, and a layer's
 two sums pass over memory by themselves, forward and backward.
@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ...ops.decoding.token_products import normed, total
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
-from ...ops.recomputation import remember
+from ...ops.recomputation import remember, remembered
 from ...ops.tracing import trace
 from ..patch_record import Check, Function, Patch
 from ..small_cases import (
@@ -37,9 +37,13 @@ _SLOWER = "Training on an NVIDIA GPU is a little slower then; nothing else chang
 
 def _rms_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        if (x.ndim > 2 and decodes(x.shape[1])) or not serves(x, self["weight"], self.eps):
+        if x.ndim > 2 and decodes(x.shape[1]):
             return upstream(self, x)
-        return normed(weighted_norm(x, self["weight"], self.eps), x, self["weight"], self.eps)
+        weight, eps = self["weight"], self.eps
+        if serves(x, weight, eps):
+            return normed(weighted_norm(x, weight, eps), x, weight, eps)
+        # Adapters need not keep the result: they compute it from x, which its own gradient keeps.
+        return remembered(lambda x: [mx.fast.rms_norm(x, weight, eps)], x)[0]
 
     return __call__
 
@@ -110,18 +114,19 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
     )
 
 
+NORM = Patch(
+    package="mlx",
+    module="mlx.nn.layers.normalization",
+    name="RMSNorm.__call__",
+    signature="(self, x)",
+    holders=(),
+    reason="its result is kept, and an NVIDIA GPU sums its weight's gradient over all tokens, also of a frozen weight",
+    without="Training needs more memory then, or takes longer; nothing else changes.",
+    replacement=_rms_norm,
+    check=same_layer(layer_input, build=plain_norm(WIDTH), inside=serving),
+)
 PATCHES = (
-    Patch(
-        package="mlx",
-        module="mlx.nn.layers.normalization",
-        name="RMSNorm.__call__",
-        signature="(self, x)",
-        holders=(),
-        reason="on an NVIDIA GPU its gradient sums the weight's over all tokens, also where the weight is frozen",
-        without=_SLOWER,
-        replacement=_rms_norm,
-        check=same_layer(layer_input, build=plain_norm(WIDTH), inside=serving),
-    ),
+    NORM,
     _layer_record("qwen3_5", "DecoderLayer", _by_kind),
     _layer_record("qwen3_next", "Qwen3NextDecoderLayer", _by_kind),
     _layer_record("kimi_linear", "KimiDecoderLayer", lambda layer: layer.self_attn),

@@ -135,7 +135,7 @@ def train(
         optimizer = build_optimizer(config)
         step = Step(model, optimizer, loss, World())
         for index in range(steps):
-            total, weight, gradients = step.micro_batch(batch(index), None)
+            total, weight, gradients, _ = step.micro_batch(batch(index), None)
             norm = step.update(gradients, total, weight)
             mx.eval(total, weight, norm, gradients, model.parameters(), optimizer.state)
             losses.append(number(total) / number(weight))

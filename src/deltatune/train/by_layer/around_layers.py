@@ -17,7 +17,7 @@ from ...models.vision.tower import TowerInputs, run_tower
 from ...ops.functional import undisturbed
 from ...ops.random_state import drawing_with
 from ..batch_loss import Arrays, LossFunction
-from ..compiled import compiled
+from ..compiled import Compiled
 from ..tree import Place
 from ..updates.routers import RouterLosses, weight_or_one
 from .layer_calls import Recorder
@@ -111,11 +111,11 @@ class AroundLayers:
         self._passes, self._routers = passes, routers
         self.recorded = Recorder()
         self._state = state = [passes.model.state]
-        self.tower: Callable[..., Any] = compiled(self._tower, state)
-        self.tower_again: Callable[..., Any] = compiled(self._tower_again, state)
-        self.before: Callable[..., Any] = compiled(self._before, state)
-        self.before_again: Callable[..., Any] = compiled(self._before_again, state)
-        self.behind: Callable[..., Any] = compiled(self._behind, state)
+        self.tower = Compiled(self._tower, state)
+        self.tower_again = Compiled(self._tower_again, state)
+        self.before = Compiled(self._before, state)
+        self.before_again = Compiled(self._before_again, state)
+        self.behind = Compiled(self._behind, state)
         self._losses: dict[LossFunction, Callable[..., Any]] = {}
         self._between: dict[int, Callable[..., Any]] = {}
         self._between_again: dict[int, Callable[..., Any]] = {}
@@ -123,7 +123,7 @@ class AroundLayers:
     def loss(self, loss: LossFunction) -> Callable[..., Any]:
         """Return PartlyRun.loss_behind() of a loss, compiled."""
         if loss not in self._losses:
-            self._losses[loss] = compiled(partial(self._passes.loss_behind, loss), self._state)
+            self._losses[loss] = Compiled(partial(self._passes.loss_behind, loss), self._state)
         return self._losses[loss]
 
     def between(self, index: int, batch: Arrays, y: mx.array) -> mx.array:
@@ -131,7 +131,7 @@ class AroundLayers:
         if index not in self.recorded.changed:
             return y
         if index not in self._between:
-            self._between[index] = compiled(partial(self._passes.entering, index), self._state)
+            self._between[index] = Compiled(partial(self._passes.entering, index), self._state)
         x: mx.array = self._between[index](batch, y)
         return x
 
@@ -140,7 +140,7 @@ class AroundLayers:
         if index not in self.recorded.changed:
             return dx, []
         if index not in self._between_again:
-            self._between_again[index] = compiled(partial(self._between_backward, index), self._state)
+            self._between_again[index] = Compiled(partial(self._between_backward, index), self._state)
         dy, *d_pictures = self._between_again[index](batch, y, dx)
         return dy, d_pictures
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -52,8 +52,8 @@ def signature(tree: Any) -> Any:
     """Return what two layers must share to compute the same function of their arrays, as a hashable value.
 
     It is their classes, their attributes, and the shapes and dtypes of the arrays that array_places() finds. Of an
-    object that cannot be looked into, they must share the very same. A whole number that nothing behind a constructor
-    reads, as Kimi-Linear keeps each layer's position, may differ.
+    object that cannot be looked into, they must share the very same. A whole number that is written
+    and never read, as Kimi-Linear keeps each layer's position, may differ.
     """
     if isinstance(tree, mx.array):
         return tree.shape, str(tree.dtype)
@@ -70,41 +70,17 @@ def signature(tree: Any) -> Any:
 
 @cache
 def _is_read(cls: type, name: str) -> bool:
-    """Whether a function of a class or beside it names an attribute, constructors aside."""
+    """Whether the source of a class, of a function in it or of its module reads an attribute; True without source."""
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
     # A patch may have put a function there that another file holds.
-    of_classes = [function for base in bases for key, function in vars(base).items() if key != "__init__"]
-    named = [_names(function.__code__) for function in of_classes if isinstance(function, FunctionType)]
-    return any(names is None or name in names for names in [*named, *(_names_in(base.__module__) for base in bases)])
-
-
-@cache
-def _names_in(module: str) -> frozenset[str] | None:
-    """Return the attributes and texts in a module's source, constructors aside; None where it cannot be read."""
+    functions = [value for base in bases for value in vars(base).values() if isinstance(value, FunctionType)]
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return None
-    names: set[str] = set()
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            continue
-        waiting += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-    return frozenset(names)
-
-
-def _names(code: CodeType) -> frozenset[str]:
-    """Return the names and texts in a function, and in those inside it."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(
-        *inner, (constant for constant in code.co_consts if isinstance(constant, str))
-    )
+        modules = [inspect.getsource(sys.modules[base.__module__]) for base in bases]
+        sources = [*modules, *(inspect.getsource(function.__code__) for function in functions)]
+    except (KeyError, OSError, TypeError):
+        return True
+    read = re.compile(rf"""\.{name}\b(?!\s*=[^=])|["']{name}["']""")
+    return any(map(read.search, sources))
 
 
 def _attribute(value: Any) -> Any:

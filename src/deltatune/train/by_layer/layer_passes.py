@@ -111,15 +111,9 @@ class LayerPasses:
                 self._between()
             yield arrays
 
-    @contextmanager
-    def served(self) -> Iterator[None]:
+    def served(self) -> AbstractContextManager[None]:
         """Within the context, a layer of the model reads its weights when it is called, whoever calls it."""
-        with self._calls.watched():
-            yield
-
-    def passing_on(self) -> AbstractContextManager[None]:
-        """Within the context, layers return their input, so that the rest of the model runs without their weights."""
-        return self._calls.served_by(passed_on)
+        return self._calls.watched()
 
     def check(self, *, packed: bool) -> None:
         """Check on a few tokens how the model calls its layers, without computing anything.

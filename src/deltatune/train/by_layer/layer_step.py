@@ -16,9 +16,10 @@ from ...errors import UserError
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
-from ..compiled import compiled
+from ..compiled import Compiled
 from ..setup import Training, with_loss
-from ..step import Step, StepMachine
+from ..step import MicroBatch, Step, StepMachine
+from .layer_calls import LayerCalls, passed_on
 from .layer_passes import LayerPasses
 from .layer_weights import LayerWeights
 
@@ -34,17 +35,13 @@ class LayerStep(Step):
     def __init__(self, *of_step: Any, passes: LayerPasses, **options: Any):
         super().__init__(*of_step, **options)
         self._passes = passes
-        self._add = compiled(self.added, [])
+        self._add = Compiled(self.added, [])
 
-    def on_arrays(
-        self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, Any]:
+    def on_arrays(self, batch: Arrays, accumulated: Any, lengths: mx.array | None = None) -> MicroBatch:
         parameters = self.parameters()
         used = self.bundles.part(parameters, used=True)
-        loss, weight, gradients, *self.figures = self._passes.gradients(
-            batch, used, self.random[0], self.routers, lengths
-        )
-        return loss, weight, self._add(accumulated, gradients, weight, parameters)
+        loss, weight, gradients, *figures = self._passes.gradients(batch, used, self.random[0], self.routers, lengths)
+        return MicroBatch(loss, weight, self._add(accumulated, gradients, weight, parameters), figures)
 
 
 def step_of(passes: LayerPasses | None, machine: StepMachine | None = None) -> Callable[..., Step]:
@@ -92,15 +89,15 @@ def by_layers(
     if config.pack:
         check_packing(model, row_capacity(config))
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
     assert config.memory is not None
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
     try:
-        with passes.served():
+        # The rest of the model runs without the weights of its layers.
+        with LayerCalls(layers, passed_on).watched():
             compiled_by = f"{trained.compiled}, one layer at a time"
-            with passes.passing_on():
-                trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
-            passes.loss = trained.loss
+            trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
+        passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
+        with passes.served():
             passes.check(packed=config.pack)
             yield dataclasses.replace(trained, by_layers=passes.evaluate), passes
     finally:

@@ -231,35 +231,23 @@ def _watching(
     layers: list[Watched], seen: list[tuple[str, mx.array, mx.Dtype]], arrived: list[tuple[str, mx.array]]
 ) -> Iterator[None]:
     """Collect inside the `with` block whether outputs (`seen`) and their gradients (`arrived`) are finite, in order."""
-    kinds = [type(module) for _, module in layers]
-    for (name, module), kind in zip(layers, kinds, strict=True):
-        module.__class__ = _probed(name, kind, seen, arrived)
-    try:
-        yield
-    finally:
-        for (_, module), kind in zip(layers, kinds, strict=True):
-            module.__class__ = kind
+    names = {id(module): name for name, module in layers}
 
+    def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return tree_map(partial(watch, names[id(layer)]), call(*arguments, **options))
 
-def _probed(
-    name: str, kind: type, seen: list[tuple[str, mx.array, mx.Dtype]], arrived: list[tuple[str, mx.array]]
-) -> type:
-    @mx.custom_function
-    def tap(output: mx.array) -> mx.array:
-        return output
-
-    @tap.vjp
-    def note(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
-        arrived.append((name, mx.isfinite(cotangent).all()))
-        return cotangent
-
-    def watch(leaf: Any) -> Any:
-        if not (isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)):
+    def watch(name: str, leaf: Any) -> Any:
+        if not (isinstance(leaf, mx.array) and is_floating(leaf)):
             return leaf
         seen.append((name, mx.isfinite(leaf).all(), leaf.dtype))
+        tap = mx.custom_function(lambda output: output)
+
+        @tap.vjp
+        def note(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
+            arrived.append((name, mx.isfinite(cotangent).all()))
+            return cotangent
+
         return tap(leaf)
 
-    def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        return tree_map(watch, kind.__call__(self, *arguments, **options))
-
-    return type(kind.__name__, (kind,), {"__call__": call})
+    with calls_through([module for _, module in layers], around):
+        yield

@@ -25,6 +25,7 @@ from ...options.config import TrainConfig
 from ..distributed import World
 from ..ending.early_end import Ending
 from ..reports.result import Advance
+from ..step import MicroBatch
 from ..training_state import TrainingState
 from ..tree import leaves
 from .engine import Engine
@@ -39,8 +40,7 @@ class _Started(NamedTuple):
     """A micro-batch that was started early, or the error that starting it met."""
 
     batch: Batch
-    results: tuple[mx.array, mx.array, Any] | None
-    figures: list[mx.array]
+    results: MicroBatch | None
     problem: Exception | None
 
 
@@ -63,7 +63,7 @@ class EarlyEngine(Engine):
     def advance(self, batch: Batch, goes_on: bool) -> Advance:
         started = self._started is not None and self._started.batch is batch
         with mx.stream(self._launcher.stream):
-            numbers = self.added(batch, *self.micro_batch(batch))
+            numbers = self.added(batch, self.micro_batch(batch))
             norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
         return self.read(numbers, norm)
 
@@ -107,8 +107,8 @@ class EarlyEngine(Engine):
             sums.result()
         return norm
 
-    def micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
-        """Return the loss, weight and gradients of `batch`, which may have been started already."""
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        """Compute the present micro-batch, which may have been started already."""
         started, self._started = self._started, None
         if started is None or started.batch is not batch:
             self.settle()
@@ -116,7 +116,6 @@ class EarlyEngine(Engine):
         if started.problem is not None:
             raise started.problem
         assert started.results is not None
-        self.step.figures = started.figures
         return started.results
 
     def _start_next(self, after_update: bool) -> None:
@@ -126,18 +125,16 @@ class EarlyEngine(Engine):
         if batch is None or batch.images is not None:
             return
         accumulated = self.step.zeros() if after_update else self.state.sums.gradients
-        results, figures, problem = None, [], None
         try:
             results = self.computed(batch, accumulated, self.state.progress.iteration + 1)
-            figures = self.step.figures
+            self._started = _Started(batch, results, None)
         except Exception as error:  # noqa: BLE001  (it is raised in micro_batch)
-            problem = error
-        self._started = _Started(batch, results, figures, problem)
+            self._started = _Started(batch, None, error)
 
     def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
         """Launch the update that is given, and the micro-batch that was started."""
         started = self._started
-        results = [] if started is None else [started.results, started.figures, self.step.random]
+        results = [] if started is None else [started.results, self.step.random]
         try:
             launch(update, results)
         except Exception as error:

@@ -12,7 +12,7 @@ from ...options.config import TrainConfig
 from ..distributed import World
 from ..ending.early_end import Ending
 from ..reports.result import Advance
-from ..step import Sums
+from ..step import MicroBatch, Sums
 from ..training_state import TrainingState
 from ..tree import iteration_key, number
 
@@ -51,30 +51,30 @@ class Engine:
             batch: The batch that the order has handed out.
             goes_on: Whether another short iteration follows directly; an engine may then start it before this one ends.
         """
-        numbers = self.added(batch, *self.micro_batch(batch))
+        numbers = self.added(batch, self.micro_batch(batch))
         with self.ending.waiting():
             mx.eval(self.state.sums, numbers)
         norm = self.updated(can_undo=False)
         mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
         return self.read(numbers, norm)
 
-    def micro_batch(self, batch: Batch) -> tuple[mx.array, mx.array, Any]:
-        """Return the loss, the weight and the accumulated gradients with those of `batch`, lazily."""
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        """Compute the present micro-batch, lazily."""
         return self.computed(batch, self.state.sums.gradients, self.state.progress.iteration)
 
-    def computed(self, batch: Batch, accumulated: Any, iteration: int) -> tuple[mx.array, mx.array, Any]:
-        """Return the loss, the weight, and `accumulated` plus the gradients of a batch, lazily."""
+    def computed(self, batch: Batch, accumulated: Any, iteration: int) -> MicroBatch:
+        """Compute the micro-batch of an iteration, and add its gradients to `accumulated`, lazily."""
         self.step.random[0] = iteration_key(self.config.seed, iteration, self.world.rank)
         return self.step.micro_batch(batch, accumulated)
 
-    def added(self, batch: Batch, loss: mx.array, weight: mx.array, gradients: Any) -> mx.array:
+    def added(self, batch: Batch, results: MicroBatch) -> mx.array:
         """Add the results of `batch` to the sums, lazily; return the numbers that the iteration reports."""
+        loss, weight, gradients, figures = results
         state = self.state
-        figures = [sums.reshape(-1) for sums in self.step.figures]
         sums = Sums(gradients, state.sums.loss + loss, state.sums.weight + weight)
-        state.sums = self.step.sum_over_ranks(sums) if self.completes else sums
+        state.sums = self.step.sum_over_ranks(sums, figures) if self.completes else sums
         more = mx.array([_tokens(batch), self.ending.stop.asked], mx.float32)
-        return self.world.sum(mx.concatenate([mx.stack([loss, weight]), more, *figures]))
+        return self.world.sum(mx.concatenate([mx.stack([loss, weight]), more, *(sums.reshape(-1) for sums in figures)]))
 
     @property
     def completes(self) -> bool:

@@ -27,14 +27,12 @@ class Objective:
         score: The loss itself.
         variants: The published forms that it has.
         needs_reference: Whether it needs log-probabilities under a reference model.
-        smooths: Whether it takes label_smoothing.
         more: The names of the further scalars that it reports.
     """
 
     score: Callable[[Answers, TrainConfig], Scored]
     variants: tuple[str, ...] = ("sigmoid",)
     needs_reference: bool = False
-    smooths: bool = False
     more: tuple[str, ...] = ()
 
     @property
@@ -44,11 +42,11 @@ class Objective:
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "dpo": Objective(dpo, ("sigmoid", "robust", "hinge", "ipo"), needs_reference=True, smooths=True),
+    "dpo": Objective(dpo, ("sigmoid", "robust", "hinge", "ipo"), needs_reference=True),
     "orpo": Objective(orpo, more=("nll_loss",)),
     "kto": Objective(kto, needs_reference=True, more=("kl",)),
-    "simpo": Objective(simpo, smooths=True),
-    "cpo": Objective(cpo, ("sigmoid", "hinge", "ipo"), smooths=True, more=("nll_loss",)),
+    "simpo": Objective(simpo),
+    "cpo": Objective(cpo, ("sigmoid", "hinge", "ipo"), more=("nll_loss",)),
 }
 
 
@@ -64,11 +62,6 @@ def objective_of(config: TrainConfig) -> Objective | None:
     if config.loss_variant not in objective.variants:
         known = ", ".join(objective.variants)
         raise UserError(f"loss_variant: {config.loss} has no form {config.loss_variant!r}; expected {known}.")
-    smooths = objective.smooths and config.loss_variant in ("sigmoid", "robust")
-    if config.label_smoothing and not smooths:
-        raise UserError(
-            f"label_smoothing: {config.loss} with loss_variant {config.loss_variant} has none; leave it at 0."
-        )
     if config.mask_prompt is not None:
         raise UserError("mask_prompt: a preference loss always counts answers only; leave --mask-prompt out.")
     return objective

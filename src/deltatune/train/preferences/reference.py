@@ -22,7 +22,7 @@ from ...data.preferences.preference import Preference
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
-from ..compiled import compiled
+from ..compiled import Compiled
 from ..distributed import World
 from ..evaluate import evaluating
 from ..reports.screen import Screen
@@ -112,7 +112,7 @@ def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *
         *images, preferences = more
         return (answers_of(token_losses(inputs, targets, *images), weights, preferences).policy,)
 
-    whole = compiled(lambda batch: loss_of(policy, batch), [model.state])
+    whole = Compiled(lambda batch: loss_of(policy, batch), [model.state])
     log_probabilities = np.zeros(shape, np.float32)
     with evaluating(model):
         for batch in order.epoch():

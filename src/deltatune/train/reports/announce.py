@@ -22,7 +22,8 @@ from ...ops.trial.rankings import Rankings
 from ...options.config import TrainConfig
 from ...patches.verify import Serving
 from ..distributed import World
-from ..saved.state import Progress, exists, state_path
+from ..progress import Progress
+from ..saved.state import exists, state_path
 from ..setup import Training
 from ..tree import leaves
 from ..updates.optimizer import build_optimizer

@@ -15,8 +15,8 @@ import mlx.core as mx
 from ...errors import UserError
 from ...options.config import TrainConfig
 from ..preferences.figures import means
+from ..progress import Progress
 from ..saved.outputs import Outputs
-from ..saved.state import Progress
 from . import log
 from .columns import duration
 from .report import ReportTable, RunDescription, write_report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..saved.state import Progress
+from ..progress import Progress
 
 
 class Advance(NamedTuple):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from ...data.chats.answer_ends import ending_answers
 from ...data.prompts import Question, conversation_tokens, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
     ASSISTANT,
@@ -29,23 +27,18 @@ from ...data.rows.row_formats import (
 )
 from ...data.rows.sources import jsonl
 from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
-from ...data.vision.preparation import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...machine.environment import expanded
-from ...models.generate import Sampling, stream
 from ...models.load import Loaded
-from ...models.vision.generate import stream_with_pictures
 from ...models.vision.split import has_vision
 from ...models.vocabulary import check_prompt
 from ...options.config import TrainConfig
 from ..by_layer.layer_weights import LayerWeights
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..ending.nonfinite import explained
-from ..evaluate import inferring
-from ..saved.state import Progress
-from ..setup import vision_processors
+from ..inference import Inference
+from ..progress import Progress
 
 _REMEDY = "change this entry of sample_prompts"
 
@@ -91,10 +84,10 @@ class Samples:
         processor: Any = None,
         weights: LayerWeights | None = None,
     ):
-        self._weights = weights
         self._tokenizer, self._config, self._plain = tokenizer, config, plain_text
-        stopping = ending_answers(tokenizer) if config.sample_prompts and not plain_text else tokenizer
-        self._loaded = Loaded(model, stopping, {}, Path(config.model or ""), processor)
+        loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)
+        chat = bool(config.sample_prompts) and not plain_text
+        self._inference = Inference(loaded, chat=chat, weights=weights)
         if config.sample_prompts and has_vision(model) and processor is None:
             raise UserError(
                 "sample_prompts: a model with a vision tower is asked through its processor; give the Trainer "
@@ -127,33 +120,16 @@ class Samples:
             The `prompt` and the `answer` of each, or None if `ended` ended it.
         """
         answers = []
-        with inferring(self._loaded.model):
-            for prompt in self.prompts:
-                with explained(self._loaded, self._weights, partial(self._pieces, prompt, most=1)):
-                    answer = self._answer(prompt, ended)
-                if answer is None:
-                    return None
-                answers.append({"prompt": prompt.text, "answer": answer})
+        for prompt in self.prompts:
+            parts = []
+            most = self._config.sample_max_tokens
+            with contextlib.closing(self._inference.answer(prompt.tokens, most, prompt.pictures)) as pieces:
+                for piece in pieces:
+                    parts.append(piece.text)
+                    if ended():
+                        return None
+            answers.append({"prompt": prompt.text, "answer": "".join(parts)})
         return answers
-
-    def _answer(self, prompt: Prompt, ended: Callable[[], bool]) -> str | None:
-        """Return the answer to a prompt, by the way that `deltatune generate` goes; None if `ended` ended it."""
-        pieces = self._pieces(prompt, prompt.tokens, self._config.sample_max_tokens)
-        parts = []
-        with contextlib.closing(pieces):
-            for piece in pieces:
-                parts.append(piece.text)
-                if ended():
-                    return None
-        return "".join(parts)
-
-    def _pieces(self, prompt: Prompt, tokens: Sequence[int], most: int) -> Generator[Any, None, None]:
-        """Generate up to `most` tokens behind the tokens of a prompt, or more, with its pictures."""
-        loaded = self._loaded
-        if loaded.processor is None:
-            return stream(loaded, tokens, most, Sampling())
-        images, videos = (prompt.pictures.images, prompt.pictures.videos) if prompt.pictures else ([], [])
-        return stream_with_pictures(loaded, tokens, images, videos, most, Sampling())
 
     def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
         """Return answers() on rank 0 and an empty list elsewhere; None if a lone process was asked to stop.
@@ -203,15 +179,13 @@ class Samples:
         options["tools"] = tools_of(row, source)
         if not (kind := media_kind(row, messages)):
             return self._conversation(join_text_parts(messages, source), options, source)
-        processors = vision_processors(self._loaded)
-        if processors is None:
+        if self._inference.loaded.processor is None:
             raise UserError(
                 f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
                 "leave them out."
             )
         messages, values = place_media(messages, media_columns(row, source), source)
-        reader = media_reader(processors, folder, vars(self._config))
-        pictures = PromptPictures.read(values, source, reader, processors.spec, self._tokenizer)
+        pictures = self._inference.pictures(values, source, folder, vars(self._config))
         prompt = self._conversation(write_videos(messages, pictures.video_texts), options, source)
         return Prompt(_written(messages), pictures.placed(prompt.tokens, source), pictures)
 

@@ -145,11 +145,6 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
                 f"it has {', '.join(known_settings)}."
             )
         _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
-    if config.loraplus_lr_ratio is not None and name == "adafactor" and settings.get("relative_step", True):
-        raise UserError(
-            "loraplus_lr_ratio: adafactor ignores the learning rate while its relative_step is true; set "
-            "optimizer_config: {adafactor: {relative_step: false}}, or take another optimizer."
-        )
     rate = build_schedule(config.lr_schedule) if config.lr_schedule else config.learning_rate
     try:
         return OPTIMIZERS[name](learning_rate=rate, **settings)

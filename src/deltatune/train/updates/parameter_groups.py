@@ -38,7 +38,7 @@ def parameter_groups(
     """Return the groups of the trained parameters, by path; a path without one is updated by the optimizer's settings.
 
     Raises:
-        UserError: LoRA+ has no B matrix that trains, or `decay_norm_and_bias` would change nothing.
+        UserError: `decay_norm_and_bias` would change nothing.
     """
     rates = _rates(model, config)
     left_out = undecayed(model) if weight_decay(optimizer) else []
@@ -86,10 +86,4 @@ def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
     if config.loraplus_lr_ratio is None:
         return {}
     trained = leaves(model.trainable_parameters())
-    rates = {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}
-    if not rates:
-        raise UserError(
-            "loraplus_lr_ratio: LoRA+ gives the B matrices of adapters a learning rate of their own, and no adapter "
-            "trains here; use fine_tune_type: lora, or leave it out."
-        )
-    return rates
+    return {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ...data import Batch
-from ...errors import UserError
 from ...ops.experts import routing
+from ...options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ...options.config import TrainConfig
 from ...patches.tables.experts import has_routers
 from ..distributed import World
@@ -84,11 +84,8 @@ def router_losses(model: nn.Module, config: TrainConfig, world: World) -> Router
     losses = RouterLosses(config.router_aux_loss_coef, config.router_z_loss_coef, over_ranks)
     if has_routers(model):
         return losses
-    if losses.trained:
-        name = "router_aux_loss_coef" if losses.aux else "router_z_loss_coef"
-        raise UserError(
-            f"{name}: this model has no router that deltatune knows, so there is nothing to balance; leave it out."
-        )
+    coefficients = {name: name for name in changed_options(config) if name.startswith("router_")}
+    refuse_unread(TRAINING, coefficients, config, Facts(routers=False))
     return None
 
 

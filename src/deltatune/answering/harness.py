@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -16,19 +15,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 
 from ..data.prompts import conversation_text, text_tokens
 from ..errors import UserError, first_line
-from ..machine.compiling import without_kernels
-from ..models.answer import answer_all
-from ..models.continuations import scored
-from ..models.head import split_head
-from ..models.load import Loaded
+from ..models.answer import ROWS
+from ..models.continuations import Likelihood
 from ..options.config import nearest
-from ..patches import patched
-from ..patches.whole_rows import whole_rows
-from ..train.by_layer.layer_calls import passed_on
-from ..train.dialogue import refuse_nan
-from ..train.ending.nonfinite import explained
-from ..train.evaluate import evaluating
-from .answering import Reading
+from .session import Session
 
 # The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.
 _ANSWER_TOKENS = 256
@@ -43,33 +33,20 @@ class HarnessModel(TemplateLM):
     loss.
 
     Args:
-        loaded: The model, with an adapter if it has one, and its tokenizer.
-        batch_size: The number of rows that are scored at once.
+        session: The model.
+        batch_size: The number of texts that are scored at once, and of prompts that are answered at once where layers
+            read their weights.
         max_length: The largest number of tokens that the model reads; earlier ones are cut off.
-        template_options: Variables for the chat template.
-        reading: Layers that read their weights, where so many prompts as rows are answered at once, too; None where all
-            stay in memory.
 
     A likelihood that is not finite ends with a UserError.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        batch_size: int,
-        max_length: int,
-        template_options: Mapping[str, Any] | None = None,
-        reading: Reading | None = None,
-    ):
+    def __init__(self, session: Session, batch_size: int, max_length: int):
         super().__init__()
-        self._template_options = template_options
-        self._loaded, self._model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
-        self._batch_size, self.max_length = batch_size, max_length
-        self._weights = None if reading is None else reading.weights
-        self._answering: dict[str, Any] = {} if reading is None else {"rows": batch_size, "compiled": False}
-        passing_on = contextlib.nullcontext() if reading is None else reading.calls.served_by(passed_on)
-        with without_kernels(), patched(), evaluating(self._model), passing_on:
-            self._split = split_head(self._model)
+        self._session = session
+        self.tokenizer = session.tokenizer
+        self._batch_size = batch_size
+        self.max_length = max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -91,12 +68,13 @@ class HarnessModel(TemplateLM):
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        options, remedy = self._template_options, "leave out --apply-chat-template"
+        remedy = "leave out --apply-chat-template"
+        options = self._session.template_options
         return conversation_text(self.tokenizer, chat_history, remedy, options, prefilled=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """Return the log-likelihood of each continuation, and whether it is the likeliest token at every step."""
         counts = [len(continuation) for *_, continuation in requests]
         if max(counts, default=0) > self.max_length:
@@ -105,17 +83,7 @@ class HarnessModel(TemplateLM):
                 f"{self.max_length:,}; raise it."
             )
         rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
-        # Rows of like length share a batch, the longest first.
-        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-        answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        explaining = explained(self._loaded, self._weights)
-        with explaining, without_kernels(), patched(), evaluating(self._model), whole_rows():
-            for start in range(0, len(order), self._batch_size):
-                chosen = order[start : start + self._batch_size]
-                texts, scored_tokens = [rows[number] for number in chosen], [counts[number] for number in chosen]
-                for number, score in zip(chosen, scored(self._model, self._split, texts, scored_tokens), strict=True):
-                    answers[number] = score
-        return answers
+        return self._session.score(rows, counts, self._batch_size)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text behind prefix_token_id, in windows of `max_length` tokens.
@@ -153,9 +121,8 @@ class HarnessModel(TemplateLM):
         answers = [""] * len(requests)
         for most, numbers in groups.items():
             prompts = [self.tok_encode(requests[number].args[0])[most - self.max_length :] for number in numbers]
-            refuse_nan(self._loaded, prompts[0], self._weights)
-            with explained(self._loaded, self._weights):
-                continued = answer_all(self._model, self.tokenizer, prompts, max_tokens=most, **self._answering)
+            rows = ROWS if self._session.weights is None else self._batch_size
+            continued = self._session.answer_all(prompts, most, rows)
             for number, tokens in zip(numbers, continued, strict=True):
                 answers[number] = self._text(tokens, requests[number].args[1].get("until") or [])
         return answers

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import mlx.nn as nn
-
-from ..data.chats.answer_ends import ending_answers
 from ..data.chats.answer_parser import AnswerParser
 from ..data.prompts import Question, conversation_tokens, prompt_tokens
 from ..errors import UserError
-from ..models.answer import answer_all
-from ..models.generate import Sampling, stream
+from ..models.generate import Sampling
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
 from ..options.generation import AnswerOptions
-from .by_layer.layer_weights import LayerWeights
-from .ending.nonfinite import explained
-from .evaluate import inferring
+from ..train.inference import Inference
 
 
 def generate(
@@ -64,17 +58,10 @@ def generate(
     checked = AnswerOptions(str(loaded.path), max_tokens=max_tokens, temp=temp, top_p=top_p, min_p=min_p, top_k=top_k)
     messages = [prompt] if isinstance(prompt, str) else list(prompt)
     rows = [_prompt_tokens(loaded, message, system_prompt, template_options) for message in messages]
-    stopping = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
-    sampling = Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k)
-    with inferring(loaded.model):
-        if isinstance(prompt, str):
-            with explained(stopping):
-                return "".join(piece.text for piece in stream(stopping, rows[0], max_tokens, sampling))
-        if rows:
-            refuse_nan(stopping, rows[0])
-        chosen_by = sampling.sampler()
-        with explained(stopping):
-            answers = answer_all(loaded.model, stopping.tokenizer, rows, max_tokens=max_tokens, sampler=chosen_by)
+    inference = Inference(loaded, Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k))
+    if isinstance(prompt, str):
+        return "".join(piece.text for piece in inference.answer(rows[0], max_tokens))
+    answers = inference.answer_all(rows, max_tokens)
     return [loaded.tokenizer.decode(tokens) for tokens in answers]
 
 
@@ -98,15 +85,13 @@ class Dialogue:
     """A conversation with a model: each question is asked behind all that was said before.
 
     Args:
-        loaded: The model and its tokenizer.
+        inference: Gives the answers.
         system_prompt: A system message that stands first.
         max_tokens: The largest number of tokens in an answer.
-        sampling: How each token is chosen.
         template_options: Variables of the chat template.
-        weights: What the model's layers read their weights from, where these stay on the disk.
 
     Attributes:
-        messages: What was said, without the system message.
+        messages: The conversation, without the system message.
 
     Raises:
         UserError: The tokenizer has no chat template.
@@ -114,23 +99,22 @@ class Dialogue:
 
     def __init__(
         self,
-        loaded: Loaded,
+        inference: Inference,
         *,
         system_prompt: str | None = None,
         max_tokens: int = 256,
-        sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
         template_options: Mapping[str, Any] | None = None,
-        weights: LayerWeights | None = None,
     ):
-        if not loaded.tokenizer.has_chat_template:
+        if not inference.tokenizer.has_chat_template:
             raise UserError(
                 "chat: the model's tokenizer has no chat template, without which a conversation has no form; "
                 "deltatune generate continues a text."
             )
-        self._loaded = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
+        self._inference = inference
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        self._max_tokens, self._sampling, self._options = max_tokens, sampling, template_options
-        self._weights, self._parser = weights, AnswerParser(loaded.tokenizer, template_options)
+        self._max_tokens = max_tokens
+        self._options = template_options
+        self._parser = AnswerParser(inference.tokenizer, template_options)
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> Generator[Any, None, None]:
@@ -143,10 +127,11 @@ class Dialogue:
             UserError: The chat template refuses the conversation, of which the question is then no part, or the
                 model's probabilities are not finite.
         """
-        loaded, tokens, parts = self._loaded, self.prompt(question), list[str]()
+        tokens = self.prompt(question)
+        parts: list[str] = []
         try:
-            with inferring(loaded.model), explained(loaded, self._weights):
-                for piece in stream(loaded, tokens, self._max_tokens, self._sampling):
+            with contextlib.closing(self._inference.answer(tokens, self._max_tokens)) as pieces:
+                for piece in pieces:
                     parts.append(piece.text)
                     yield piece
         finally:
@@ -158,20 +143,12 @@ class Dialogue:
         Raises:
             UserError: The chat template refuses the conversation.
         """
-        loaded, asked = self._loaded, [*self._system, *self.messages, _of_user(question)]
+        inference = self._inference
+        asked = [*self._system, *self.messages, _of_user(question)]
         remedy = "r starts anew, or change --system-prompt or --chat-template-config"
-        tokens = conversation_tokens(loaded.tokenizer, asked, remedy, self._options)
-        check_prompt(loaded.model, loaded.tokenizer, tokens, "chat")
+        tokens = conversation_tokens(inference.tokenizer, asked, remedy, self._options)
+        check_prompt(inference.model, inference.tokenizer, tokens, "chat")
         return tokens
-
-    def go_on(self, model: nn.Module, weights: LayerWeights | None) -> None:
-        """Let another copy of the model answer from now on.
-
-        Args:
-            model: The copy.
-            weights: What its layers read their weights from; None where all stay in memory.
-        """
-        self._loaded, self._weights = dataclasses.replace(self._loaded, model=model), weights
 
     def reset(self) -> None:
         """Forget what was said."""
@@ -180,13 +157,3 @@ class Dialogue:
 
 def _of_user(question: str) -> dict[str, Any]:
     return {"role": "user", "content": question}
-
-
-def refuse_nan(loaded: Loaded, tokens: list[int], weights: LayerWeights | None = None) -> None:
-    """Raise a UserError if the probabilities of the token behind a prompt are not finite.
-
-    Layers read their weights from `weights`, where these stay on the disk.
-    """
-    with explained(loaded, weights):
-        for _ in stream(loaded, tokens, 1, Sampling()):
-            pass

@@ -1,11 +1,13 @@
 """A conversation is asked as training and generation ask, behind all that was said before."""
 
+import itertools
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 import deltatune
+from deltatune.answering.dialogue import Dialogue
 from deltatune.data.prompts import conversation_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
@@ -14,8 +16,8 @@ from deltatune.lora.without import can_be_without, without_adapters
 from deltatune.models.generate import Sampling
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig
-from deltatune.train import dialogue
-from deltatune.train.dialogue import Dialogue
+from deltatune.train import inference
+from deltatune.train.inference import Inference
 from deltatune.train.tree import leaves
 
 TEMPLATE = (
@@ -40,7 +42,7 @@ def asked(monkeypatch):
         found.append(loaded.tokenizer.decode(prompt))
         yield from (SimpleNamespace(text=text, logprobs=None) for text in ("one", " two"))
 
-    monkeypatch.setattr(dialogue, "stream", stream)
+    monkeypatch.setattr(inference, "stream", stream)
     return found
 
 
@@ -49,7 +51,7 @@ def said(pieces):
 
 
 def test_a_question_is_asked_behind_what_was_said(loaded, asked):
-    talk = Dialogue(loaded, system_prompt="be kind", template_options={"date": "today"})
+    talk = Dialogue(Inference(loaded), system_prompt="be kind", template_options={"date": "today"})
     assert said(talk.ask("first")) == "one two"
     list(talk.ask("second"))
     talk.reset()
@@ -62,7 +64,7 @@ def test_a_question_is_asked_behind_what_was_said(loaded, asked):
 
 
 def test_an_answer_that_is_cut_short_belongs_to_the_conversation(loaded, asked):
-    talk = Dialogue(loaded)
+    talk = Dialogue(Inference(loaded))
     pieces = talk.ask("first")
     next(pieces)
     pieces.close()
@@ -70,7 +72,7 @@ def test_an_answer_that_is_cut_short_belongs_to_the_conversation(loaded, asked):
 
 
 def test_a_question_that_the_template_refuses_does_not(loaded, asked):
-    talk = Dialogue(loaded)
+    talk = Dialogue(Inference(loaded))
     list(talk.ask("first"))
     before = list(talk.messages)
     with pytest.raises(UserError, match=r"not that.*; r starts anew, or change"):
@@ -85,7 +87,7 @@ def test_a_model_without_a_chat_template_is_refused(loaded):
     bare.tokenizer.chat_template = None
     bare.tokenizer.has_chat_template = False
     with pytest.raises(UserError, match="no chat template"):
-        Dialogue(bare)
+        Dialogue(Inference(bare))
 
 
 def test_the_public_generate_asks_as_a_conversation_does(monkeypatch):
@@ -93,12 +95,12 @@ def test_the_public_generate_asks_as_a_conversation_does(monkeypatch):
     question = "Two lattes please"
     answer = deltatune.generate(loaded, question, system_prompt="be kind", max_tokens=8)
     assert answer
-    talk = Dialogue(loaded, system_prompt="be kind", max_tokens=8)
+    talk = Dialogue(Inference(loaded), system_prompt="be kind", max_tokens=8)
     assert said(talk.ask(question)) == answer
     # A model that trains answers without dropout, and trains on afterwards.
-    modes, plain = [], dialogue.stream
+    modes, plain = [], inference.stream
     monkeypatch.setattr(
-        dialogue, "stream", lambda found, *more: modes.append(found.model.training) or plain(found, *more)
+        inference, "stream", lambda found, *more: modes.append(found.model.training) or plain(found, *more)
     )
     loaded.model.train()
     assert deltatune.generate(loaded, question, system_prompt="be kind", max_tokens=8) == answer
@@ -148,16 +150,11 @@ def test_one_prompt_and_several_keep_the_space_that_begins_an_answer(tiny_checkp
     tokens = [*found.tokenizer.encode(first), *found.tokenizer.encode(" fox")]
 
     def sampler(_):
-        def chosen(logprobs):
-            at = chosen.drawn
-            chosen.drawn += 1
-            return mx.full(logprobs.shape[:1], tokens[at % len(tokens)])
-
-        chosen.drawn = 0
-        return chosen
+        drawn = itertools.cycle(tokens)
+        return lambda logprobs: mx.full(logprobs.shape[:1], next(drawn))
 
     monkeypatch.setattr(Sampling, "sampler", sampler)
-    monkeypatch.setattr(dialogue, "refuse_nan", lambda *_: None)
+    monkeypatch.setattr(Inference, "try_token", lambda *_: None)
     options = {"max_tokens": len(tokens), "temp": 1.0}
     text = f"{first} fox"
     assert deltatune.generate(found, "hello", **options) == text

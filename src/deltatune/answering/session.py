@@ -1,0 +1,255 @@
+"""A session with a model: loaded with its adapter, checked, patched, and within a bound of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..layers import describe
+from ..lora.adapter_files import template_options
+from ..machine.compiling import without_kernels
+from ..models.adapted_base import folder_of, load_with_adapter, put_adapter
+from ..models.continuations import Likelihood, scored
+from ..models.early_refusal import refuse_unserved
+from ..models.generate import Sampling
+from ..models.head import Split, split_head
+from ..models.load import Loaded
+from ..models.trained_checkpoint import is_trained_checkpoint
+from ..options.chat_template import parsed_options
+from ..options.generation import AnswerOptions
+from ..options.values import short
+from ..patches import INFERENCE, patched
+from ..patches.whole_rows import whole_rows
+from ..train.by_layer.layer_calls import LayerCalls, passed_on
+from ..train.by_layer.layer_weights import LayerWeights
+from ..train.by_layer.read_layers import reading_calls
+from ..train.by_layer.stored_weights import StoredWeights
+from ..train.ending.nonfinite import explained
+from ..train.evaluate import evaluating, say_loss
+from ..train.inference import Inference
+from ..train.reports.screen import Fact, Screen
+from ..train.setup import Run
+
+
+class PlannedWeights(Protocol):
+    """The places of a model's weights within a bound of memory, as a plan chooses them (plan.placement.Placed)."""
+
+    def said(self, unit: str) -> list[Fact | str]:
+        """Return the lines on it, where every `unit` reads all layers once."""
+
+    def of(self, model: nn.Module, stack: contextlib.ExitStack) -> LayerWeights | None:
+        """Read the weights that stay in memory; return the store of the others, or None without any."""
+
+    def weights(self, run: Run, stack: contextlib.ExitStack) -> LayerWeights | None:
+        """Return of() for the model of a run, and settle its options."""
+
+    def limit(self) -> int:
+        """Return the bytes from which on MLX waits for queued work."""
+
+
+class Session(Inference):
+    """A model that answers, scores texts and has a loss; what a bound of memory opens is closed with the session.
+
+    Args:
+        loaded: The model; with a bound of memory, loaded lazily and without its adapter.
+        options: The options of the session; by default those of the model alone.
+        chat: Whether answers end where the chat template ends them, too.
+        template_options: The variables of the chat template.
+        media: The flag and the file of the first image or video, as messages name them; None for text.
+
+    Attributes:
+        template_options: The argument.
+
+    Example:
+        with Session.open(AnswerOptions("path/to/model", adapter_path="adapters")) as session:
+            pieces = session.answer(tokens, max_tokens=100)
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: AnswerOptions | None = None,
+        *,
+        chat: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+        media: str | None = None,
+    ):
+        options = options or AnswerOptions(str(loaded.path))
+        sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
+        super().__init__(loaded, sampling, chat=chat, extra_ends=options.extra_eos_token)
+        self.template_options = template_options
+        self._options = options
+        self._media = media
+        self._placed = False
+        self._stack = contextlib.ExitStack()
+        self._calls: LayerCalls | None = None
+
+    @classmethod
+    def open(cls, options: AnswerOptions, *, media: str | None = None, chat: bool = True) -> Session:
+        """Load a model with its adapter, and refuse options that it cannot serve.
+
+        Args:
+            options: The options of the session.
+            media: The flag and the file of the first image or video, as messages name them; None for text.
+            chat: Whether answers end where the chat template ends them, too.
+
+        Raises:
+            UserError: An option or a file is not valid, or results depend on a function that runs upstream's code.
+        """
+        variables = _template_options(options)
+        trusted = options.trust_remote_code
+        if not options.force:
+            folder = folder_of(options.model, options.adapter_path)
+            refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=trusted)
+        loaded = _load(options, media)
+        _check_tokens(options, loaded)
+        return cls(loaded, options, chat=chat, template_options=variables, media=media)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def place(self, plan: Callable[[nn.Module, StoredWeights, int], PlannedWeights], unit: str) -> None:
+        """Let the layers that do not fit in memory read their weights, and say on standard error which these are.
+
+        Without a bound of memory nothing is done. A later call plans anew, with the model loaded anew.
+
+        Args:
+            plan: Returns the places of the weights of a model, from its store and a bound in bytes.
+            unit: The pass that reads all layers once, in a word.
+
+        Raises:
+            UserError: Memory is too little; the session is then as it was before.
+        """
+        if self._options.memory is None:
+            return
+        loaded = _load(self._options, self._media) if self._placed else self.loaded
+        planned = plan(loaded.model, store_of(loaded, self._options), self._options.memory)
+        if self._placed:
+            # The arrays of the model before it go before anything else is read.
+            self._stack.close()
+            self.weights = None
+            self._calls = None
+            self.loaded = dataclasses.replace(self.loaded, model=loaded.model)
+            gc.collect()
+        self._placed = True
+        for fact in planned.said(unit):
+            print(fact, file=sys.stderr)
+        self.weights = planned.of(self.model, self._stack)
+        self._limit(planned.limit() + (0 if self.weights is None else self.weights.on_host))
+        if self.weights is not None:
+            self._calls = reading_calls([layer.module for layer in describe(self.model)], self.weights)
+            self._stack.enter_context(self._calls.watched())
+
+    def _limit(self, memory: int) -> None:
+        """Let MLX wait for queued work above so many bytes, until what was opened is closed."""
+        self._stack.callback(mx.set_memory_limit, mx.set_memory_limit(memory))
+
+    def score(self, rows: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int) -> list[Likelihood]:
+        """Score the ends of texts; logits are computed for the scored tokens alone, by deltatune's operators.
+
+        Args:
+            rows: The tokens of each text.
+            counts: The number of tokens at the end of each that are scored.
+            batch_size: The number of texts that are read at once.
+
+        Raises:
+            NoResultError: A log-likelihood is not finite.
+        """
+        # Texts of like length share a batch, the longest first.
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        scores: dict[int, Likelihood] = {}
+        with explained(self.loaded, self.weights), without_kernels(), patched(), evaluating(self.model):
+            split = self._split
+            with whole_rows():
+                for start in range(0, len(order), batch_size):
+                    batch = order[start : start + batch_size]
+                    texts = [rows[number] for number in batch]
+                    scores |= zip(batch, scored(self.model, split, texts, [counts[at] for at in batch]), strict=True)
+        return [scores[number] for number in range(len(rows))]
+
+    @cached_property
+    def _split(self) -> Split:
+        """The model's parts before and behind its head."""
+        passing_on = contextlib.nullcontext() if self._calls is None else self._calls.served_by(passed_on)
+        with passing_on:
+            return split_head(self.model)
+
+    def loss(self, run: Run, screen: Screen, plan: Callable[[Run, StoredWeights], PlannedWeights]) -> float:
+        """Compute the loss per token on the test set of a run, print and return it.
+
+        Args:
+            run: The run; its model is that of the session.
+            screen: Where lines are printed.
+            plan: Returns the places of the weights where the run's option `memory` bounds it.
+
+        Raises:
+            NoResultError: The loss is not finite.
+        """
+        if run.config.memory is not None:
+            planned = plan(run, store_of(run.loaded, self._options))
+            for fact in planned.said("batch"):
+                screen.say(fact)
+            self.weights = planned.weights(run, self._stack)
+            if self.weights is None:
+                self._limit(planned.limit())
+        return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, self.weights)
+
+
+def _load(options: AnswerOptions, media: str | None) -> Loaded:
+    """Load the model with its adapter; lazily and without it where memory is bounded."""
+    bounded = options.memory is not None
+    return load_with_adapter(
+        options.model,
+        options.adapter_path,
+        bare=bounded,
+        lazy=bounded,
+        trust_remote_code=options.trust_remote_code,
+        image=media,
+    )
+
+
+def store_of(loaded: Loaded, options: AnswerOptions) -> StoredWeights:
+    """Put the adapter on a model that was loaded lazily, of which nothing trains; return the store of its weights."""
+    stored = StoredWeights(loaded.path, loaded.model, trust_remote_code=options.trust_remote_code)
+    if options.adapter_path and not is_trained_checkpoint(Path(options.adapter_path)):
+        put_adapter(loaded, options.adapter_path)
+    loaded.model.freeze()
+    loaded.model.eval()
+    stored.find(loaded.model)
+    return stored
+
+
+def _template_options(options: AnswerOptions) -> dict[str, Any]:
+    """Return the variables of the chat template: those that the adapter was trained with, then those of the option."""
+    text = options.chat_template_config
+    asked = {} if text is None else parsed_options(text, "--chat-template-config", prompt=True)
+    return template_options(options.adapter_path, asked)
+
+
+def _check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
+    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
+    with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
+        pass  # It is refused before anything is generated.
+    known = loaded.tokenizer.get_vocab()
+    if options.top_k >= len(known):
+        raise UserError(
+            f"--top-k: expected at most {len(known) - 1}, since the model has {len(known):,} tokens; "
+            f"got {options.top_k}."
+        )
+    numbers = {str(number) for number in known.values()}
+    for token in options.extra_eos_token:
+        if token not in known and token not in numbers:
+            raise UserError(f"--extra-eos-token: {short(token)} is no token of this model, and no token's number.")

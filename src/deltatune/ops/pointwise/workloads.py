@@ -1,0 +1,16 @@
+"""What the self-test compares with float64 of all passes that have a gradient, at the sizes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..trial.kernel_operator import KernelWorkload
+from . import conv, gating, heads, norms, passes, silu
+
+
+def workloads(quick: bool) -> list[KernelWorkload]:
+    """Return each pass in fp32 and in bf16; `quick` makes the arrays small."""
+    return [workload for module in (silu, norms, heads, conv, gating) for workload in module.workloads(quick)]
+
+
+OPERATOR = replace(passes.OPERATOR, workloads=workloads)

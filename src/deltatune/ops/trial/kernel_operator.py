@@ -1,0 +1,76 @@
+"""An operator that kernels compute where they are faster and right, and MLX's operations everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...machine import backend
+from ..recomputation import is_small_case
+from . import first_use
+from .case import Case
+from .measure import relative_norm
+
+# Bounds of the self-test on relative norms. A rounding to bf16 costs 1.7e-3. Gradients of parameters pass up to nine
+# such roundings in MLX's operations, and independent roundings add up to the square root of their number.
+NORM_BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
+
+
+class KernelWorkload(NamedTuple):
+    """A call with the sizes of a model, whose arrays `trial` draws, for the self-test."""
+
+    name: str
+    dtype: mx.Dtype
+    trial: Callable[[], Case[Any]]
+
+    def case(self) -> Case[Any]:
+        """Return the case, whose errors are norms over norms."""
+        case = self.trial()
+        return replace(case, bound=min(case.bound, NORM_BOUNDS[self.dtype]), error=relative_norm)
+
+
+@dataclass(frozen=True)
+class KernelOperator:
+    """An operator that kernels and MLX's operations compute.
+
+    Attributes:
+        name: Its name, for people.
+        case_of: Returns the case of a kind of calls, on which the kernels are tried before their first use.
+        run: Runs a launch of the kernels.
+        devices: Where the kernels are faster than MLX's operations.
+        instead: What serves in place of kernels that are wrong, for the warning.
+        workloads: Returns what the self-test compares; small ones if its argument is true.
+    """
+
+    name: str
+    case_of: Callable[..., Case[Any]]
+    run: Callable[[Any], list[mx.array]]
+    devices: tuple[str, ...] = ("cuda",)
+    instead: str = "MLX's operations"
+    workloads: Callable[[bool], Iterable[KernelWorkload]] = lambda quick: ()
+
+    @property
+    def is_for_here(self) -> bool:
+        """Whether the kernels are for MLX's device."""
+        return backend.device() in self.devices
+
+    def serves(
+        self,
+        *kind: Hashable,
+        arrays: Sequence[mx.array] = (),
+        run: Callable[[Any], list[mx.array]] | None = None,
+    ) -> bool:
+        """Whether the kernels are for this device and right on this machine; a small case needs no trial.
+
+        Args:
+            kind: What the kernels' text depends on.
+            arrays: Further arguments of `case_of`, of which only the number makes a difference.
+            run: Runs a launch on any device; tests run it on the host machine.
+        """
+        if run is None and (is_small_case() or not self.is_for_here):
+            return self.is_for_here
+        run = run or self.run
+        return first_use.is_right(self.case_of, *kind, run=run, instead=self.instead, arrays=arrays)

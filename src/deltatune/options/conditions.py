@@ -1,0 +1,145 @@
+"""Options that a run reads only under a condition; it reads all others always. One that is set in vain is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+from .config import TrainConfig
+
+#: By the names of options, separated by blanks: the condition in words, behind "only", and as a function of all options
+#: and, of those of a run, its Facts.
+Conditions = dict[str, tuple[str, Callable[..., Any]]]
+
+
+class Facts(NamedTuple):
+    """What the data and the model of a run have; everything, as long as neither is read."""
+
+    pictures: bool = True
+    routers: bool = True
+    turns: bool = True
+    texts: bool = True
+    completions: bool = True
+    chats: bool = True
+
+
+def _adapts(c: TrainConfig) -> bool:
+    return c.fine_tune_type != "full" and not c.from_scratch
+
+
+def _makes_rate(c: TrainConfig) -> bool:
+    return c.optimizer.lower() == "adafactor" and (c.optimizer_config.get("adafactor") or {}).get("relative_step", True)
+
+
+def _other_entries(c: TrainConfig) -> bool:
+    return any(entry for name, entry in c.optimizer_config.items() if name != c.optimizer.lower())
+
+
+#: Of a run.
+TRAINING: Conditions = {
+    "train": ("as true: this command always trains, and deltatune eval tests a model", lambda c, f: c.train),
+    "loss_variant": ("with loss: dpo or cpo", lambda c, f: c.loss in ("dpo", "cpo")),
+    "beta": ("with a preference loss, such as loss: dpo", lambda c, f: c.loss != "sft"),
+    "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),
+    "label_smoothing": (
+        "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
+        lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in ("sigmoid", "robust")),
+    "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
+    "project_name": ("with report_to", lambda c, f: c.report_to),
+    "test_batches": ("with test", lambda c, f: c.test),
+    "early_stopping": ("where val_batches is not 0", lambda c, f: c.val_batches),
+    "steps_per_eval": (
+        "where val_batches is not 0, or for sample_prompts without steps_per_sample",
+        lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
+    "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
+    "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
+    "learning_rate lr_schedule loraplus_lr_ratio": (
+        "where adafactor has relative_step: false, and does not make its own rate", lambda c, f: not _makes_rate(c)),
+    "learning_rate": ("without lr_schedule, of which the first argument is the rate", lambda c, f: not c.lr_schedule),
+    "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: (c.lr_schedule or {}).get("warmup")),
+    "rank rank_pattern scale alpha dropout keys exclude rslora init loraplus_lr_ratio resume_adapter_file keep": (
+        "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
+    "decay_norm_and_bias": (
+        "with fine_tune_type: full, since norms and biases do not train with adapters", lambda c, f: not _adapts(c)),
+    "num_layers": (
+        "without from_scratch, which trains all layers, and without layers, which names them",
+        lambda c, f: (not c.from_scratch or c.num_layers == -1) and c.lora_parameters.layers is None),
+    "num_layers layers layer_kinds": ("where parts has language", lambda c, f: "language" in c.trained_parts),
+    "chat_turns": ("without mask_prompt: false, which counts every token", lambda c, f: c.mask_prompt is not False),
+    "min_pixels max_pixels fps video_max_frames": ("for rows with images or videos", lambda c, f: f.pictures),
+    "router_aux_loss_coef router_z_loss_coef": (
+        "for a model with a router that deltatune knows", lambda c, f: f.routers),
+    "chat_turns chat_template_config": ("for rows that are not plain text", lambda c, f: f.turns),
+    "text_feature": ("for rows of plain text", lambda c, f: f.texts),
+    "prompt_feature completion_feature": ("for rows of a prompt and a completion", lambda c, f: f.completions),
+    "chat_feature": ("for rows of messages", lambda c, f: f.chats),
+}  # fmt: skip
+#: Of `eval` for tasks of lm-eval.
+TASKS: Conditions = {
+    "num_fewshot limit apply_chat_template include_path": ("with --tasks", lambda o: o.tasks),
+    "data test_batches overlong mask_prompt chat_turns pack seed min_pixels max_pixels fps video_max_frames "
+    "prompt_feature completion_feature chat_feature text_feature": ("without --tasks", lambda o: not o.tasks),
+    "chat_template_config": ("with --apply-chat-template", lambda o: not o.tasks or o.apply_chat_template),
+}
+#: Of `generate` and `chat`.
+ANSWERS: Conditions = {
+    "top_p min_p top_k": ("with a --temp above 0, since 0 takes the likeliest token", lambda o: o.temp),
+    "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
+    "fps video_max_frames": ("with --video", lambda o: o.video),
+    "chat_template_config": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
+    "compare": ("with --adapter-path, since it asks the base beside the adapter", lambda o: o.adapter_path),
+}
+# Those that mlx_lm.lora has, too, and leaves unread: files that it takes hold them.
+_MLX_LM = (
+    "learning_rate", "test_batches", "steps_per_eval", "optimizer_config", "lr_schedule", "lr_schedule.warmup_init",
+    "num_layers", "rank", "scale", "dropout", "keys", "project_name",
+)  # fmt: skip
+
+
+def changed_options(options: Any) -> dict[str, str]:
+    """Return the options of a dataclass that are not at their defaults, as refuse_unread() takes them.
+
+    Those of adapters and of a schedule stand beside the others.
+    """
+    schedule = getattr(options, "lr_schedule", None) or {}
+    names = {f"lr_schedule.{key}": f"lr_schedule: {key}" for key, value in schedule.items() if value}
+    for field in dataclasses.fields(options):
+        value, factory = getattr(options, field.name), field.default_factory
+        if dataclasses.is_dataclass(value):
+            names |= changed_options(value)
+        elif value != (field.default if factory is dataclasses.MISSING else factory()):
+            names[field.name] = field.name
+    return names
+
+
+def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -> list[str]:
+    """Refuse options that are set and not read.
+
+    Args:
+        conditions: The conditions of the options.
+        names: The options that are set, each with its name in messages; one that begins with -- is a flag.
+        run: The arguments of a condition.
+
+    Returns:
+        A note for each option that mlx_lm.lora has and does not read either, and that no flag sets.
+
+    Raises:
+        UserError: Another one is not read.
+    """
+    notes, refused = [], []
+    for options, (words, holds) in conditions.items():
+        unread = [names[name] for name in options.split() if name in names and not holds(*run)]
+        if noted := [name for name in unread if name.replace(": ", ".") in _MLX_LM]:
+            notes.append(f"Note: {', '.join(noted)}: read only {words}; elsewhere, as here, this changes nothing.")
+        if wrong := [name for name in unread if name not in noted]:
+            refused.append(f"{', '.join(wrong)}: read only {words}, so this would change nothing here; leave it out.")
+    if refused:
+        raise UserError("\n".join(refused))
+    return notes
+
+
+def refuse_unread_flags(conditions: Conditions, options: Any) -> None:
+    """Refuse, as refuse_unread() does, options of a command that all are flags."""
+    refuse_unread(conditions, {name: f"--{name.replace('_', '-')}" for name in changed_options(options)}, options)

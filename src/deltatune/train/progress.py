@@ -1,0 +1,95 @@
+"""Holds the progress of a run: its counters, the sums since its last report, and its position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ops.recomputation import Checkpoints
+
+
+@dataclass
+class Progress:
+    """The progress of a run.
+
+    Attributes:
+        iteration: The iterations that are complete, each of one micro-batch.
+        micro_batches: The micro-batches since the last update.
+        evaluated: The iteration after which the last evaluation was made; -1 if none was.
+        sampled: The iteration after which sample_prompts were last answered; -1 if they never were.
+        trained_tokens: The tokens trained on, over all ranks.
+        seconds: The time spent in iterations.
+        train_loss: The loss per token of the last report.
+        val_loss: The loss per token of the last evaluation.
+        best_loss: The lowest loss per token of all evaluations.
+        best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
+        evaluations_without_gain: The evaluations since the lowest loss.
+        window_loss: The sum of losses since the last report.
+        window_weight: The sum of target weights since the last report.
+        window_figures: What a preference loss has reported since then: sums, and how many answers each is the sum of.
+        grad_norm: The gradients' norm of the last update, before clipping.
+        metrics_bytes: The length of metrics.jsonl.
+        ranks: The number of ranks that saved the state.
+        finished: Whether the run is complete.
+        blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
+        checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
+            layer that runs in pieces rounds otherwise, so a continuation needs the same.
+        recomputed_operators: Whether auto has the other layers compute again what is cheap.
+        implementations: By class of calls of an operator, the names of what may serve it; the first does. They round
+            differently, so a continuation needs the same.
+        order: The position in the training data (BatchOrder.state).
+    """
+
+    iteration: int = 0
+    micro_batches: int = 0
+    evaluated: int = -1
+    sampled: int = -1
+    trained_tokens: float = 0.0
+    seconds: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_loss: float | None = None
+    best_iteration: int = -1
+    evaluations_without_gain: int = 0
+    window_loss: float = 0.0
+    window_weight: float = 0.0
+    window_figures: list[float] = field(default_factory=list)
+    grad_norm: float | None = None
+    metrics_bytes: int = 0
+    ranks: int | None = None
+    finished: bool = False
+    blas_threads: int = 0
+    checkpointed_layers: list[int] | None = None
+    recomputed_operators: bool = False
+    implementations: dict[str, list[str]] = field(default_factory=dict)
+    order: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """What is computed again where grad_checkpoint is auto, else None."""
+        layers = self.checkpointed_layers
+        return None if layers is None else Checkpoints(layers, self.recomputed_operators)
+
+    @checkpoints.setter
+    def checkpoints(self, chosen: Checkpoints | None) -> None:
+        self.checkpointed_layers = None if chosen is None else list(chosen.layers)
+        self.recomputed_operators = chosen is not None and chosen.operators
+
+    def become(self, other: Progress) -> None:
+        """Take every attribute of another progress, so that whoever holds this one sees it."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(other, name))
+
+    def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
+        """Add the sums of a micro-batch to those since the last report."""
+        self.window_loss += loss
+        self.window_weight += weight
+        before = self.window_figures or [0.0] * len(figures)
+        # A new list, since earlier copies of the progress share the old one.
+        self.window_figures = [one + other for one, other in zip(before, figures, strict=True)]
+        self.trained_tokens += tokens
+
+    def start_report(self) -> None:
+        """Reset the sums, after a report."""
+        self.window_loss = self.window_weight = 0.0
+        self.window_figures = []
