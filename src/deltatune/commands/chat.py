@@ -54,7 +54,7 @@ class Chat:
     """A conversation on the terminal.
 
     Args:
-        options: What the user asked for.
+        options: The options of the command.
     """
 
     def __init__(self, options: ChatOptions):
@@ -95,7 +95,7 @@ class Chat:
         return _HELP + (_COMPARED if self._can_compare else "")
 
     def _read(self) -> str:
-        """Return a question; a pipe, whose reader wants answers alone, gets no prompt."""
+        """Return a question; a pipe gets no prompt, since its reader wants only answers."""
         if sys.stdin is None:
             raise EOFError
         try:
@@ -113,7 +113,7 @@ class Chat:
         return line.strip()
 
     def _obey(self, question: str) -> None:
-        """Do what one of the letters asks for, or answer."""
+        """Obey one of the letters, or answer."""
         if question == "h":
             say(f"{self._help()}.")
         elif question == "r":
@@ -178,7 +178,7 @@ class Chat:
             print(" ...", flush=True)
             return False
         except UserError as error:
-            # What the template refuses costs the question, not the conversation.
+            # A refusal of the template costs the question, not the conversation.
             say(f"deltatune: {error}", sys.stderr)
             return False
         finally:

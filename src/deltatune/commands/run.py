@@ -99,7 +99,7 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
         except SystemExit as exit_:
             code = _exit_code(exit_)
         except UserError:
-            code = 2  # The message says what was refused; it is no crash.
+            code = 2  # The message names the refusal; it is no crash.
             raise
         finally:
             if code != 2:
@@ -133,7 +133,7 @@ def _program(command: list[str]) -> Callable[[], None]:
 
 
 def _interpreter(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs what stands after `python`: FILE.py or -m MODULE."""
+    """Return a function that runs the words after `python`: FILE.py or -m MODULE."""
     if len(command) > 1 and command[0] == "-m":
         if not _is_module(command[1]):
             raise UserError(f"deltatune run: no module named {command[1]!r}; give one of this environment or folder.")
@@ -245,7 +245,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
 
 
 def _without_our_frames(hook: Callable[..., object]) -> Callable[..., object]:
-    """Return an excepthook whose tracebacks start where the program starts, as if Python had run it directly."""
+    """Return an excepthook with tracebacks that start where the program starts, as if Python had run it directly."""
     skipped = (__file__, runpy.__file__, "<frozen runpy>")
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -15,7 +15,7 @@ Conditions = dict[str, tuple[str, Callable[..., Any]]]
 
 
 class Facts(NamedTuple):
-    """What the data and the model of a run have; everything, as long as neither is read."""
+    """The facts about the data and the model of a run; all are true as long as neither is read."""
 
     pictures: bool = True
     routers: bool = True

@@ -32,7 +32,7 @@ class LoadedModules:
         return chain.from_iterable(self._packages.values())
 
     def of(self, package: str) -> list[ModuleType]:
-        """The modules whose names begin with that of `package`."""
+        """The modules with names that begin with that of `package`."""
         return self._packages.get(package, [])
 
     def holding(self, function: Function) -> list[tuple[ModuleType, str]]:
@@ -80,7 +80,7 @@ def defined_function(patch: Patch) -> Function | None:
 
 
 def attribute_of(patch: Patch) -> Any:
-    """What the target's module or class itself holds under the target's name, or None."""
+    """The object that the target's module or class itself holds under the target's name, or None."""
     owner: Any = sys.modules[patch.module]
     for part in patch.name.split(".")[:-1]:
         owner = getattr(owner, part, None)

@@ -143,7 +143,7 @@ def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tupl
 
 
 def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
-    """The name of what serves a call with these arrays and options in training, on rows of callers.ROW tokens."""
+    """Name the implementation of a call with these arrays and options in training, on rows of callers.ROW tokens."""
     q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False))[0]

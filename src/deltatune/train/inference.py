@@ -23,7 +23,7 @@ from .setup import vision_processors
 
 
 class Inference:
-    """Answers prompts with a model, whose mode is restored behind each answer.
+    """Answers prompts with a model; its mode is restored behind each answer.
 
     Args:
         loaded: The model and its tokenizer; adapters that it has count.

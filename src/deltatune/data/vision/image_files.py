@@ -145,7 +145,7 @@ def name_of(value: Any) -> str:
 
 
 def open_image(file: Any, source: str) -> Any:
-    """Read an image: of an animation the first picture, upright, with white behind what is transparent, in RGB.
+    """Read an image: of an animation the first picture, upright, with white behind transparent pixels, in RGB.
 
     Args:
         file: The file, bytes or image from `image_file`.

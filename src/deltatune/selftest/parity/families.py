@@ -1,4 +1,4 @@
-"""The model families: how each tiny checkpoint is made, and what mlx-lm needs to read it as Hugging Face saves it."""
+"""The model families: how each tiny checkpoint is made, and the changes that mlx-lm needs to read it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Family:
     """A model family with a tiny checkpoint that is drawn from a seed.
 
     Args:
-        model_type: transformers' name of the family.
+        model_type: Transformers' name of the family.
         options: Options of the transformers config.
         readable: Turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
         rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.

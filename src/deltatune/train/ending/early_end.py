@@ -51,7 +51,7 @@ class Ending:
         self._outputs = outputs
         self._world = world
         self._screen = screen
-        # What saves the run, within rescue() alone.
+        # The saving of the run, within rescue() alone.
         self._rescued: Saving | None = None
         self.stop = StopRequest(self._answer, self._save_at_once)
         self._peers = Peers(world, self._rank_ended)
@@ -231,7 +231,7 @@ def _too_long_for_macos(error: BaseException, config: TrainConfig, saved: str) -
     """Return a message for the user if macOS ended a step that kept the GPU for too long; None for any other error.
 
     Args:
-        error: What ended the step.
+        error: The error that ended the step.
         config: The options of the run.
         saved: Says where the state is.
     """

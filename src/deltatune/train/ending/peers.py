@@ -70,7 +70,7 @@ class Peers:
         if self._world.size == 1:
             return
         if isinstance(error, UserError) and error.everywhere is None:
-            # The other ranks take this one for dead at once, so it may not wait for what they say.
+            # The other ranks take this one for dead at once, so it may not wait for their messages.
             error.everywhere = self._orderly
         if kind is None or self._orderly:
             self._tell(_GOODBYE, [self._world.rank])
@@ -177,7 +177,7 @@ class Peers:
         self._ended(dead)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Read what a rank sends: its goodbye, or the death of another rank. A closed connection means that it died."""
+        """Read a rank's message: its goodbye, or the death of another rank. A closed connection means that it died."""
         try:
             message = _exactly(link, _MESSAGE.size)
         except OSError:

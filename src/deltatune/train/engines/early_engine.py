@@ -162,8 +162,8 @@ def may_start_early(config: TrainConfig, world: World) -> bool:
     """Whether iterations may be started early: on NVIDIA GPUs.
 
     A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
-    for which a message waits until all that was started has been computed. Several ranks whose routers' losses train
-    wait for one another's sums within the step.
+    where a message waits until all started work has been computed. Several ranks with trained losses of routers wait
+    for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None

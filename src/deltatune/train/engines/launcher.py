@@ -1,9 +1,9 @@
 """Launches computations in a thread of its own, while the main thread builds the graphs of those that follow.
 
 mx.async_eval returns when ten pieces of work are left for the GPU. Building a step's graph takes longer than these, so
-that a GPU whose work one thread both builds and launches waits between two steps.
+that a GPU waits between two steps if one thread both builds and launches its work.
 
-MLX evaluates arrays only in the thread whose stream they were made on, unless that stream belongs to no thread.
+MLX evaluates arrays only in the thread of the stream that they were made on, unless it belongs to no thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..tree import leaves
 
-# Seconds to wait for what is being launched before something else is done; only short iterations are launched here.
+# Seconds to wait for a launch before something else is done; only short iterations are launched here.
 PATIENCE = 5.0
 
 
@@ -30,8 +30,8 @@ class Launcher:
 
     Attributes:
         stream: The stream on which everything is made that is launched here.
-        compiled: Whether a step was compiled since this was set to False. What it reads for the first time may have
-            been made on another stream, so that only the main thread can evaluate it.
+        compiled: Whether a step was compiled since this was set to False. Arrays that it reads for the first time may
+            have been made on another stream, so that only the main thread can evaluate it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Launcher:
 
     def before_compiling(self) -> None:
         """Wait until everything is launched: compiling may try kernels, which evaluates arrays in the main thread."""
-        # What is being launched waits for no other rank, but a long batch may take its time.
+        # A launch waits for no other rank, but a long batch may take its time.
         self.settle()
         self.compiled = True
 

@@ -17,7 +17,7 @@ from . import state
 
 @contextmanager
 def keeping(config: TrainConfig) -> Iterator[Rankings]:
-    """Within the context, what serves a class of calls is chosen once: as in the run that is continued, if one is."""
+    """Within the context, a class of calls keeps its implementation: that of the continued run, if there is one."""
     with rankings.of_run() as chosen:
         saved = state.peek(state.state_path(config.adapter_path)) if config.resume else None
         if saved is not None:
