@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import stream_generate
+from mlx_lm.generate import generation_stream, stream_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -110,6 +110,11 @@ def _with_first_space(responses: Iterator[Any], tokenizer: Any) -> Iterator[Any]
             break
         yield response
     yield from responses
+
+
+def on_stream_of_answers() -> mx.StreamContext:
+    """Return the context of the stream that answers run on, for which mx.compile traces its functions anew."""
+    return mx.stream(generation_stream)
 
 
 def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE, most: int = 1) -> Iterator[list[mx.array]]:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 
 from ..data.vision.media import largest_batch
 from ..data.vision.prompt import PromptPictures
@@ -18,7 +17,7 @@ from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
-from ..models.generate import begun, cache_bytes
+from ..models.generate import begun, cache_bytes, on_stream_of_answers
 from ..models.head import split_head
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.generate import embedded
@@ -101,7 +100,7 @@ def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: 
     tokens = len(prompt.tokens)
     decoder = model["language_model"] if has_vision(model) else model
     # A function of mx.compile is traced once for each stream, so the plan traces on the stream that answers run on.
-    answering = mx.stream(generation_stream)
+    answering = on_stream_of_answers()
     with refusing_layouts(), without_kernels(), patched(), undisturbed(model), nothing_started(), answering:
 
         def peak(bound: int | None) -> int:
