@@ -151,7 +151,7 @@ def test_a_module_and_a_console_script(program):
         (["python", "-c", "1"], "give FILE.py or -m MODULE"),
     ],
 )
-def test_what_is_no_python_program_is_refused(command, message):
+def test_program_that_is_no_python_is_refused(command, message):
     with pytest.raises(UserError, match=message):
         run_program(command)
 

@@ -355,6 +355,6 @@ def test_plan_says_what_is_read(config, least, capsys, monkeypatch):
         "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
     }.items(),
 )
-def test_what_does_not_run_by_layers_is_refused(what, options):
+def test_option_that_does_not_run_by_layers_is_refused(what, options):
     with pytest.raises(UserError, match=r"memory leaves frozen weights on the disk, and .*; leave one of them out"):
         TrainConfig(memory=10**9, **options)

@@ -119,7 +119,7 @@ def test_read_only_and_misplaced_folders_are_named(tmp_path, monkeypatch):
         state.write_atomically(tmp_path / "x", lambda file: None)
 
 
-def test_what_is_no_state_is_refused(tmp_path):
+def test_file_that_is_no_state_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"not a state")
     with pytest.raises(UserError, match=r"is damaged \(.*\): it is no state to resume from"):
