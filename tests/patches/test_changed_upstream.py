@@ -162,7 +162,7 @@ def without_weights(checkpoint, folder):
     return folder
 
 
-def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(unread, tmp_path, changed):
+def test_a_run_that_depends_on_a_refused_function_ends_before_weights_are_read(unread, tmp_path, changed):
     commands = [words_of(command, unread, tmp_path) for command in ("train", "eval", "plan")]
     for done in called_elsewhere(*commands, PYTHONPATH=changed, DELTATUNE_CACHE=str(tmp_path / "cache")):
         assert done.returncode == 2, done

@@ -65,7 +65,7 @@ def test_outcome_of_one_record_does_not_count_for_another(acme):
     assert [left.why for left in patch.apply([wrong]).left_alone] == ["it differs."]
 
 
-def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
+def test_a_block_leaves_earlier_patches_in_force(acme, monkeypatch):
     monkeypatch.setattr(patches, "_records", lambda: (RECORD,))
     one = acme("acme.one")
     patches.apply()
@@ -79,7 +79,7 @@ def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
-def test_a_refusal_leaves_in_force_what_was_before_it(acme, monkeypatch, before):
+def test_a_refusal_leaves_earlier_patches_in_force(acme, monkeypatch, before):
     def refuse(*_):
         raise UserError("a layer is not served")
 

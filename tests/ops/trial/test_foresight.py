@@ -101,7 +101,7 @@ def test_an_error_is_left_to_the_calls_themselves(cuda):
     assert called == [True, False]
 
 
-def test_a_compiled_function_remembers_nothing_of_what_is_foreseen(cuda, monkeypatch):
+def test_a_compiled_function_remembers_no_foreseen_calls(cuda, monkeypatch):
     def launched(**given: Any) -> list[mx.array]:
         return [mx.ones(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
 

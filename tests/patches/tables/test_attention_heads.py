@@ -92,7 +92,7 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_it_gives_what_upstream_gives(rope, served):
+def test_it_agrees_with_upstream(rope, served):
     scaling, kernels = ROPES[rope]
     layer = attention(scaling)
     wanted = results(layer)

@@ -91,7 +91,7 @@ def simple_evaluate(model, **_):
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "chat", "comparing chat", "tasks"])
-def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness, read, capsys, monkeypatch, command):
+def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
     if command == "tasks":
         monkeypatch.syspath_prepend(harness)

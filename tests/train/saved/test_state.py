@@ -160,7 +160,7 @@ def test_every_option_is_either_free_or_part_of_the_identity():
     assert state.fingerprint(TrainConfig()).keys() == names - state.FREE_OPTIONS
 
 
-def test_unpack_refuses_what_does_not_fit():
+def test_unpack_refuses_arrays_that_do_not_fit():
     like = {"a": mx.zeros((2, 2)), "b": [mx.zeros(1)]}
     saved = state.pack("trainable", like)
     assert set(saved) == {"trainable/a", "trainable/b.0"}
