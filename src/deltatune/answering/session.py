@@ -241,7 +241,7 @@ def _template_options(options: AnswerOptions) -> dict[str, Any]:
 
 
 def _check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
-    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
+    """Refuse tokens beyond the model's, more candidates than it has tokens, and unknown code."""
     with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
         pass  # It is refused before anything is generated.
     known = loaded.tokenizer.get_vocab()

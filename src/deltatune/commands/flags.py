@@ -290,7 +290,7 @@ def flag_names(cls: type, flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:
-    """Of two options that say the same thing, drop from the file the one that a flag overrides; UserError for both."""
+    """Of two options for the same thing, drop from the file the one that a flag overrides; UserError for both."""
     for values, one, other in ((in_file, first, second), (on_line, f"--{first}", f"--{second}")):
         if values.get(first) is not None and values.get(second) is not None:
             where = f"{source}: " if values is in_file else ""

@@ -56,9 +56,9 @@ def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) 
         The program's exit code.
 
     Raises:
-        UserError: If the command is not a Python program, or the program imports a function that results depend on and
-            that deltatune cannot replace. An exception of the program passes through; Python then shows
-            its traceback without deltatune's own frames.
+        UserError: If the command is not a Python program, or results depend on a function in it that deltatune cannot
+            replace. An exception of the program passes through; Python then shows its traceback without deltatune's own
+            frames.
 
     Example:
         >>> run_program(["mlx_lm.lora", "--model", "Qwen/Qwen3.5-0.8B", "--train"])
@@ -116,7 +116,7 @@ def _compile_mode() -> AbstractContextManager[object]:
 
 
 def _program(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the Python program that the command names; UserError where it names none."""
+    """Return a function that runs the command's Python program; UserError where it names none."""
     if command and Path(command[0]).name.startswith("python") and not command[0].endswith(".py"):
         return _interpreter(command[1:])
     if not command:
@@ -211,7 +211,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     """Print how many calls of the program got deltatune's gradients, or why none did.
 
     Args:
-        left_alone: The functions that training depends on and that keep upstream's code.
+        left_alone: The functions with upstream's code on which training depends.
         crashed: Whether the program ended with an error.
     """
     from ..patches import recurrence, whole_rows

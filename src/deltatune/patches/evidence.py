@@ -1,7 +1,7 @@
 """Finds the record that fits the installed function, of any version: by its signature and its check.
 
-A check that was passed is remembered in the cache folder, by the text of the modules that the function computes with,
-of MLX, of deltatune and of the machine. So a second start asks nothing.
+A passed check is remembered in the cache folder, by the text of the function's modules, of MLX, of deltatune and of the
+machine. So a second start asks nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _known: dict[str, str] = {}
 
 @dataclass
 class Fitting:
-    """A record that fits the installed function, with the two functions that it exchanges, and the target's owner."""
+    """A record that fits the installed function, with the two functions to exchange, and the target's owner."""
 
     patch: Patch
     version: str

@@ -1,8 +1,8 @@
 """Replaces functions of other packages as records (`Patch`) describe them, and restores the originals exactly.
 
-Modules that write `from package import function` hold the function itself, so every loaded module that holds it gets
-the replacement. revert() gives the original to every module that holds a replacement. A target that differs from its
-record's expectation is left alone, with a warning.
+Modules with `from package import function` hold the function itself, so every loaded holder gets the replacement.
+revert() gives the original to every module that holds a replacement. A target that differs from its record's
+expectation is left alone, with a warning.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _by_target(patches: Sequence[Patch]) -> dict[str, list[Patch]]:
 
 
 def warn(report: PatchReport) -> None:
-    """Warn (PatchWarning) about everything that a report says is left alone, and layers that are not reached."""
+    """Warn (PatchWarning) about all functions that a report leaves alone, and about unreached layers."""
     for message in [*map(str, report.left_alone), *report.unreached]:
         warnings.warn(message, PatchWarning, stacklevel=4)
 

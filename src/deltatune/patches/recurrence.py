@@ -52,8 +52,8 @@ def reset() -> None:
 def update(upstream: Update) -> Update:
     """Build the replacement of a `gated_delta_update`, with the signature of that version.
 
-    A call that decodes or verifies with a cache of its own goes to the original function. While that runs, calls that
-    it makes to its own (now replaced) name go to the original as well.
+    A call that decodes or verifies with a cache of its own goes to the original function. While it runs, its calls to
+    its own (now replaced) name go to the original as well.
     """
     signature = inspect.signature(upstream)
     place = list(signature.parameters).index("state")

@@ -202,8 +202,8 @@ def _with_gradient_of(
 ) -> mx.array:
     """y, through which the gradient of a mask of floats reaches the mask.
 
-    MLX's function gives that gradient. It is only computed where the mask depends on something that is trained, since
-    MLX computes no gradient that nobody reads.
+    MLX's function gives that gradient. It is only computed where the mask depends on trained parameters, since MLX
+    computes no unread gradient.
     """
     fixed = [mx.stop_gradient(x) for x in arrays if x is not None]
 

@@ -34,7 +34,7 @@ HEADER = (
 
 
 class SelftestRecord:
-    """The results so far. They are written after every check, so that a machine that crashes leaves a file."""
+    """The results so far. They are written after every check, so that a crash of the machine leaves a file."""
 
     def __init__(self, path: Path, quick: bool):
         self.path = path

@@ -1,4 +1,4 @@
-"""Compiles a function that reads arrays of a model, so that an error in it leaves the model as it was."""
+"""Compiles a function that reads arrays of a model; an error in it leaves the model as it was."""
 
 from __future__ import annotations
 

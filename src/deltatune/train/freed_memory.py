@@ -1,4 +1,4 @@
-"""Bounds the memory that MLX keeps of freed arrays during a run, so that no step waits for memory.
+"""Bounds MLX's cache of freed arrays during a run, so that no step waits for memory.
 
 MLX keeps the memory of a freed array for the next one of its size. A step that finds none has to ask the driver, which
 takes a third of a step's time where everything is asked for again (docs/decisions/nvidia-step.md). A step of another

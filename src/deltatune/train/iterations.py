@@ -1,6 +1,6 @@
 """The iterations of a run, one after another, and the evaluations, samples, reports and saves between them.
 
-Their order depends only on the saved state, so that a run that is killed anywhere continues to the same bits.
+Their order depends only on the saved state, so that a run killed anywhere continues to the same bits.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Return a line on each table with rows for new tokens, or one that says that none were needed."""
+    """Return a line on each table with rows for new tokens, or one that none were needed."""
     lines = [
         f"New rows: {table.end - table.first:,} in {path}, for the token ids from {table.first:,}; they start "
         "at the mean of the old rows, and train whole."

@@ -78,7 +78,7 @@ class StepMachine(NamedTuple):
     Attributes:
         launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
             then one of several that an operation computes together.
-        feature_bytes: The main memory that the features of images may take that a frozen vision tower has seen.
+        feature_bytes: The limit of cached features of a frozen vision tower, in bytes of main memory.
     """
 
     launcher: Launcher | None = None
@@ -152,7 +152,7 @@ class Step:
         return self.bundles.join(separate, self._joined[0])
 
     def settle(self) -> None:
-        """Compute the parameters that are parts of bundles, which a step leaves lazy, in the thread that calls this.
+        """Compute parameters in bundles, which a step leaves lazy, in the calling thread.
 
         Left lazy, they belong to the main thread's queue, and computing them would wait for everything queued there.
         """

@@ -48,7 +48,7 @@ def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
 
     Args:
         operator: The operator.
-        call: The arguments of the call that decide, of the class that the operator's candidates take.
+        call: The deciding arguments of the call, of the class that the operator's candidates take.
 
     Raises:
         UserError: The variable forces an implementation that does not support the call or fails its check.
@@ -109,7 +109,7 @@ def _may_pass(operator: Operator, name: str, candidate: Candidate) -> bool:
 
 @dataclass(frozen=True)
 class _Serving:
-    """The implementations that support a call and pass their checks, the names of those that fail, and why not."""
+    """The implementations that support a call and pass their checks, and the names and reasons of the others."""
 
     right: dict[str, Candidate]
     refused: list[str]

@@ -35,7 +35,7 @@ _SIGMOID_BLOCKS = ("KimiK3SparseMoE", "BailingSparseMoE")
 
 
 class DeferredExperts:
-    """Outputs of experts [..., k, D] that are not computed yet, so that scores and the sum over k can join them.
+    """Lazy outputs of experts [..., k, D], so that scores and the sum over k can join them.
 
     `(deferred * scores[..., None]).sum(axis=-2)` computes everything at once. Any other use first computes the outputs
     and continues with that array. Functions of MLX, and operators with an array on their left, do not accept it;
@@ -114,7 +114,7 @@ def has_routers(model: nn.Module) -> bool:
 
 @contextmanager
 def _listening_to_gate(block: Any) -> Iterator[list[mx.array]]:
-    """Within the context, the logits that the block's gate computes are appended to the list that this yields."""
+    """Within the context, the logits of the block's gate are appended to the yielded list."""
     gate, heard = block.gate, []
 
     def listening(x: mx.array) -> Any:

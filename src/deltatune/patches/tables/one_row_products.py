@@ -1,4 +1,4 @@
-"""Replaces MLX's products so that no product of one row reaches a BLAS that computes such products wrong.
+"""Replaces MLX's products so that no product of one row reaches a BLAS with this fault.
 
 The patches are applied only on a CPU with a BLAS that fails the probe of machine/blas_fault.py. They pad every
 dimension of 1 to 2 with zeros, so that neither a product nor the products of its gradient have one row. MLX's own

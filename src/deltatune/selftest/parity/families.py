@@ -33,8 +33,8 @@ class Family:
         embedding_deviation: The standard deviation of embeddings.
         learning_rate: The learning rate of every step.
         not_adapted: Names of modules without an adapter.
-        draw: Which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
-            token has two experts with almost equal scores.
+        draw: Which of the seeded checkpoints to use; it was chosen for well-conditioned training, in which no token has
+            two experts with almost equal scores.
     """
 
     model_type: str

@@ -22,7 +22,7 @@ class Room(Protocol):
     size: int
 
     def write(self, x: mx.array) -> mx.array:
-        """Copy an array into the room; return an array that is computed when that is done."""
+        """Copy an array into the room; return an array that is computed after the copy."""
 
     def read(self) -> mx.array:
         """Return the array that was written, computed from the room."""
@@ -66,7 +66,7 @@ class InputsOnHost:
     being copied. The host's memory is taken at the first step, and used again until close().
 
     Args:
-        disk: Counts the bytes that are copied back, and the time that the passes wait for them.
+        disk: Counts the bytes copied back, and the passes' time of waiting for them.
         room: Takes the host's memory for an array of so many bytes. MemoryError if there is none.
     """
 

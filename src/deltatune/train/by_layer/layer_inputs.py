@@ -71,7 +71,7 @@ class InputsOnDisk:
 
     Args:
         folder: The folder for the files. It is made when it is first needed, and close() removes it.
-        disk: Counts the bytes that are read, and the time that the passes wait for reading and writing.
+        disk: Counts the bytes read, and the passes' time of waiting for reads and writes.
     """
 
     def __init__(self, folder: Path, disk: DiskTime):

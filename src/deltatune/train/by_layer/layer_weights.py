@@ -83,8 +83,8 @@ class LayerWeights:
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
         """Yield the arrays of the layers in `order`, as array_places() lists them.
 
-        While a layer is in use, the next one is read that does not stay in memory. The last layer that was read is
-        kept, so that a pass in the opposite order begins with it.
+        While a layer is in use, the next one is read that does not stay in memory. The layer read last is kept, so that
+        a pass in the opposite order begins with it.
 
         Raises:
             UnreadableWeightsError: The files have changed, or cannot be read.

@@ -151,7 +151,7 @@ def refusal(what: str, saved: str) -> UserError:
 
 
 def trained_is_finite(model: nn.Module) -> bool:
-    """Whether all that the model trains is finite, so that it is worth saving."""
+    """Whether all trained parameters are finite and so worth saving."""
     return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))
 
 

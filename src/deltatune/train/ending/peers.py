@@ -1,4 +1,4 @@
-"""Notices that a rank has died, so that the other ranks do not wait for it forever.
+"""Notices the death of a rank, so that the other ranks do not wait for it forever.
 
 A message between ranks waits inside MLX until every rank sends its part. So every two ranks hold one TCP
 connection of their own, beside those of the backend, which is silent while both live. The operating system closes it
@@ -94,7 +94,7 @@ class Peers:
             return sorted(self._dead)
 
     def in_order(self) -> None:
-        """Declare that every rank is about to end with the same error, so that none is taken for dead."""
+        """Declare that every rank is about to end with the same error, and none is dead."""
         self._orderly = True
 
     def wait_for_end(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class Peers:
         return listeners
 
     def _call(self, rank: int, listener: tuple[int, int, list[str]]) -> None:
-        """Connect to a lower rank; its answer shows that no other program listens at that address and port."""
+        """Connect to a lower rank; its answer shows that no other program listens there."""
         secret, port, addresses = listener
         for address in addresses:
             with contextlib.suppress(OSError), contextlib.ExitStack() as stack:

@@ -37,7 +37,7 @@ MOST_TRAINED = 2**28
 
 
 class _Started(NamedTuple):
-    """A micro-batch that was started early, or the error that starting it met."""
+    """A micro-batch that was started early, or the error of its start."""
 
     batch: Batch
     results: MicroBatch | None
@@ -132,7 +132,7 @@ class EarlyEngine(Engine):
             self._started = _Started(batch, None, error)
 
     def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
-        """Launch the update that is given, and the micro-batch that was started."""
+        """Launch this update, and the started micro-batch."""
         started = self._started
         results = [] if started is None else [started.results, self.step.random]
         try:

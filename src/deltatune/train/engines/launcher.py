@@ -24,9 +24,9 @@ PATIENCE = 5.0
 class Launcher:
     """Evaluates trees of arrays one after another in another thread, until the `with` block ends.
 
-    The main thread may build on arrays that are being evaluated, but must not evaluate anything that was made on
-    `stream` before settle() has returned. Nor may it give up an array that MLX computes together with others, as one of
-    several results of an operation, while that is being evaluated.
+    The main thread may build on arrays under evaluation, but must not evaluate arrays of `stream` before settle() has
+    returned. Nor may it give up an array that is one of several results of an operation, while that operation is
+    evaluated.
 
     Attributes:
         stream: The stream on which everything is made that is launched here.

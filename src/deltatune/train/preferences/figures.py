@@ -1,4 +1,4 @@
-"""Turns the sums that a preference loss reports into the figures that people watch, under TRL's names."""
+"""Turns the sums of a preference loss into the figures that people watch, under TRL's names."""
 
 from __future__ import annotations
 

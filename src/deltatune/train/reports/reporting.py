@@ -37,7 +37,7 @@ class Reporting:
         outputs: The files of the run.
         screen: Where progress is printed.
         main: Whether this is rank 0.
-        on_host: The bytes that MLX counts as its own and that are not in the device's memory.
+        on_host: The bytes that MLX counts as its own, but are outside the device's memory.
 
     Attributes:
         about: The description of the run, by name, for its report; Trainer.run sets it.
@@ -81,7 +81,7 @@ class Reporting:
     def close(self, progress: Progress) -> None:
         """Close the files and services from open(), each whether or not another one fails to close, and remove the bar.
 
-        A report that still says that the run goes on is written once more.
+        A report of a running run is written once more.
         """
         with contextlib.ExitStack() as stack:
             if self._running:

@@ -206,7 +206,7 @@ def panel(title: str, facts: Sequence[Fact], width: int, plain: bool = False) ->
 
 
 def gauge(share: float, plain: bool = False) -> Text:
-    """Return a bar that shows a share of a whole, in the colour of how near that is to all of it."""
+    """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
     full, empty = ("#", "-") if plain else ("━", "─")
     style = "green" if share < 0.8 else "yellow" if share <= 1 else "red"

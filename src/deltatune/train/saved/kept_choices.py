@@ -28,8 +28,8 @@ def keeping(config: TrainConfig) -> Iterator[Rankings]:
 def agree(chosen: Rankings, world: World) -> None:
     """Give every rank the choices of rank 0. Waits for every rank.
 
-    Ranks meet the classes that are still to come at different moments, so that they cannot agree on times for those:
-    there the order of preference decides.
+    Ranks meet later classes at different moments, so they cannot agree on times for those: there the order of
+    preference decides.
     """
     if world.size == 1:
         return
