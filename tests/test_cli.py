@@ -302,7 +302,7 @@ def test_the_console_script_and_the_module_are_the_same(tmp_path):
 
 
 @pytest.mark.bad_input("a YAML file with several mistakes")
-def test_all_mistakes_of_a_yaml_file_are_told_at_once(run, tmp_path):
+def test_all_mistakes_of_a_yaml_file_are_reported_at_once(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("itres: 3\nbatch_size: 0\nlora_parameters: {rnak: 2, scale: -1}\nbatchsize: null\n")
     code, out, err = run("train", "-c", file)

@@ -1,8 +1,8 @@
 """Every private name of mlx, mlx-lm, mlx-vlm and transformers that deltatune uses, with the fallback where it is gone.
 
-A private name may be renamed by any release. So each stands here alone, with a probe that `deltatune doctor` prints and
-a way to go on without it that is slower or plainer. Names of functions that patches replace, or of attributes that a
-replacement reads, need no way of their own: the patch's evidence leaves the function as it is, and says so.
+A private name may be renamed by any release. So each stands here alone, with a probe for `deltatune doctor` and a
+slower or plainer fallback. Names of replaced functions, or of attributes that a replacement reads, need no fallback of
+their own: the patch's evidence leaves the function as it is, and says so.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def said(pieces):
     return "".join(piece.text for piece in pieces)
 
 
-def test_a_question_is_asked_behind_what_was_said(loaded, asked):
+def test_a_question_is_asked_behind_the_conversation(loaded, asked):
     talk = Dialogue(Inference(loaded), system_prompt="be kind", template_options={"date": "today"})
     assert said(talk.ask("first")) == "one two"
     list(talk.ask("second"))

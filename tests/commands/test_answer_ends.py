@@ -81,7 +81,7 @@ def test_whole_models_name_the_end_token_of_the_tokenizer_and_those_of_the_confi
     assert unwritten_ends(model) == []
 
 
-def test_what_the_template_ends_an_answer_with(base, checkpoint):
+def test_end_of_an_answer_in_the_template(base, checkpoint):
     tokenizer = load(base).tokenizer
     assert missing_end(tokenizer) == "<|im_end|>"
     stopping = ending_answers(tokenizer)

@@ -138,7 +138,7 @@ def test_a_template_in_chat_template_json_alone(tiny_checkpoint, tmp_path):
     assert (model / "chat_template.json").is_file()
 
 
-def test_a_row_is_written_with_the_thinking_whose_prompt_begins_it(shown):
+def test_a_row_has_the_thinking_of_the_prompt_that_begins_it(shown):
     """Qwen3.8's prompt with reasoning begins no answer without, and its system message differs."""
     template = (Path(__file__).parents[1] / "data" / "templates" / "qwen3_8.jinja").read_text(encoding="utf-8")
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER | {"reasoning_content": "jumps"}]}]

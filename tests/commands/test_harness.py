@@ -149,7 +149,7 @@ def test_continuations_are_scored_as_the_whole_logits_say(asked):
     assert first[0] > second[0]
 
 
-def test_what_is_too_long_is_cut_at_its_beginning(asked):
+def test_long_context_is_cut_at_its_beginning(asked):
     asked.max_length = 8
     context, continuation = list(range(5, 25)), [30, 31, 32]
     ((score, _),) = asked._loglikelihood_tokens([(None, context, continuation)])
@@ -277,7 +277,7 @@ def test_a_missing_package_is_named_with_its_extra(run, checkpoint, monkeypatch)
 
 
 @pytest.mark.bad_input("`eval --tasks`: data of a task that cannot be loaded, and a task that draws its answers")
-def test_what_a_task_needs_and_cannot_have(stubbed, asked, run, checkpoint):
+def test_task_that_cannot_run_is_refused(stubbed, asked, run, checkpoint):
     def offline(**_):
         raise ConnectionError("no network")
 

@@ -144,7 +144,7 @@ def test_a_token_in_the_middle_of_an_answer(at, yielded, value):
     assert len(list(finite(pieces([-1.0] * 4), [7, 8]))) == 4
 
 
-def test_what_was_trained_is_saved_before_a_validation_loss_that_is_not_finite(run, checkpoint, data, tmp_path):
+def test_training_is_saved_before_a_nonfinite_validation_loss(run, checkpoint, data, tmp_path):
     """Training in float32 goes on; a row of the validation data overflows after the first iterations."""
     folder, train = tmp_path / "data", tmp_path / "out"
     shutil.copytree(data, folder)

@@ -85,7 +85,7 @@ def test_attention_is_counted_too(program):
     assert "1 traced calls of gated_delta_update and 1 of attention got deltatune's gradients" in both
 
 
-def test_a_program_that_is_not_reached_is_told_so(program):
+def test_a_program_without_patched_calls_gets_a_warning(program):
     done = call(program.name, "0", cwd=program.parent)
     assert done.returncode == 0
     assert f"WARNING: {NOT_REACHED}" in done.stderr
@@ -102,7 +102,7 @@ def test_its_traceback_is_its_own(program):
     assert NOT_REACHED not in done.stderr
 
 
-def test_a_program_that_fails_is_not_told_that_no_layer_was_reached(program):
+def test_a_failed_program_gets_no_warning_of_unreached_layers(program):
     done = call("--", str(program), "3", cwd=program.parent)
     assert done.returncode == 3
     assert NOT_REACHED not in done.stderr
@@ -151,7 +151,7 @@ def test_a_module_and_a_console_script(program):
         (["python", "-c", "1"], "give FILE.py or -m MODULE"),
     ],
 )
-def test_what_is_no_python_program_is_refused(command, message):
+def test_program_that_is_no_python_is_refused(command, message):
     with pytest.raises(UserError, match=message):
         run_program(command)
 

@@ -72,7 +72,7 @@ def test_nan_fails():
     assert outcome.compared_with_bounds({"y": float("nan")}, {"y": 1.0}).status == outcome.FAILED
 
 
-def test_what_was_done_is_kept_when_the_machine_stops(monkeypatch):
+def test_finished_checks_survive_an_interrupt(monkeypatch):
     def stop():
         raise KeyboardInterrupt
 

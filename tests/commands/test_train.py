@@ -98,7 +98,7 @@ def test_flags_of_the_adapters_win_over_the_file(tmp_path, file, flags, expected
         ("an unknown key whose value is null", "learning_rat: null", [], "unknown key 'learning_rat' (did you mean"),
     ],
 )
-def test_what_says_two_things_is_refused(run, tmp_path, what, file, flags, message):
+def test_contradicting_options_are_refused(run, tmp_path, what, file, flags, message):
     (tmp_path / "c.yaml").write_text(file)
     code, _, err = run("train", "-c", tmp_path / "c.yaml", *flags)
     assert (code, err.count("\n")) == (2, 1)

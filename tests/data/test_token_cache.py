@@ -43,7 +43,7 @@ def same(left, right) -> bool:
     return True
 
 
-def test_the_second_start_reads_what_the_first_kept(tokenizers, folder, encoded, tmp_path):
+def test_the_second_start_reads_the_kept_tokens(tokenizers, folder, encoded, tmp_path):
     tokenizer = tokenizers("thinking")
     config = folder(train=ROWS)
     first = load_datasets(config, tokenizer)

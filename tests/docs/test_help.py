@@ -371,7 +371,7 @@ def shown_by(name: str) -> str:
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
-def test_every_option_is_shown_to_do_what_its_help_says():
+def test_every_option_does_as_its_help_states():
     """An option whose help is a sentence of TABLE, or that is named with a test in ELSEWHERE; none is in neither."""
     left = []
     for command, parser in docs_pages.commands().items():

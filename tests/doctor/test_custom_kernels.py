@@ -78,7 +78,7 @@ def test_the_kimi_towers_table_of_positions_has_no_gradient():
 
 
 @with_mlx_vlm
-def test_a_model_whose_backward_upstream_refuses_is_one_message():
+def test_refused_backward_of_upstream_is_one_message():
     with pytest.raises(UserError, match=r"glm5_next: this layer cannot be trained: .* VJP with respect to indices"):
         sweep(other_towers.build("glm5_next"))
 

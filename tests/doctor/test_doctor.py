@@ -120,7 +120,7 @@ def test_json_has_everything(capsys):
     assert "mlx_lm.models.qwen3_5" in holders
 
 
-def test_a_private_name_that_is_gone_is_named_with_what_is_done_without_it(monkeypatch, doctor):
+def test_a_missing_private_name_is_named_with_its_fallback(monkeypatch, doctor):
     gone = dataclasses.replace(upstream.NAMES[0], present=lambda: False)
     monkeypatch.setattr(upstream, "NAMES", (gone, *upstream.NAMES[1:]))
     monkeypatch.setattr(examination.ArrayLayout, "measured", unreadable)

@@ -56,7 +56,7 @@ MESSAGES = "messages"
 
 
 @pytest.mark.parametrize("options", [None, {"enable_thinking": False}], ids=["chatml", "thinking off"])
-def test_ollama_writes_what_the_template_writes(tokenizer, options):
+def test_ollama_writes_the_text_of_the_template(tokenizer, options):
     tokenizer.chat_template = CHATML
     found, differing = turns(tokenizer, options)
     assert differing == []

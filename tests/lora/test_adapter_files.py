@@ -99,7 +99,7 @@ def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, 
 @pytest.mark.parametrize("keys", [None, ["mlp.down_proj", "linear_attn.out_proj", "mlp.switch_mlp.up_proj"]])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_deltatune_loads_what_mlx_lm_saved(tiny_checkpoint, tmp_path, family, kind, keys):
+def test_deltatune_loads_adapters_of_mlx_lm(tiny_checkpoint, tmp_path, family, kind, keys):
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     if kind == "dora" and family == "qwen3_5_moe":
@@ -302,7 +302,7 @@ def test_loading_restores_the_classes_of_the_adapters(tiny_checkpoint, tmp_path)
         ("dora", {}, "says fine_tune_type 'dora', and the adapters of this run have fine_tune_type 'lora'"),
     ],
 )
-def test_a_saved_file_is_compared_with_what_its_config_says(tiny_checkpoint, tmp_path, kind, options, said):
+def test_a_saved_file_is_compared_with_its_config(tiny_checkpoint, tmp_path, kind, options, said):
     path = tiny_checkpoint("qwen3_5")
     saved, own = load_model(path)[0], load_model(path)[0]
     convert_to_lora(saved, LoraConfig(**options), fine_tune_type=kind)

@@ -94,7 +94,7 @@ def test_several_experts_for_each_token():
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])
-def test_many_unsorted_rows_give_what_few_give(packing):
+def test_many_unsorted_rows_equal_few(packing):
     """Rows are sorted by expert from 64 indices on, with the same values and gradients as fewer, unsorted rows."""
     adapter = adapted(packing)
     indices = mx.random.randint(0, EXPERTS, (3, 20, 2))

@@ -207,7 +207,7 @@ def test_module_that_takes_no_new_rows_is_refused(tiny_checkpoint, path, words):
         add_rows(model, {path: 1})
 
 
-def test_a_table_whose_weight_is_read_directly_is_refused(tiny_checkpoint, monkeypatch):
+def test_a_table_with_a_directly_read_weight_is_refused(tiny_checkpoint, monkeypatch):
     model, _ = load_model(tiny_checkpoint("qwen3"))
     upstream = type(model.model)
 

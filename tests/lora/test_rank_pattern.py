@@ -78,7 +78,7 @@ def test_scales_of_two_ranks(tiny_model, options, scales):
     assert {adapter.rank: adapter.scale for adapter in adapters(model).values()} == scales
 
 
-def test_gradients_are_those_of_one_rank_whose_last_rows_are_zero(saved):
+def test_gradients_equal_those_of_one_rank_with_zero_rows(saved):
     """Such adapters are what is saved; mlx-lm loads them with one rank."""
     path, folder, model = saved
     padded = mlx_lm.utils.load(str(path), adapter_path=str(folder))[0]
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_one_rank_whose_last_rows_are_zero(saved):
         assert mx.any(gradient != 0), name
 
 
-def test_mlx_lm_and_deltatune_load_what_is_saved(saved):
+def test_mlx_lm_and_deltatune_load_the_saved_adapter(saved):
     path, folder, model = saved
     expected = model(TOKENS)
     theirs = mlx_lm.utils.load(str(path), adapter_path=str(folder))[0]
@@ -185,7 +185,7 @@ def test_a_module_that_mlx_lm_adapts_itself_keeps_the_highest_rank(tiny_model):
         convert_to_lora(model, LoraConfig(rank=4, rank_pattern={"q_proj": 2}))
 
 
-def test_a_merged_checkpoint_computes_what_the_adapted_model_does(saved, tmp_path):
+def test_a_merged_checkpoint_equals_the_adapted_model(saved, tmp_path):
     path, folder, model = saved
     merge_checkpoint(path, folder, tmp_path / "merged")
     merged = load_model(tmp_path / "merged")[0]

@@ -85,7 +85,7 @@ def test_default_is_every_linear_and_expert_of_the_layers_as_in_mlx_lm(tiny_mode
     assert all(isinstance(reason, str) for reason in found.skipped.values())
 
 
-def test_modules_whose_owner_reads_the_weight_are_reported(tiny_model):
+def test_modules_with_a_directly_read_weight_are_reported(tiny_model):
     skipped = select(tiny_model("kimi_k3"), LoraConfig()).skipped
     prefix = "language_model.model.layers.3"
     assert "weight is read directly by its owner" in skipped[f"{prefix}.self_attention_res_proj"]
@@ -259,7 +259,7 @@ class ReadsOneClass(nn.Module):
         return x @ self.read.weight.T
 
 
-def test_a_module_whose_weight_is_read_after_a_test_of_its_class_takes_an_adapter():
+def test_a_weight_read_after_a_test_of_the_class_takes_an_adapter():
     model = ReadsOneClass()
     before = dict(model)
     assert directly_read(model, {"tested": model.tested, "read": model.read}) == {"read": "weight"}

@@ -32,7 +32,7 @@ def multiply(reads_output=lambda rows, b, old: False):
     return sgemm
 
 
-def test_a_blas_that_ignores_what_it_overwrites_passes():
+def test_a_blas_that_ignores_its_outputs_memory_passes():
     found = blas_fault.examine(multiply(), "good")
     assert (found.wrong, found.faulty, found.two_rows_work) == ((), False, True)
     assert "good computes products of one row correctly" in str(found)
@@ -72,7 +72,7 @@ def test_the_blas_here_is_found_and_right():
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Linux binds OpenBLAS")
-def test_the_probe_follows_what_mlx_is_bound_to():
+def test_the_probe_calls_the_sgemm_that_mlx_is_bound_to():
     """The probe must test OpenBLAS if blas.py has bound it, else the library that the wheel brings."""
     code = (
         "import json, deltatune; from deltatune.machine import blas, blas_fault\n"

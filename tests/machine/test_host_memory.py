@@ -48,7 +48,7 @@ def test_free_host_memory_in_a_container(system, version, limit, expected):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_container_bounds_what_a_plan_plans_for(system, version, monkeypatch):
+def test_a_container_bounds_the_memory_of_a_plan(system, version, monkeypatch):
     _, cgroups = system(GIB, 64 * 2**20, used=5, version=version)
     assert container.container(cgroups) == (64 * 2**20, 64 * 2**20 - 5)
     monkeypatch.setattr(device_limits, "container", lambda: container.container(cgroups))
@@ -90,7 +90,7 @@ class Card:
 @pytest.mark.parametrize(
     "refused", ["", "cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"]
 )
-def test_a_plan_for_cuda_counts_what_is_free(monkeypatch, refused):
+def test_a_plan_for_cuda_counts_free_memory(monkeypatch, refused):
     """Another program, or a screen, has the rest of the card; what this process has taken serves the run."""
     card = Card(refused)
     monkeypatch.setattr(nvidia, "_driver", lambda: card)

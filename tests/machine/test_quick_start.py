@@ -62,7 +62,7 @@ def test_one_model_is_read_anew_and_so_are_all_in_another_version(tmp_path):
     assert asked == [(str(tmp_path / "models"), None), (str(tmp_path / "models" / "bert"), "bert")] * 2
 
 
-def test_a_launcher_waits_for_what_is_printed_alone():
+def test_a_launcher_waits_only_for_output():
     launcher = SimpleNamespace()
     quick_start.wait(launcher)
     reads, writes = os.pipe()

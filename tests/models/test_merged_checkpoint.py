@@ -53,7 +53,7 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_model_computes_what_the_adapted_one_does(tiny_checkpoint, tmp_path, family, kind):
+def test_a_merged_model_equals_the_adapted_one(tiny_checkpoint, tmp_path, family, kind):
     base = tiny_checkpoint(family)
     adapted = adapt(base, tmp_path / "adapter", kind)
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
@@ -120,7 +120,7 @@ def save_sharded(folder: Path, tensors: dict[str, mx.array], shards: int = 3) ->
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-def test_hugging_face_checkpoint_keeps_its_format_and_what_text_models_drop(tiny_checkpoint, tmp_path, kind):
+def test_hugging_face_checkpoint_keeps_its_format_and_unloaded_tensors(tiny_checkpoint, tmp_path, kind):
     original = tiny_checkpoint("qwen3_5_moe")
     base = Path(shutil.copytree(original, tmp_path / "base"))
     stored = hugging_face_names(mx.load(str(original / "model.safetensors")))

@@ -104,7 +104,7 @@ end:                                              ; preds = %loop, %entry
     assert registers.live_floats(lowered) == 6
 
 
-def test_the_page_on_apple_gpus_is_what_its_script_writes():
+def test_the_page_on_apple_gpus_equals_its_scripts_output():
     """Of the page, the digest of what it was made from is compared: to make it again takes half a minute."""
     made_from = f"<!-- made from {metal_kernels.made_from()} -->"
     assert metal_kernels.PAGE.read_text(encoding="utf-8").endswith(made_from + "\n"), "run scripts/metal_kernels.py"

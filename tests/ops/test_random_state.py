@@ -35,7 +35,7 @@ def test_every_function_of_mlx_that_draws_is_served():
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_from_a_key_is_what_mlx_draws_after_the_seed_of_that_key(name):
+def test_a_draw_from_a_key_equals_mlx_after_the_same_seed(name):
     """So runs of versions that set MLX's own state continue with the same numbers."""
 
     def draws():

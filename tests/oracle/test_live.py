@@ -35,7 +35,7 @@ def test_training_gives_the_losses_and_adapters_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_still_gives_what_was_recorded(name):
+def test_transformers_still_gives_the_recorded_numbers(name):
     run = reference(name)
     recorded = recording.read(name)
     assert run.config == recorded.config | {"transformers_version": run.config["transformers_version"]}

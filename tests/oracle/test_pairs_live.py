@@ -37,7 +37,7 @@ def test_training_gives_the_losses_and_adapters_of_trl(name):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_trl_still_gives_what_was_recorded(name):
+def test_trl_still_gives_the_recorded_numbers(name):
     run = reference(name)
     recorded = recording.read(f"pairs/{name}")
     assert run.targets == recorded.targets

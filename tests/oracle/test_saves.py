@@ -163,7 +163,7 @@ DECAY = {"betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.3}
         ("text kimi_linear", True),
     ],
 )
-def test_weight_decay_takes_what_the_trainer_of_transformers_takes(kind, whole, tmp_path):
+def test_weight_decay_takes_the_parameters_of_transformers_trainer(kind, whole, tmp_path):
     """And A_log is left out, which transformers' rule of names forgets."""
     import torch
     import transformers

@@ -36,7 +36,7 @@ def test_training_gives_the_losses_and_adapters_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_still_gives_what_was_recorded(name):
+def test_transformers_still_gives_the_recorded_numbers(name):
     run = reference(name)
     recorded = recording.read(f"vision/{name}")
     assert run.targets == recorded.targets

@@ -162,7 +162,7 @@ def without_weights(checkpoint, folder):
     return folder
 
 
-def test_a_run_whose_results_depend_on_a_refused_function_ends_before_weights_are_read(unread, tmp_path, changed):
+def test_a_run_that_depends_on_a_refused_function_ends_before_weights_are_read(unread, tmp_path, changed):
     commands = [words_of(command, unread, tmp_path) for command in ("train", "eval", "plan")]
     for done in called_elsewhere(*commands, PYTHONPATH=changed, DELTATUNE_CACHE=str(tmp_path / "cache")):
         assert done.returncode == 2, done
@@ -224,7 +224,7 @@ def test_unchanged_code_of_mlx_vlm_under_a_new_version_is_served_wholly(tiny_vis
     assert int(new) >= 3
 
 
-def test_what_answers_depend_on_is_refused_before_weights_are_read(tiny_vision_checkpoint, pictures, tmp_path):
+def test_changed_upstream_is_refused_before_weights_are_read(tiny_vision_checkpoint, pictures, tmp_path):
     path = stand_in(tmp_path / "new", "0.99.0", {"qwen3_vl_moe/vision": GELU}, name="mlx_vlm")
     model = without_weights(tiny_vision_checkpoint("qwen3_vl_moe"), tmp_path / "model")
     flags = ("--model", model, "--prompt", "what", "--image", pictures / "red.png", "--max-tokens", 1)

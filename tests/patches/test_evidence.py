@@ -57,7 +57,7 @@ def test_of_several_records_that_no_version_chooses_the_evidence_does(acme):
     assert patch.apply([wrong, right]).applied[0].patch is right
 
 
-def test_what_one_record_was_found_to_be_says_nothing_of_another(acme):
+def test_outcome_of_one_record_does_not_count_for_another(acme):
     acme("acme.ops")
     patch.apply([RECORD])
     patch.revert()
@@ -65,7 +65,7 @@ def test_what_one_record_was_found_to_be_says_nothing_of_another(acme):
     assert [left.why for left in patch.apply([wrong]).left_alone] == ["it differs."]
 
 
-def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
+def test_a_block_leaves_earlier_patches_in_force(acme, monkeypatch):
     monkeypatch.setattr(patches, "_records", lambda: (RECORD,))
     one = acme("acme.one")
     patches.apply()
@@ -79,7 +79,7 @@ def test_a_block_leaves_in_force_what_was_applied_before_it(acme, monkeypatch):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
-def test_a_refusal_leaves_in_force_what_was_before_it(acme, monkeypatch, before):
+def test_a_refusal_leaves_earlier_patches_in_force(acme, monkeypatch, before):
     def refuse(*_):
         raise UserError("a layer is not served")
 
@@ -94,7 +94,7 @@ def test_a_refusal_leaves_in_force_what_was_before_it(acme, monkeypatch, before)
     patches.revert()
 
 
-def test_what_upstream_has_mended_is_silent(acme):
+def test_mended_upstream_is_silent(acme):
     one = acme("acme.one")
     report = patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: SETTLED)])
     assert report.complete
@@ -149,7 +149,7 @@ def test_a_check_is_asked_once_and_again_when_upstreams_text_changes(acme, tmp_p
     assert [starts_anew(), len(asked)] == [1, 3]
 
 
-def test_what_speaks_against_a_replacement_is_not_remembered(acme):
+def test_evidence_against_a_replacement_is_not_remembered(acme):
     found = ["it differs.", None]
     record = dataclasses.replace(RECORD, check=lambda upstream, ours: found.pop(0))
     acme("acme.ops")

@@ -206,7 +206,7 @@ def test_an_import_that_fails_once_is_still_watched(acme, tmp_path):
     ],
     ids=["signature", "function", "class", "attribute", "check"],
 )
-def test_what_a_record_does_not_expect_stays_with_a_warning(acme, change, message):
+def test_unexpected_target_stays_with_a_warning(acme, change, message):
     one = acme("acme.one")
     upstream = one.update
     with pytest.warns(PatchWarning, match=message + ".*Training goes slowly"):
@@ -258,7 +258,7 @@ def test_upstreams_function_gone_everywhere(acme):
     assert not report.applied
 
 
-def test_what_replaced_ours_meanwhile_survives_the_revert(acme):
+def test_foreign_patch_survives_revert(acme):
     ops, one = acme("acme.ops"), acme("acme.one")
     upstream = ops.update
     patch.apply([RECORD])

@@ -49,7 +49,7 @@ def renamed_in(function, old):
         ),
     ],
 )
-def test_a_patch_whose_private_name_is_gone_is_left_alone(module, cls, name, why, monkeypatch):
+def test_a_patch_without_its_private_name_is_left_alone(module, cls, name, why, monkeypatch):
     pytest.importorskip("mlx_vlm")
     owner = getattr(importlib.import_module(module), cls)
     records = [record for record in PATCHES if record.module == module and record.name.startswith(f"{cls}.")]

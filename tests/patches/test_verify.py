@@ -88,7 +88,7 @@ def test_a_run_asks_with_the_rows_of_its_batches(mixture, monkeypatch):
         assert shapes == [(3, 2)]
 
 
-def test_what_the_question_tries_is_foreseen(mixture, monkeypatch):
+def test_trials_of_the_trace_are_foreseen(mixture, monkeypatch):
     looked: list[str] = []
 
     @contextmanager

@@ -91,7 +91,7 @@ def test_a_mask_of_floats_gets_its_gradient(shape):
         assert mx.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_what_deltatune_does_not_take_is_mlxs():
+def test_attention_that_deltatune_refuses_is_mlxs():
     q, k, v = heads()
     with patched(), whole_rows.whole_rows():
         assert attended(q, k, v, stream=mx.cpu).shape == (2, 4, 9, 5)

@@ -64,7 +64,7 @@ def advised(said: str) -> tuple[list[tuple[str, float]], str | None]:
 
 
 @pytest.mark.parametrize(("share", "rank"), [(0.9, None), (0.6, 8), (0.458, 1)])
-def test_typed_as_it_stands_it_saves_what_is_said(needs, words, share, rank):
+def test_advised_flags_save_the_stated_bytes(needs, words, share, rank):
     _, before, _ = needs(10**12, *words)
     limit = share * before
     code, _, said = needs(limit, *words)

@@ -217,7 +217,7 @@ def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkey
     assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_a_state_holds_what_is_computed_again():
+def test_a_state_holds_its_checkpoints():
     progress = state.Progress()
     assert progress.checkpoints is None
     progress.checkpoints = Checkpoints([1, 2], operators=True)
@@ -299,7 +299,7 @@ def test_an_mlx_that_cannot_be_planned_for_checkpoints_all(run, options, monkeyp
     assert state.peek(state.state_path(out)).checkpointed_layers == [0, 1, 2]
 
 
-def test_every_rank_checkpoints_what_the_one_with_least_memory_needs(tiny_model, monkeypatch):
+def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkeypatch):
     model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1, grad_checkpoint="auto")
     prepare(model, config)
     tried = []

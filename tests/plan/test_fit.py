@@ -51,7 +51,7 @@ def test_a_plan_leaves_nothing_of_its_graph(tiny_model):
     assert sum(type(thing) is Node for thing in gc.get_objects()) == 0
 
 
-def test_plan_says_how_much_where_and_what_fits(run, options, limited, monkeypatch):
+def test_plan_shows_the_peak_its_place_and_the_largest_values(run, options, limited, monkeypatch):
     limited(300_000_000)
     monkeypatch.setattr(search, "_PLANS", 3)
     # A busy machine would run out of time, and name larger values by how memory grows.
@@ -152,7 +152,7 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     assert checkpointed.beyond < wider.beyond
 
 
-def test_train_refuses_what_cannot_fit_and_says_what_would(run, options, limited, tmp_path):
+def test_train_refuses_a_run_that_cannot_fit_and_names_one_that_does(run, options, limited, tmp_path):
     out = tmp_path / "adapters"
     arguments = ["train", *options, "--adapter-path", out, "--iters", 1]
     limited(10**12)

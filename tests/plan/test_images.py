@@ -73,7 +73,7 @@ def measured_peak(model, config, rows, length):
 @ON_A_CPU
 @pytest.mark.usefixtures("waiting_queue")
 @pytest.mark.parametrize("parts", ["language", "language,vision,projector"])
-def test_a_plan_is_what_a_step_takes(tiny_vision_model, parts):
+def test_a_plan_equals_the_memory_of_a_step(tiny_vision_model, parts):
     gc.collect()
     before = mx.get_active_memory()
     model, config = tiny_vision_model("qwen3_5"), TrainConfig(num_layers=-1, parts=parts)
@@ -133,7 +133,7 @@ def options(tiny_vision_checkpoint, folder, tmp_path):
     return [part for key, value in chosen.items() for part in (f"--{key}", str(value))]
 
 
-def test_plan_and_train_say_what_images_need(options, monkeypatch, capsys):
+def test_plan_and_train_report_the_memory_of_images(options, monkeypatch, capsys):
     monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, 12_000_000, "a test", "a test"))
     monkeypatch.setattr(search, "_PLANS", 1)
     assert cli.main(["plan", *options]) == 0

@@ -16,7 +16,7 @@ LAYERS = 12
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="other devices hold arrays for as long as their queue is")
 @pytest.mark.usefixtures("waiting_queue")
-def test_the_plan_saves_what_a_step_does(tiny_checkpoint, tmp_path):
+def test_the_plan_offloads_as_many_bytes_as_a_step(tiny_checkpoint, tmp_path):
     """Of the inputs, two are in memory at a time."""
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=LAYERS, hidden_size=128)
     config, given = options(folder, memory=1), blank_batch(2, 256, False)

@@ -79,7 +79,7 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's queue does not wait for each operation")
 @pytest.mark.usefixtures("waiting_queue", "all_on_disk")
 @pytest.mark.parametrize(("tokens", "most"), [(8193, 4), (7000, 4), (4097, 2000)])
-def test_a_long_prompt_takes_what_is_planned(tiny_checkpoint, tokens, most):
+def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     """Its later pieces attend to all keys before them. Measured on two cores: 0.98 to 1.00; planned for one: 1.9 up."""
     shape = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 512}
     loaded = load(tiny_checkpoint("qwen3_5", **shape), lazy=True)
@@ -134,7 +134,7 @@ def all_on_disk(monkeypatch):
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's queue does not wait for each operation")
 @pytest.mark.usefixtures("waiting_queue", "all_on_disk")
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_run_takes_what_is_planned(tiny_checkpoint, rows, tmp_path, monkeypatch, name):
+def test_a_run_takes_its_planned_memory(tiny_checkpoint, rows, tmp_path, monkeypatch, name):
     """Measured on two cores: 0.98 to 1.03. MLX frees the inputs of an operation late, which are 5 % at most here."""
     family, shape, quantize = SHAPES[name]
     model = tiny_checkpoint(family, quantize=quantize, num_hidden_layers=3, full_attention_interval=2, **shape)

@@ -237,7 +237,7 @@ def test_two_ranks_train_as_one():
     assert training.two_ranks().status == PASSED
 
 
-def test_what_is_wrong_gets_no_time(monkeypatch):
+def test_wrong_implementation_gets_no_time(monkeypatch):
     kept: list[times.Timing] = []
     double = lambda *given, **options: tuple(2 * x for x in gated_delta_chunk(*given, **options))  # noqa: E731
     assert times._checked(times.LOOP, double, True, kept).status == NOT_RUN

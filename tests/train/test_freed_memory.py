@@ -161,7 +161,7 @@ def test_on_metal_steps_of_many_shapes_stay_within_the_bound_and_ask_for_nothing
         assert metal.limit == 48
 
 
-def test_on_metal_what_is_kept_counts_among_the_buffers_and_never_ends_a_run(metal):
+def test_on_metal_cached_buffers_count_and_never_end_a_run(metal):
     with FreedMemory() as memory:
         metal.peak = 90
         memory.after_iteration()

@@ -54,7 +54,7 @@ def test_positions_that_depend_on_the_row_s_length_are_found(tiny_model, scaling
 
 
 @pytest.mark.bad_input("a row that is longer than rotary positions of dynamic scaling stay the same")
-def test_train_plan_and_eval_refuse_a_row_whose_positions_depend_on_its_length(tiny_checkpoint, tmp_path):
+def test_rows_with_positions_that_depend_on_their_length_are_refused(tiny_checkpoint, tmp_path):
     scaling = {"type": "dynamic", "factor": 4.0}
     folder = tiny_checkpoint("qwen3", rope_scaling=scaling, max_position_embeddings=64)
     for split in ("train", "test"):

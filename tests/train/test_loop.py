@@ -152,7 +152,7 @@ def test_checkpointing_changes_no_figure(make_trainer, tmp_path, read_metrics):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-def test_the_model_trains_whatever_mode_it_came_in_and_evaluation_gives_it_back(make_trainer, run_with):
+def test_the_model_trains_from_any_mode_and_evaluation_restores_it(make_trainer, run_with):
     trainer = make_trainer(iters=2, steps_per_eval=1)
     trainer.model.eval()
     seen = []
@@ -193,7 +193,7 @@ def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_train
     assert json.loads(mx.load(str(saved), return_metadata=True)[1]["deltatune"])["progress"]["iteration"] == good
 
 
-def test_an_error_of_mlx_saves_what_it_leaves_whole(
+def test_an_error_of_mlx_saves_the_state_that_is_whole(
     make_trainer, tmp_path, read_metrics, monkeypatch, run_with, straight_run
 ):
     """Iteration 4 runs out of memory in the second half of an accumulation; iteration 3 is already reported."""
@@ -319,7 +319,7 @@ def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
         np.testing.assert_array_equal(np.array(leaf)[: len(old)].shape, old.shape)
 
 
-def test_a_mac_whose_default_device_is_the_cpu_wires_no_memory(make_trainer, monkeypatch):
+def test_a_mac_that_computes_on_the_cpu_wires_no_memory(make_trainer, monkeypatch):
     """There, mx.device_info() has the name and the architecture alone."""
     wired, trainer = [], make_trainer(iters=1)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Lets a model answer: one prompt, or each question of a conversation, with what was said before it."""
+"""Lets a model answer: one prompt, or each question of a conversation, behind the messages before it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate(
         system_prompt: A system message before it.
         max_tokens: The largest number of tokens in an answer, 1 or more.
         temp: The temperature; 0 always takes the likeliest token.
-        top_p: Only the likeliest tokens whose probabilities add up to this are drawn from.
+        top_p: Only the likeliest tokens with this sum of probabilities are drawn from.
         min_p: Only tokens at least this likely, relative to the likeliest, are drawn from.
         top_k: Only this many of the likeliest tokens are drawn from; 0 means all.
         template_options: Variables of the chat template, such as {"enable_thinking": False}.
@@ -73,7 +73,7 @@ def generate(
 
 
 class Dialogue:
-    """A conversation with a model: each question is asked behind all that was said before.
+    """A conversation with a model: each question is asked behind all messages before it.
 
     Args:
         inference: Gives the answers.
@@ -109,7 +109,7 @@ class Dialogue:
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> Generator[Any, None, None]:
-        """Ask a question; what was generated of the answer when the iterator ends or is closed belongs to the history.
+        """Ask a question; the part of the answer when the iterator ends or is closed belongs to the history.
 
         Yields:
             mlx-lm's responses, as models.generate.stream does.
@@ -142,7 +142,7 @@ class Dialogue:
         return tokens
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self.messages = []
 
 

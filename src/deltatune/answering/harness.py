@@ -31,8 +31,7 @@ class HarnessModel(TemplateLM):
 
     Args:
         session: The model.
-        batch_size: The number of texts that are scored at once, and of prompts that are answered at once where layers
-            read their weights.
+        batch_size: The number of texts scored at once, and of prompts answered at once where layers read their weights.
         max_length: The largest number of tokens that the model reads; earlier ones are cut off.
 
     A likelihood that is not finite ends with a UserError.

@@ -58,7 +58,8 @@ class PlannedWeights(Protocol):
 
 
 class Session(Inference):
-    """A model that answers, scores texts and has a loss; what a bound of memory opens is closed with the session.
+    """A model that answers, scores texts and has a loss; files that a limit of memory opens are closed with the
+    session.
 
     Args:
         loaded: The model; with a bound of memory, loaded lazily and without its adapter.
@@ -156,7 +157,7 @@ class Session(Inference):
             self._stack.enter_context(self._calls.watched())
 
     def _limit(self, memory: int) -> None:
-        """Let MLX wait for queued work above so many bytes, until what was opened is closed."""
+        """Let MLX wait for queued work above so many bytes, until the session closes its files."""
         self._stack.callback(mx.set_memory_limit, mx.set_memory_limit(memory))
 
     def score(self, rows: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int) -> list[Likelihood]:
@@ -242,7 +243,7 @@ def _template_options(options: AnswerOptions) -> dict[str, Any]:
 
 
 def _check_tokens(options: AnswerOptions, loaded: Loaded) -> None:
-    """Refuse tokens that the model does not have, more candidates than it has tokens, and code that nobody knows."""
+    """Refuse tokens beyond the model's, more candidates than it has tokens, and unknown code."""
     with patched(loaded.model, strict=not options.force, uses=(INFERENCE,)):
         pass  # It is refused before anything is generated.
     known = loaded.tokenizer.get_vocab()

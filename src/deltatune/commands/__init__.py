@@ -1,1 +1,1 @@
-"""The commands of `deltatune`. Each has one file, which holds its flags and what it does."""
+"""The commands of `deltatune`. Each has one file, with its flags and its function."""

@@ -96,7 +96,7 @@ class Chat:
         return _HELP + (_COMPARED if self._can_compare else "")
 
     def _read(self) -> str:
-        """Return a question; a pipe, whose reader wants answers alone, gets no prompt."""
+        """Return a question; a pipe gets no prompt, since its reader wants only answers."""
         if sys.stdin is None:
             raise EOFError
         try:
@@ -114,7 +114,7 @@ class Chat:
         return line.strip()
 
     def _obey(self, question: str) -> None:
-        """Do what one of the letters asks for, or answer."""
+        """Obey one of the letters, or answer."""
         if question == "h":
             say(f"{self._help()}.")
         elif question == "r":
@@ -174,7 +174,7 @@ class Chat:
             print(" ...", flush=True)
             return False
         except UserError as error:
-            # What the template refuses costs the question, not the conversation.
+            # A refusal of the template costs the question, not the conversation.
             say(f"deltatune: {error}", sys.stderr)
             return False
         finally:

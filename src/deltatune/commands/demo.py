@@ -1,4 +1,4 @@
-"""`deltatune demo` trains the model that comes with deltatune on the data that comes with it."""
+"""`deltatune demo` trains the bundled model on the bundled data."""
 
 from __future__ import annotations
 

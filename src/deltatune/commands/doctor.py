@@ -1,4 +1,4 @@
-"""`deltatune doctor` examines this machine: what is installed, and whether training computes the right numbers."""
+"""`deltatune doctor` examines this machine: the installed packages, and whether training computes the right numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was examined. The exit code is 1 if training would be wrong here or the model cannot be trained."""
+    """Print the examination. The exit code is 1 if training would be wrong here or the model cannot be trained."""
     startup.leave_torch_out()
     from ..doctor import screen
 

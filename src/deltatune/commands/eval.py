@@ -19,7 +19,7 @@ from .flags import add_adapter, add_options, config_from, flag_names, given_flag
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The options of a run that say what its loss on the test set is.
+# The options of a run on which its loss on the test set depends.
 OPTIONS = (
     "model", "data", "batch_size", "test_batches", "max_seq_length", "overlong", "mask_prompt", "chat_turns",
     "chat_template_config", "pack", "seed", "min_pixels", "max_pixels", "fps", "video_max_frames",
@@ -69,7 +69,7 @@ class TaskOptions:
     """The options of `eval` for tasks of lm-eval, under the names that `lm_eval` gives them.
 
     Raises:
-        UserError: an option has a value that it may not have, or has no meaning without `tasks`.
+        UserError: An option has a value that it may not have, or has no meaning without `tasks`.
     """
 
     tasks: str | None = None
@@ -87,9 +87,9 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
     """Print and return a model's figures on tasks of lm-eval, by task.
 
     Args:
-        config: options of a run, of which the model, batch_size and max_seq_length matter here.
-        options: the tasks, and how they are put.
-        adapter_path: the folder of an adapter to put on the model, or None for the model alone.
+        config: Options of a run, of which the model, batch_size and max_seq_length matter here.
+        options: The tasks, and how they are put.
+        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
 
     Raises:
         UserError: lm-eval is not installed, does not know a task, or cannot load its data.

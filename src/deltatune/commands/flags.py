@@ -37,7 +37,7 @@ def _template_variables(text: str) -> dict[str, Any]:
 
 
 def _ranks(text: str) -> Any:
-    """Return what a JSON text holds, which is checked as a file's value is."""
+    """Return the value of a JSON text, which is checked as a file's value is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -45,7 +45,7 @@ def _ranks(text: str) -> Any:
 
 
 def _switch(text: str) -> bool | str:
-    """Return what the text of a switch says, or the text itself where it is another word."""
+    """Return the value of a switch's text, or the text itself where it is another word."""
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -98,7 +98,7 @@ def size(text: str) -> int:
     return count
 
 
-# The options whose flags take something else than their type says.
+# The options with flags that take another form than their type's.
 _CONVERT = {
     "chat_template_config": _template_variables,
     "rank_pattern": _ranks,
@@ -148,7 +148,7 @@ def add_options(
     Args:
         parser: The parser of a command.
         names: The fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
-        of_adapter: Those of them whose default is the value with which an adapter was trained.
+        of_adapter: Those of them with an adapter's training value as their default.
     """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
@@ -290,7 +290,7 @@ def flag_names(cls: type, flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:
-    """Of two options that say the same thing, drop from the file the one that a flag overrides; UserError for both."""
+    """Of two options for the same thing, drop from the file the one that a flag overrides; UserError for both."""
     for values, one, other in ((in_file, first, second), (on_line, f"--{first}", f"--{second}")):
         if values.get(first) is not None and values.get(second) is not None:
             where = f"{source}: " if values is in_file else ""

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _true_or_false(text: str) -> bool:
-    """Return what the words of mlx_lm.generate say, and refuse others, which it takes for true."""
+    """Return the values of mlx_lm.generate's words, and refuse others, which it takes for true."""
     try:
         return {"true": True, "t": True, "false": False, "f": False}[text.lower()]
     except KeyError:

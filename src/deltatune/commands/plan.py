@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bounded(config: TrainConfig) -> int:
-    """Print where the weights of a run are whose memory is bounded; the exit code is 1 if the bound is too low."""
+    """Print where the weights of a run with --memory are; the exit code is 1 if the limit is too low."""
     from ..plan import placement
     from ..train.setup import ready
 

@@ -56,9 +56,9 @@ def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) 
         The program's exit code.
 
     Raises:
-        UserError: If the command is not a Python program, or the program imports a function that results depend on and
-            that deltatune cannot replace. An exception of the program passes through; Python then shows
-            its traceback without deltatune's own frames.
+        UserError: If the command is not a Python program, or results depend on a function in it that deltatune cannot
+            replace. An exception of the program passes through; Python then shows its traceback without deltatune's own
+            frames.
 
     Example:
         >>> run_program(["mlx_lm.lora", "--model", "Qwen/Qwen3.5-0.8B", "--train"])
@@ -99,7 +99,7 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
         except SystemExit as exit_:
             code = _exit_code(exit_)
         except UserError:
-            code = 2  # The message says what was refused; it is no crash.
+            code = 2  # The message names the refusal; it is no crash.
             raise
         finally:
             if code != 2:
@@ -116,7 +116,7 @@ def _compile_mode() -> AbstractContextManager[object]:
 
 
 def _program(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the Python program that the command names; UserError where it names none."""
+    """Return a function that runs the command's Python program; UserError where it names none."""
     if command and Path(command[0]).name.startswith("python") and not command[0].endswith(".py"):
         return _interpreter(command[1:])
     if not command:
@@ -133,7 +133,7 @@ def _program(command: list[str]) -> Callable[[], None]:
 
 
 def _interpreter(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs what stands after `python`: FILE.py or -m MODULE."""
+    """Return a function that runs the words after `python`: FILE.py or -m MODULE."""
     if len(command) > 1 and command[0] == "-m":
         if not _is_module(command[1]):
             raise UserError(f"deltatune run: no module named {command[1]!r}; give one of this environment or folder.")
@@ -211,7 +211,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     """Print how many calls of the program got deltatune's gradients, or why none did.
 
     Args:
-        left_alone: The functions that training depends on and that keep upstream's code.
+        left_alone: The functions with upstream's code on which training depends.
         crashed: Whether the program ended with an error.
     """
     from ..patches import recurrence, whole_rows
@@ -245,7 +245,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
 
 
 def _without_our_frames(hook: Callable[..., object]) -> Callable[..., object]:
-    """Return an excepthook whose tracebacks start where the program starts, as if Python had run it directly."""
+    """Return an excepthook with tracebacks that start where the program starts, as if Python had run it directly."""
     skipped = (__file__, runpy.__file__, "<frozen runpy>")
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

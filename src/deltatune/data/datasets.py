@@ -133,7 +133,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
 
 
 def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
-    """Return what rows of these formats have; those of preferences are read under names of their own."""
+    """Return the facts about rows of these formats; those of preferences are read under names of their own."""
     if kinds & {CHOSEN, LABEL}:
         return Facts(pictures=processors is not None)
     return Facts(

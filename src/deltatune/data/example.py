@@ -47,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """The examples of a run. A split that the run does not need, or that does not exist, is empty.
+    """The examples of a run. A split is empty if the run does not need it, or if it does not exist.
 
     Args:
         rule: One sentence that says which tokens count in the loss.

@@ -78,9 +78,9 @@ def prompt_tokens(
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Turn a text that the model is to continue into tokens, without the end that some tokenizers add behind a text.
+    """Turn a text for the model to continue into tokens, without the end that some tokenizers add.
 
-    The token that begins a text is added as the tokenizer does it, but not before a text that is written with it.
+    The token that begins a text is added as the tokenizer does it, unless the text has it already.
 
     Args:
         tokenizer: mlx-lm's wrapper of the tokenizer.

@@ -37,8 +37,8 @@ class ReachedKernel:
         name: The kernel's name.
         caller: The module and the function that call it.
         calls: How often they call it.
-        differentiable: False where the backward pass reaches the kernel itself, so that training fails on the machine
-            that runs it. True where a custom function around it has the gradient, or nothing trains through it.
+        differentiable: False where the backward pass reaches the kernel itself, so that training fails there. True
+            where a custom function around it has the gradient, or nothing trains through it.
     """
 
     name: str

@@ -34,7 +34,7 @@ _LAYOUT = "the description of an mlx.core.array in memory"
 
 @dataclass
 class Patched:
-    """A patch in force: its name, the package and version that it patches, the modules that hold it, and its reason."""
+    """A patch in force: its name, the patched package and version, the modules that hold it, and its reason."""
 
     name: str
     package: str

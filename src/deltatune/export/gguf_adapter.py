@@ -53,7 +53,7 @@ def write_gguf_adapter(
 
 
 def _check_plain(adapter: PeftAdapter) -> None:
-    """Check that the adapter is LoRA on linear layers of the language model, which is all that llama.cpp knows.
+    """Check that the adapter is LoRA on linear layers of the language model: llama.cpp knows no other.
 
     Raises:
         UserError: It has updates of other kinds; the message names them.

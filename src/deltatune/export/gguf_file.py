@@ -107,8 +107,7 @@ def write_gguf(
         command: The command that starts the converter (`converter_command`).
         outtype: The type of the tensors; "auto" keeps half precision.
         ends: The tokens at which generation stops, the one that the file is to name last; none leaves the base's.
-        quantizer: The command that starts llama-quantize (`quantizer_command`), for types that the converter cannot
-            write.
+        quantizer: The command for llama-quantize (`quantizer_command`), for types that the converter cannot write.
 
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.

@@ -1,7 +1,7 @@
 """Writes rows for new tokens as PEFT's `trainable_token_indices`, and reads them back.
 
 Both sides train such rows alone and keep them beside the table: here as rows behind the old ones, in PEFT as values
-that replace the rows of given indices of a table that was resized before.
+that replace the rows of given indices in a resized table.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class _Gathered:
             self.factors[path] = {"lora_a": a, "lora_b": b}
 
     def settle_head(self, where: Path) -> None:
-        """Check that the update of a tied head is that of the embedding, which is the only one that MLX knows.
+        """Check that a tied head and its embedding have one update, since MLX knows no other form.
 
         Raises:
             UserError: The head and the embedding have different updates.

@@ -320,7 +320,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
 def _rebuild(
     model: nn.Module, directory: Path, config: dict[str, Any], tensors: dict[str, mx.array], *, dora: bool
 ) -> dict[str, nn.Module]:
-    """Make the adapters that `tensors` belong to, by path, or refuse tensors that do not fit the model."""
+    """Make the adapters of `tensors`, by path, or refuse tensors that do not fit the model."""
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not isinstance(parameters.get("scale"), int | float):
         raise UserError(f"{directory / CONFIG}: lora_parameters with a number `scale` expected, got {parameters!r}.")

@@ -66,7 +66,7 @@ def convert_to_lora(
         parts: Which parts of a model with images train, any of "language", "vision" and "projector".
 
     Returns:
-        A report that names the modules that train, and those that were chosen but cannot.
+        A report of the trained modules, and of chosen ones that cannot train.
 
     Raises:
         UserError: A pattern, layer, rank or part does not fit the model.
@@ -154,7 +154,7 @@ def _unfreeze_adapter(adapter: nn.Module) -> None:
 
 
 def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
-    """Refuse a rank above all matrices that have it, and adapters that cannot be saved beside those of other ranks."""
+    """Refuse a rank above all of its matrices, and adapters that cannot be saved beside those of other ranks."""
     limits = {path: min(dense_weight(module).shape[-2:]) for path, module in selection.targets.items()}
     most = max(selection.ranks.values())
     for rank in set(selection.ranks.values()):

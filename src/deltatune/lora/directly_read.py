@@ -1,4 +1,4 @@
-"""Finds modules with arrays that their owner reads directly, by watching forward passes that are never evaluated.
+"""Finds modules with arrays that their owner reads directly, by watching lazy forward passes.
 
 An adapter changes the output of a call of a module. An owner that multiplies by `self.proj.weight` itself does not call
 the module and so would bypass the adapter; such a module must not get one. Watching is cheap: MLX is lazy, so a forward

@@ -29,8 +29,8 @@ def with_low_rank(
 ) -> mx.array:
     """Compute base(x) + scale * (x a) b with as few operations as possible, forward and backward.
 
-    The sums are part of products (`add_product`): x reaches the base through the function that computes x a, so
-    that its backward pass adds the update's gradient of x to the base's within a product.
+    The sums are part of products (`add_product`): x reaches the base through the function for x a, so that its backward
+    pass adds the update's gradient of x to the base's within a product.
 
     Args:
         base: Maps [..., in] to [..., out].

@@ -1,4 +1,4 @@
-"""Rows that are added to an embedding and to an output head for new tokens, and that train beside the frozen old rows.
+"""Rows for new tokens in an embedding and an output head, which train beside the frozen old rows.
 
 MLX trains arrays and not parts of arrays, so the new rows are an array of their own, in fp32 as adapters are. The old
 rows keep their array, dense or quantised, until `plain` joins the two.

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files (https://huggingface.co/docs/safetensors).
 
 MLX's own reader and writer do not notice a truncated file or a full disk, and cannot hold types that MLX lacks (8-bit
-floats). Here headers are checked, and tensors of other files are copied byte for byte, so that the tensors of a
-checkpoint that training did not touch survive a merge unchanged.
+floats). Here headers are checked, and tensors of other files are copied byte for byte, so that untrained tensors of a
+checkpoint survive a merge unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes the adapters that read one input together, in a traced training step (ops/products/adapted_products.py).
 
-A layer calls its projections one by one. The first of them that is called computes the outputs of all that read the
-same array. Until the others are called, these outputs are kept beside that array (ops/tracing/known.py).
+A layer calls its projections one by one. The first one called computes the outputs of all that read the same array.
+Until the others are called, these outputs are kept beside that array (ops/tracing/known.py).
 """
 
 from __future__ import annotations

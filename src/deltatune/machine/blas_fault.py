@@ -1,9 +1,9 @@
 """Tests whether the BLAS that MLX calls computes matrix products of one row correctly.
 
-MLX's CPU products give sgemm an output buffer that nobody has initialised, with beta = 0, which means that sgemm must
-not read it. Some versions of Apple's Accelerate read it all the same if M = 1 and B is not aligned to 64 bytes, which
-is where MLX's allocator always puts it. A NaN that an earlier owner of the memory left there then stays in the product
-(mlx issue 3200, pull request 3563). The doctor reports the result, and patches/tables/one_row_products.py acts on it.
+MLX's CPU products give sgemm an uninitialised output buffer with beta = 0, so sgemm must not read it. Some versions of
+Apple's Accelerate read it all the same if M = 1 and B is not aligned to 64 bytes, which is where MLX's allocator always
+puts it. A NaN that an earlier owner of the memory left there then stays in the product (mlx issue 3200, pull request
+3563). The doctor reports the result, and patches/tables/one_row_products.py acts on it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ProbeResult:
     """The result of the probe.
 
     Attributes:
-        library: The file that holds the sgemm that MLX calls; None if no sgemm was found.
+        library: The file of the sgemm that MLX calls; None if no sgemm was found.
         wrong: The names of the cases with a wrong product.
     """
 
@@ -120,7 +120,7 @@ def _matrix_at(shape: tuple[int, int], offset: int) -> np.ndarray:
 
 
 def _find_sgemm() -> tuple[Multiply, str] | None:
-    """Return the cblas_sgemm that libmlx calls, and the file that holds it."""
+    """Return the cblas_sgemm that libmlx calls, and its file."""
     function = _sgemm_of_accelerate() if sys.platform == "darwin" else _sgemm_of_process()
     if function is None:
         return None

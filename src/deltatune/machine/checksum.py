@@ -25,7 +25,7 @@ class DamagedFileError(ValueError):
 
 
 class SummedFile:
-    """A binary file that computes the checksum of the safetensors file that is written into it from start to end.
+    """A binary file that computes the checksum of a safetensors file, written into it from start to end.
 
     Args:
         file: The open file. The metadata that is written into it must hold BLANK under KEY.

@@ -35,7 +35,7 @@ BLAS_CHOICES = ("openblas", "system")
 
 
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has a value that nobody knows.
+    """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has an unknown value.
 
     Args:
         implementations: By operator, the implementations that its variable may force.
@@ -194,7 +194,7 @@ def launched_addresses() -> list[str]:
 
 
 def launched_host() -> str | None:
-    """Return the address of rank 0 that mlx.launch sets for NCCL and that every machine of the run can reach."""
+    """Return mlx.launch's address of rank 0 for NCCL, which every machine of the run can reach."""
     return os.environ.get("NCCL_HOST_IP")
 
 

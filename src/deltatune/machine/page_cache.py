@@ -1,4 +1,4 @@
-"""Keeps files that are read again and again out of the system's page cache, so that other programs keep theirs."""
+"""Keeps often read files out of the system's page cache, so that other programs keep theirs."""
 
 from __future__ import annotations
 

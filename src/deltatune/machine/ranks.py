@@ -53,7 +53,7 @@ def say_error(message: str, everywhere: bool | None = None) -> None:
 
 
 def write_own(message: str, rank: int | None) -> None:
-    """Write a message to standard error, with the rank that it is of if that is not 0."""
+    """Write a message to standard error, with its rank if that is not 0."""
     name = f"rank {rank}: " if rank else ""
     sys.stderr.write(for_stream(f"{name}{message}", sys.stderr) + "\n")
     sys.stderr.flush()

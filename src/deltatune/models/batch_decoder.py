@@ -1,8 +1,8 @@
 """Continues many prompts at once: one compiled step gives every row of a batch its next token.
 
-Rows that have ended make room for prompts that wait (continuous batching). The caches of all rows have room beforehand,
-so that the step is one graph of shapes that seldom change, and a step is started before the tokens of the one before it
-are read. On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has several times as many.
+Ended rows make room for waiting prompts (continuous batching). The caches of all rows have room beforehand, so that the
+step is one graph of shapes that seldom change, and a step is started before the tokens of the one before it are read.
+On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has several times as many.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BatchDecoder:
             self._step = mx.compile(self._step)
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens that follow each prompt, without the one that ended it.
+        """Return the tokens behind each prompt, without the one that ended it.
 
         Raises:
             NotFiniteError: The logit of a token that was chosen is not finite.
@@ -162,7 +162,7 @@ class BatchDecoder:
                 layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]
 
     def _admit(self, waiting: deque[_Row]) -> None:
-        """Read prompts that wait, for the rows that are free."""
+        """Read waiting prompts into free rows."""
         places = [place for place, row in enumerate(self._rows) if row is None]
         while places and waiting:
             group = [waiting.popleft()]

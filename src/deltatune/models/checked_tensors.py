@@ -19,7 +19,7 @@ _NAMED_TENSORS = 4
 
 
 def checked(model_class: type, path: Path) -> type:
-    """A subclass of `model_class` that compares every tensor before loading, and names those that `sanitize` misses."""
+    """A subclass of `model_class` that compares every tensor before loading, and names those missed by `sanitize`."""
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), arrays_of(self.parameters()))

@@ -1,7 +1,7 @@
 """Chooses the weight files of a checkpoint folder, and checks all its files before any loader opens them.
 
-The checks make sure that no code in the folder runs unless the user allows it, and that no file refers to a path
-outside the folder. Weights must be in safetensors files.
+The checks make sure that no code in the folder runs unless the user allows it, and no file refers to a path outside.
+Weights must be in safetensors files.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
 
 
 def check_dense(path: Path) -> None:
-    """Check that config.json describes weights that are not quantised, as training from scratch needs them.
+    """Check that config.json describes unquantised weights, as training from scratch needs them.
 
     Raises:
         UserError: It describes quantised weights, which have no gradient.
@@ -242,7 +242,7 @@ def weight_headers(path: Path) -> dict[str, Header]:
 
 @contextmanager
 def only_chosen(path: Path) -> Iterator[Path]:
-    """Yield a folder that holds no weights but those of weight_files(), for readers that choose files themselves.
+    """Yield a folder with only the weights of weight_files(), for readers that choose files themselves.
 
     It is the checkpoint's own where it holds no other weights. Otherwise it is a folder of links, which is gone
     afterwards.

@@ -31,7 +31,7 @@ _OF_A_RUN = ("metrics.jsonl", "report.html", RUN_OPTIONS, CONFIG, "*adapters.saf
 def take_tensors(header: Header, changes: Changes, written: Container[str] = ()) -> dict[str, mx.array | StoredTensor]:
     """Return the tensors of one of the base's files with its changes, which are taken out of `changes`.
 
-    Those that another file holds too, and that are `written` by then, are left out.
+    Those that another file holds too are left out if they are `written` by then.
 
     A lazy array takes memory from when it is written until nothing refers to it, so no other reference should stay.
     """

@@ -63,7 +63,7 @@ def check_packing(model: nn.Module, longest: int) -> None:
     """Verify that packed documents get the logits that each of them gets alone.
 
     The model runs with drawn weights in fp32, so that neither its own weights nor its dtype can hide an influence, on
-    short rows. The lengths in its config that training exceeds, such as windows, are lowered so that these rows exceed
+    short rows. Lengths in its config, such as windows, that training exceeds are lowered, so that these rows exceed
     them too. The second document of a row must have the same logits whatever the first one contains, and those that it
     has in a row of its own. Call it while the patches are applied.
 

@@ -1,4 +1,4 @@
-"""Refuses a model with results that depend on a function that keeps upstream's code, before its weights are read."""
+"""Refuses a model before its weights are read if its results depend on a function with upstream's code."""
 
 from __future__ import annotations
 

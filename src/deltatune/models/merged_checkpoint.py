@@ -1,9 +1,8 @@
 """Merges an adapter into its base checkpoint and writes the result as a new checkpoint (`deltatune merge`).
 
 The new checkpoint has the files of the base, with the adapted tensors replaced. A model that was trained as a whole is
-written alike. Tensors keep their names and layout, so that every program that reads the base reads the merge. All other
-tensors are copied bit for bit, including those that mlx-lm's text models ignore (vision towers, multi-token
-prediction).
+written alike. Tensors keep their names and layout, so that every reader of the base reads the merge. All other tensors
+are copied bit for bit, including those that mlx-lm's text models ignore (vision towers, multi-token prediction).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a model that was trained as a whole, without adapters: the base's checkpoint with the trained values.
 
-Tensors keep the base's names and layout, and those that the loaded model leaves out are copied (vision towers,
-multi-token prediction), so that every program that reads the base reads the result.
+Tensors keep the base's names and layout, and those left out of the loaded model are copied (vision towers, multi-token
+prediction), so that every reader of the base reads the result.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TrainedCheckpoint:
         return tensors
 
     def _trained(self) -> dict[str, mx.array]:
-        """The parameters that train, and the tables that have new rows, by the names of the base's parameters."""
+        """The trained parameters, and the tables with new rows, by the names of the base's parameters."""
         trained = arrays_of(self._model.trainable_parameters())
         grown = tuple(f"{path}." for path in grown_tables(self._model))
         parameters = plain_parameters(self._model)

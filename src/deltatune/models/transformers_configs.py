@@ -65,7 +65,7 @@ def refusing_config(refusal: str) -> Iterator[None]:
 
 
 def with_known_type(config: Config) -> dict[str, Any]:
-    """Return a config with the model_type that mlx-lm knows, where transformers adds `_text` to that.
+    """Return a config with mlx-lm's model_type, where transformers adds `_text` to it.
 
     Args:
         config: The content of config.json, with a model_type that is the name of a module.
@@ -262,7 +262,7 @@ def _values(native: Any) -> dict[str, Any]:
 
 
 def _in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that mlx-lm reads under names that transformers 5 does not write."""
+    """The options that mlx-lm reads under names unknown to transformers 5."""
     values = dict(_OF_FAMILY.get(part.get("model_type", ""), {}))
     rope = part.get("rope_parameters") or getattr(native, "rope_parameters", None)
     if isinstance(rope, dict):

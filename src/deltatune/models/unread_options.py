@@ -1,4 +1,4 @@
-"""Refuses options of config.json that change logits in transformers, and that mlx-lm's model does not read."""
+"""Refuses options of config.json that change logits in transformers, but are not read by mlx-lm's model."""
 
 from __future__ import annotations
 

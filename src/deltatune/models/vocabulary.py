@@ -149,7 +149,7 @@ def _refusal(where: str, tokens: np.ndarray, tokenizer: Any, rows: int) -> str:
 
 
 def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
-    """Give a model's embedding and head, in place, rows that train for the tokens that were added to its tokenizer.
+    """Give a model's embedding and head, in place, trainable rows for tokens added to its tokenizer.
 
     These are the ids without a row, and added tokens in rows that the base has to spare. `loaded.config` then says how
     many rows there are. Nothing changes if there is a trained row for every token.

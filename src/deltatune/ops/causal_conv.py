@@ -1,7 +1,7 @@
 """The short depthwise convolution in front of a gated-delta layer, with an incoming state and packed documents.
 
-It is computed as a sum of K shifted products, which MLX compiles into one elementwise pass. On a CPU that is far faster
-than MLX's grouped convolution, and the same pass can leave out the inputs that belong to another document.
+It is computed as a sum of K shifted products, which MLX compiles into one elementwise pass. On a CPU this is far faster
+than MLX's grouped convolution, and the same pass can leave out inputs of another document.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def causal_conv(
 
 
 def joined_conv(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> mx.array:
-    """Convolve rows that follow the state, in the way that is the fastest on MLX's device.
+    """Convolve rows that follow the state, in the fastest way on MLX's device.
 
     Args:
         x: [B, K - 1 + T, C]: the state of K - 1 inputs, oldest first, then the tokens.

@@ -63,8 +63,8 @@ def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] |
     """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
     Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,
-    parameter paths and `update` work as before. A layer in evaluation mode that is called with an object of another
-    kind than `checkpoint` takes, such as a cache, runs without a checkpoint, since that is inference.
+    parameter paths and `update` work as before. A layer in evaluation mode runs without a checkpoint if it gets an
+    object that `checkpoint` refuses, such as a cache, since that is inference.
 
     Args:
         modules: The layers; one that is already checkpointed stays as it is.

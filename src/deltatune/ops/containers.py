@@ -1,7 +1,7 @@
 """Takes a function's arguments and results apart into arrays, and puts them together again around other arrays.
 
-A custom function of MLX takes and returns arrays only, while the layers that checkpoint.py runs again take and return
-lists, dicts, tuples and objects that hold arrays.
+A custom function of MLX takes and returns arrays only, while layers recomputed by checkpoint.py take and return lists,
+dicts, tuples and objects that hold arrays.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def small_cases() -> Iterator[list[str]]:
     So a case of a few numbers shows whether a layer hands its arrays to them rightly, on any machine.
 
     Yields:
-        A list that grows by the name of each operator that serves.
+        A list that grows by the name of each serving operator.
     """
     served: list[str] = []
     with trace.having(small_case=served):
@@ -99,7 +99,7 @@ def recomputes() -> bool:
 
 
 def remember(arrays: Arrays, function: Callable[..., Arrays], *inputs: mx.array) -> None:
-    """Remember that function(*inputs) gives `arrays`, for the operators that read all of them next.
+    """Remember function(*inputs) as the origin of `arrays`, for operators that read all of them next.
 
     It must give the same bits at each call, and the gradients that reach `inputs` must keep these in any case.
     """
@@ -177,7 +177,7 @@ class Input:
         return primals if self.compute is None else self.compute(cotangents)
 
     def before(self, dx: mx.array, gradients: Arrays) -> mx.array:
-        """Return dx, which waits for the gradients that read the arrays again, so that these are soon freed."""
+        """Return dx, which waits for the gradients that recompute the arrays, so these are soon freed."""
         return dx if self.compute is None else mx.depends([dx], list(gradients))[0]
 
 

@@ -47,7 +47,7 @@ def _calling(original: type, around: Around) -> type:
     """Make a subclass of the same name with calls that go through `around`."""
 
     def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        # Bound late: a subclass must call what the class holds now, also where a patch has replaced it.
+        # Bound late: a subclass must call the class's present function, also where a patch has replaced it.
         return around(self, lambda *a, **o: original.__call__(self, *a, **o), arguments, options)
 
     return type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})

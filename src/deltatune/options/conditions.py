@@ -15,7 +15,7 @@ Conditions = dict[str, tuple[str, Callable[..., Any]]]
 
 
 class Facts(NamedTuple):
-    """What the data and the model of a run have; everything, as long as neither is read."""
+    """The facts about the data and the model of a run; all are true as long as neither is read."""
 
     pictures: bool = True
     routers: bool = True
@@ -123,7 +123,7 @@ def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -
         run: The arguments of a condition.
 
     Returns:
-        A note for each option that mlx_lm.lora has and does not read either, and that no flag sets.
+        A note for each option without a flag that mlx_lm.lora has, but does not read either.
 
     Raises:
         UserError: Another one is not read.

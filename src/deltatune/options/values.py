@@ -188,7 +188,7 @@ def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
 
 
 def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[str]:
-    """Return a message for each name that is not known, with the nearest one that is; one in all for many."""
+    """Return a message for each unknown name, with the nearest known one; one in all for many."""
     before = f"{where}: " if where else ""
     unknown = [name for name in names if name not in known]
     if len(unknown) > _NAMED:

@@ -1,7 +1,7 @@
 """Brings deltatune's gradients into the models of other packages by replacing functions of those packages.
 
 Patches are applied only when somebody asks for it (`apply` or `patched`), and `revert` restores every original. The
-modules of tables/ list what is replaced; patch.py replaces it.
+modules of tables/ list the functions to replace; patch.py replaces them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ON_METAL: tuple[Patch, ...] = (
 )
 ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES)
 
-# What asks for the patches: each `patched` block that is open, and from apply() to revert() this module's name.
+# The users of the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()
 
 
@@ -122,10 +122,10 @@ def apply(
         announce: Is called with a further report whenever the module of a waiting target is imported later.
         strict: Whether to raise where the uses of the model depend on something that is left alone, or a layer does
             not call deltatune.
-        uses: What the model is used for: TRAINING, PACKING, INFERENCE. Layers are traced for TRAINING.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE. Layers are traced for TRAINING.
 
     Returns:
-        A report of what was patched, what was left alone, and which modules have not been imported yet.
+        A report of the functions that were patched, those left alone, and the modules that are not imported yet.
 
     Raises:
         UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`. No
@@ -159,7 +159,7 @@ def _apply(
 
 
 def left_alone_for(uses: Collection[str]) -> PatchReport:
-    """Report what is left alone of the functions that results of these uses may depend on, without a warning.
+    """Report functions left alone on which results of these uses may depend, without a warning.
 
     Modules that are not imported yet are not asked. Afterwards no more patches are in force than before.
     """
@@ -193,8 +193,8 @@ def patched(
 ) -> Iterator[PatchReport]:
     """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
-    Models whose modules are imported inside the block are patched too. Blocks may be nested: the patches are reverted
-    when the last block ends, unless apply() asked for them.
+    Models with modules that are imported inside the block are patched too. Blocks may be nested: the patches are
+    reverted when the last block ends, unless apply() asked for them.
 
     Args:
         model: As in apply().

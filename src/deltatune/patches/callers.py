@@ -1,4 +1,4 @@
-"""Notes which layers of a model call a patched function, and what serves each call in training.
+"""Notes which layers of a model call a patched function, and the implementation of each call in training.
 
 The model is traced: comparing the names of functions would miss a layer that holds another function.
 """
@@ -14,7 +14,7 @@ from types import FrameType
 from ..ops.tracing import trace
 from ..ops.tracing.trace import NotedCall
 
-# So many tokens has the row for which a noted call asks what would serve it.
+# The tokens of the row for which a noted call asks for its implementation.
 ROW = 512
 
 
@@ -31,7 +31,7 @@ def noting() -> Iterator[list[NotedCall]]:
 
 
 def asked() -> bool:
-    """Whether calls are noted, and what serves them may be asked."""
+    """Whether calls are noted, and their implementations may be asked for."""
     told = trace.current()
     return told.callers is not None and told.trials
 
@@ -41,8 +41,8 @@ def note(operator: str, implementation: Callable[[], str] | None) -> None:
 
     Args:
         operator: "gated delta", "attention" or "experts".
-        implementation: Gives the name of what serves the call in training, on rows of ROW tokens; None where
-            upstream's code does.
+        implementation: Gives the name of the implementation that serves the call in training, on rows of ROW tokens;
+            None where upstream's code does.
     """
     calls = trace.current().callers
     if calls is not None:

@@ -1,7 +1,7 @@
-"""Finds the record that fits what is installed: by its signature and its check, whatever version that is.
+"""Finds the record that fits the installed function, of any version: by its signature and its check.
 
-A check that was passed is remembered in the cache folder, by the text of the modules that the function computes with,
-of MLX, of deltatune and of the machine. So a second start asks nothing.
+A passed check is remembered in the cache folder, by the text of the function's modules, of MLX, of deltatune and of the
+machine. So a second start asks nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .versions import contains, installed, latest
 
 logger = logging.getLogger(__name__)
 
-# What a check may raise where upstream has changed: another attribute, another constructor, another shape.
+# The errors of a check where upstream has changed: another attribute, another constructor, another shape.
 _CHANGED = (
     ArithmeticError,
     AssertionError,
@@ -46,13 +46,13 @@ _CHANGED = (
     ValueError,
 )
 
-# What the checks of this process found for records that fit, by their keys.
+# The outcomes of this process's checks for records that fit, by their keys.
 _known: dict[str, str] = {}
 
 
 @dataclass
 class Fitting:
-    """A record that fits what is installed, with the two functions that it exchanges, and the target's owner."""
+    """A record that fits the installed function, with the two functions to exchange, and the target's owner."""
 
     patch: Patch
     version: str
@@ -66,7 +66,7 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     """Choose a record of one target by the evidence; the versions decide only which record is asked first.
 
     Returns:
-        The record with its functions; or a sentence that says what was expected and found where none fits; or None
+        The record with its functions; or a sentence on the expected and the actual function where none fits; or None
         where the installed version needs no replacement.
     """
     first, version = records[0], installed(records[0].package)
@@ -114,12 +114,12 @@ def signature_text(function: Function) -> str:
 
 
 def _outcome(patch: Patch, upstream: Function, ours: Function) -> str | None:
-    """What the record's check says: None for a replacement that fits, SETTLED, or what speaks against it."""
+    """Return the outcome of the record's check: None if the replacement fits, SETTLED, or the evidence against it."""
     key = _key(patch, upstream)
     if key not in _known:
         remembered = _read(key)
         outcome = _measured(patch, upstream, ours) if remembered is None else remembered
-        # What speaks against a replacement is measured again at the next start.
+        # Evidence against a replacement is measured again at the next start.
         if outcome not in (None, "", SETTLED):
             return outcome
         _known[key] = outcome or ""
@@ -145,7 +145,7 @@ def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
 
 
 def forget() -> None:
-    """Forget what the checks of this process found. What is in the cache folder remains."""
+    """Forget the outcomes of this process's checks. Those in the cache folder remain."""
     _known.clear()
     _modules_digest.cache_clear()
 
@@ -187,7 +187,7 @@ def _file_digest(module: ModuleType) -> str:
 
 @functools.cache
 def _machine() -> str:
-    """What every check depends on: MLX's library, deltatune's operators and records, and the machine."""
+    """Describe the dependencies of every check: MLX's library, deltatune's operators and records, and the machine."""
     package = Path(__file__).parents[1]
     core = Path(str(mx.__file__))
     files = [core, *core.parent.glob("lib/libmlx.*")]
@@ -202,7 +202,7 @@ def _path(key: str) -> Path:
 
 
 def _read(key: str) -> str | None:
-    """What a check found in an earlier process: "" or SETTLED; None where there is no file, or a damaged one."""
+    """Return a check's outcome in an earlier process: "" or SETTLED; None where there is no file, or a damaged one."""
     try:
         outcome = json.loads(_path(key).read_text())["outcome"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -211,7 +211,7 @@ def _read(key: str) -> str | None:
 
 
 def _write(key: str, patch: Patch, outcome: str) -> None:
-    """Store what a check found. Where the folder cannot be written, each process checks again."""
+    """Store the outcome of a check. Where the folder cannot be written, each process checks again."""
     try:
         atomic_files.write(_path(key), json.dumps({"target": patch.target, "outcome": outcome}).encode())
     except OSError as error:

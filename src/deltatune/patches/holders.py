@@ -1,4 +1,4 @@
-"""Finds the module or class that owns a function and the modules that hold it by value, and replaces it in all of them.
+"""Finds a function's owner (a module or class) and its holders (modules that imported it), and replaces it in all.
 
 Modules that write `from package import function` hold the function itself. deltatune's own modules are never changed.
 """
@@ -32,7 +32,7 @@ class LoadedModules:
         return chain.from_iterable(self._packages.values())
 
     def of(self, package: str) -> list[ModuleType]:
-        """The modules whose names begin with that of `package`."""
+        """The modules of `package`, by the beginning of their names."""
         return self._packages.get(package, [])
 
     def holding(self, function: Function) -> list[tuple[ModuleType, str]]:
@@ -71,7 +71,7 @@ class LoadedModules:
 
 
 def defined_function(patch: Patch) -> Function | None:
-    """The function that `patch.module` defines, from any module that still holds it under its own name."""
+    """The function defined by `patch.module`, from any module that still holds it under its own name."""
     value = attribute_of(patch)
     if _is_defined_by(patch, value) or _has_moved(patch, value):
         return value
@@ -80,7 +80,7 @@ def defined_function(patch: Patch) -> Function | None:
 
 
 def attribute_of(patch: Patch) -> Any:
-    """What the target's module or class itself holds under the target's name, or None."""
+    """The object that the target's module or class itself holds under the target's name, or None."""
     owner: Any = sys.modules[patch.module]
     for part in patch.name.split(".")[:-1]:
         owner = getattr(owner, part, None)

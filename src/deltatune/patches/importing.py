@@ -1,6 +1,6 @@
 """Runs a function right after a module is imported for the first time, before any other module reads a name from it.
 
-patch.py uses it for targets whose module is not imported yet when the patches are applied.
+patch.py uses it for targets in modules that are not imported yet when the patches are applied.
 """
 
 from __future__ import annotations

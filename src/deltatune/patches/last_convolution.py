@@ -14,7 +14,7 @@ from ..ops.tracing import trace
 
 @dataclass(frozen=True)
 class Convolution:
-    """What is known of the output [B, T, C] of a causal convolution: the arguments that it was computed from.
+    """The origin of the output [B, T, C] of a causal convolution: its arguments.
 
     Attributes:
         x: The input [B, K - 1 + T, C].

@@ -1,8 +1,8 @@
 """Replaces functions of other packages as records (`Patch`) describe them, and restores the originals exactly.
 
-Modules that write `from package import function` hold the function itself, so every loaded module that holds it gets
-the replacement. revert() gives the original to every module that holds a replacement. A target that is not what its
-record expects is left alone, with a warning.
+Modules with `from package import function` hold the function itself, so every loaded holder gets the replacement.
+revert() gives the original to every module that holds a replacement. A target that differs from its record's
+expectation is left alone, with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .patch_record import Function, Patch
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
 from .versions import installed, latest
 
-# What replaces each target now.
+# The replacement of each target that is in force.
 _in_force: dict[str, Fitting] = {}
 # For each module that is waited for: its watch, and the records to apply when it is imported, by target.
 _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
@@ -33,14 +33,14 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     """Replace the function of each record, in every loaded module that holds it.
 
     Functions of modules that are not imported yet are replaced when those are imported. Applying twice gives the
-    replacement to modules that were loaded in between. warn() says what the report of the call leaves alone.
+    replacement to modules that were loaded in between. warn() names the functions left alone.
 
     Args:
-        patches: The records. Of several for one target, the first that fits what is installed is applied.
+        patches: The records. Of several for one target, the first that fits the installed function is applied.
         announce: Is called with a further report whenever a module that was waited for is imported.
 
     Returns:
-        A report of what was done.
+        A report of the replacements.
     """
     report, targets = PatchReport(), _by_target(patches)
     for target, records in targets.items():
@@ -58,7 +58,7 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
 
 
 def preview(patches: Sequence[Patch]) -> PatchReport:
-    """Report what apply() would leave alone of the modules that are imported, and change nothing."""
+    """Report the functions of imported modules that apply() would leave alone, and change nothing."""
     report = PatchReport()
     for records in _by_target(patches).values():
         if records[0].module in sys.modules and records[0].target not in _in_force:
@@ -76,7 +76,7 @@ def _by_target(patches: Sequence[Patch]) -> dict[str, list[Patch]]:
 
 
 def warn(report: PatchReport) -> None:
-    """Warn (PatchWarning) about everything that a report says is left alone, and layers that are not reached."""
+    """Warn (PatchWarning) about all functions that a report leaves alone, and about unreached layers."""
     for message in [*map(str, report.left_alone), *report.unreached]:
         warnings.warn(message, PatchWarning, stacklevel=4)
 
@@ -122,7 +122,7 @@ def in_force(target: str) -> Function | None:
 def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
     """Replace every target, and look through the loaded modules once for all of them."""
     originals = [defined_function(records[0]) for records in targets if records[0].target not in _in_force]
-    # What a module got since the last time may be either.
+    # A module may have got either of them since the last time.
     replaced = [function for entry in _in_force.values() for function in (entry.ours, entry.upstream)]
     loaded = LoadedModules(function for function in originals + replaced if function is not None)
     for records in targets:
@@ -130,7 +130,7 @@ def _apply_targets(targets: list[list[Patch]], report: PatchReport) -> None:
 
 
 def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModules) -> None:
-    """Replace the one target of `records`, and note in `report` what was done and what was left alone."""
+    """Replace the one target of `records`, and note in `report` the modules that hold it and those left alone."""
     target = records[0].target
     if target not in _in_force:
         fit = fitting(records)
@@ -158,7 +158,7 @@ def _left_alone(records: list[Patch], why: str) -> LeftAlone:
 
 
 def _moved_away(records: list[Patch]) -> LeftAlone | None:
-    """Return what to report of a target whose package is imported and no longer has its module; None otherwise.
+    """Return the report on a target if its package is imported and no longer has its module; None otherwise.
 
     The package's files are looked at, since asking Python for a module would import the packages around it.
     """

@@ -1,4 +1,4 @@
-"""The record of a function to replace: which one, why, with what, what it was tried with, and its evidence."""
+"""The record of a function to replace: its target, reason, replacement, tried versions and evidence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from .versions import TRIED
 
 Function = Callable[..., Any]
-# Takes the original and the replacement, and returns what speaks against the replacement, or None.
+# Takes the original and the replacement, and returns the evidence against the replacement, or None.
 Check = Callable[[Function, Function], str | None]
 
-# What a check returns where the original has no fault any more that the replacement would mend.
+# The outcome of a check where the original has no fault any more that the replacement would mend.
 SETTLED = "it needs no replacement any more."
 
-# What a model is used for; a record names the uses that give other results without it.
+# The uses of a model; a record names those that give other results without it.
 TRAINING, PACKING, INFERENCE = "training", "packing", "inference"
 ALWAYS = (TRAINING, PACKING, INFERENCE)
 
@@ -29,12 +29,12 @@ class Patch:
         module: The module that defines the function.
         name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
         signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
-            or whose defaults have no fixed text; `check` then decides alone.
+            or with defaults that have no fixed text; `check` then decides alone.
         check: Compares the original with the replacement on a small case, forward and gradient. It returns None where
-            they agree, SETTLED, or a sentence that says what differs.
+            they agree, SETTLED, or a sentence on the difference.
         holders: Modules known to import the function. They are examined even if they belong to another package.
         reason: Why the function is replaced, for `deltatune doctor`.
-        without: A sentence on what happens where the function cannot be replaced, for warnings.
+        without: A sentence on the consequence where the function cannot be replaced, for warnings.
         replacement: Takes the original function and returns the one to put in its place.
         needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
             Without any, the replacement saves time or memory alone.

@@ -1,4 +1,4 @@
-"""What was patched, what was left alone and why, and which versions nobody has tried."""
+"""Reports the functions that were patched, those left alone and why, and versions that nobody has tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .versions import contains, latest
 
 
 class PatchWarning(UserWarning):
-    """A target keeps its original code. The message says which one, why, and what that means for training."""
+    """A target keeps its original code. The message names it, the reason, and the consequence for training."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LeftAlone:
     Attributes:
         patch: The record that would have replaced it.
         version: The installed version of the package.
-        why: What was expected and what was found, in a sentence.
-        message: `why`, with the function's name and what follows for training.
+        why: The expected and the actual function, in a sentence.
+        message: `why`, with the function's name and the consequence for training.
     """
 
     patch: Patch
@@ -49,14 +49,14 @@ class LeftAlone:
 
 @dataclass
 class PatchReport:
-    """What apply() did.
+    """The result of apply().
 
     Attributes:
         applied: The patches that are in force.
         left_alone: The functions that keep their original code.
         waiting: The modules that are not imported yet; their functions are replaced when they are.
         unreached: A message for each gated-delta layer that does not call deltatune.
-        serving: What serves each layer of the model that was traced.
+        serving: The implementations that serve each layer of the model that was traced.
     """
 
     applied: list[Applied] = field(default_factory=list)
@@ -67,7 +67,7 @@ class PatchReport:
 
     @property
     def layers(self) -> dict[str, str]:
-        """What serves each gated-delta layer of the model that was traced (Serving.delta)."""
+        """The implementation of each gated-delta layer of the model that was traced (Serving.delta)."""
         return self.serving.delta
 
     @property
@@ -95,7 +95,7 @@ class PatchReport:
         return lines
 
     def summary(self) -> str:
-        """Count the functions that were replaced and name their packages; what was left alone is named in full."""
+        """Count the functions that were replaced and name their packages; those left alone are named in full."""
         count = len(self.applied)
         packages = ", ".join(sorted({f"{applied.patch.package} {applied.version}" for applied in self.applied}))
         return "; ".join(self._parts([f"{count} function{'s' * (count != 1)} of {packages}"]))

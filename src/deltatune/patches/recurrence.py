@@ -52,8 +52,8 @@ def reset() -> None:
 def update(upstream: Update) -> Update:
     """Build the replacement of a `gated_delta_update`, with the signature of that version.
 
-    A call that decodes or verifies with a cache of its own goes to the original function. While that runs, calls that
-    it makes to its own (now replaced) name go to the original as well.
+    A call that decodes or verifies with a cache of its own goes to the original function. While it runs, its calls to
+    its own (now replaced) name go to the original as well.
     """
     signature = inspect.signature(upstream)
     place = list(signature.parameters).index("state")
@@ -143,7 +143,7 @@ def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tupl
 
 
 def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
-    """The name of what serves a call with these arrays and options in training, on rows of callers.ROW tokens."""
+    """Name the implementation of a call with these arrays and options in training, on rows of callers.ROW tokens."""
     q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False))[0]

@@ -20,12 +20,12 @@ def refuse(report: PatchReport, model: nn.Module | None, uses: Collection[str]) 
     """Raise UserError if the report leaves something alone that these uses of the model depend on.
 
     Args:
-        report: What was applied.
+        report: The report of apply().
         model: The model; None takes every function for one that it calls.
-        uses: What the model is used for: TRAINING, PACKING, INFERENCE.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
 
     Raises:
-        UserError: It names each function, what was expected and found, and what can be done.
+        UserError: It names each function, the expected and the actual one, and the remedy.
     """
     missing = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     missing = [left for left in missing if model is None or calls(model, left.patch)]

@@ -134,12 +134,12 @@ def causal(length: int = LENGTH) -> mx.array:
 
 
 def of_config(cls: Any) -> nn.Module:
-    """Build a layer whose constructor takes a model's options alone."""
+    """Build a layer with a constructor that takes only a model's options."""
     return cls(SmallConfig())
 
 
 def first_layer(cls: Any) -> nn.Module:
-    """Build a layer whose constructor takes a model's options and the layer's position."""
+    """Build a layer with a constructor that takes a model's options and the layer's position."""
     return cls(SmallConfig(), 0)
 
 

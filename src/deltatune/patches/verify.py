@@ -1,4 +1,4 @@
-"""Asks each layer of a model what serves it: gated delta, attention and experts."""
+"""Finds the implementation that serves each layer of a model: gated delta, attention and experts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .whole_rows import whole_rows
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves each layer of a model in training, by the layer's path; "" where upstream's own code does.
+    """The implementations of a model's layers in training, by the layer's path; "" where upstream's own code serves.
 
     Attributes:
         delta: The implementation of gated_delta, for each gated-delta mixer.
         attention: The implementation of attention, for each decoder layer that attends.
-        experts: Whose code serves the experts, for each decoder layer that has them.
+        experts: The code that serves the experts, for each decoder layer that has them.
     """
 
     delta: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Serving:
 
 
 def serving(model: nn.Module, rows: int = 1) -> Serving:
-    """Trace `model` on two tokens and see which of its layers call a patched function, and what serves them.
+    """Trace `model` on two tokens and see which of its layers call a patched function, and their implementations.
 
     Args:
         model: A model with gated-delta layers, which can be called with tokens [rows, 2] and no image. Nothing is
@@ -73,7 +73,7 @@ def _layers(model: nn.Module) -> list[LayerInfo]:
 
 
 def explain(path: str, layer: nn.Module) -> str:
-    """The message for a layer that does not call deltatune: what that means for training, and what to do."""
+    """The message for a layer that does not call deltatune: the consequence for training, and the remedy."""
     return (
         f"{path} ({type(layer).__module__}.{type(layer).__qualname__}) does not call deltatune's gated delta: "
         "it trains with whatever code it calls now, at that code's speed, memory and gradients. To let deltatune serve "

@@ -1,4 +1,4 @@
-"""The versions of packages: the one that is imported, and how the records name those that they were tried with."""
+"""The versions of packages: the imported one, and the records' names of tried ones."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def attending(upstream: Function) -> Function:
 
 
 def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> mx.array | None:
-    """The attention of a batch's next tokens, whose rows have different lengths; None for any other call."""
+    """The attention of a batch's next tokens, in rows of different lengths; None for any other call."""
     lengths = lengths_of(mask) if sinks is None else None
     if lengths is None or not attention_token.serves(q, k, v, lengths):
         return None
@@ -140,7 +140,7 @@ def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> 
 
 
 def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:
-    """The name of what serves such a call in training, on rows of callers.ROW tokens; a mask is taken for causal."""
+    """Name the implementation of such a call in training, on rows of callers.ROW tokens; a mask is taken for causal."""
     q, k, v = (mx.broadcast_to(x[:, :, :1], (*x.shape[:2], callers.ROW, x.shape[3])) for x in arrays)
     return candidates.choose(OPERATOR, AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
 
@@ -160,7 +160,7 @@ def _is_usual(mask: Any, queries: tuple[int, ...], keys: int) -> bool:
     """Whether deltatune's attention takes the mask.
 
     Floats for every single head, such as the positional scores of some models, stay MLX's: the mask and its gradient
-    alone are as large as what deltatune's attention would save.
+    alone are as large as the memory that deltatune's attention would save.
     """
     if mask is None or isinstance(mask, str):
         return mask in (None, "causal")
@@ -202,8 +202,8 @@ def _with_gradient_of(
 ) -> mx.array:
     """y, through which the gradient of a mask of floats reaches the mask.
 
-    MLX's function gives that gradient. It is only computed where the mask depends on something that is trained, since
-    MLX computes no gradient that nobody reads.
+    MLX's function gives that gradient. It is only computed where the mask depends on trained parameters, since MLX
+    computes no unread gradient.
     """
     fixed = [mx.stop_gradient(x) for x in arrays if x is not None]
 
@@ -226,7 +226,7 @@ def _with_gradient_of(
 
 
 def remembering(upstream: Function) -> Function:
-    """Build the replacement of a create_causal_mask, whose masks deltatune's attention then does not read."""
+    """Build the replacement of a create_causal_mask, so that deltatune's attention does not read its masks."""
 
     @wraps(upstream)
     def create_causal_mask(

@@ -125,8 +125,8 @@ def _fewest(planned: Callable[[int], Forecast], good: int, limits: DeviceLimits)
     """The fewest of at most `good` layers with a plan that fits, while none is too few; `good` itself if its plan does
     not.
 
-    Memory falls with the recomputed layers, so the number tried next is where a straight line from the largest step
-    that fits to the smallest that does not meets the limit. At most five plans are made.
+    Memory falls with the recomputed layers, so the next number is where a straight line from the largest fitting step
+    to the smallest other one meets the limit. At most five plans are made.
     """
     bad, plans = 0, {good: planned(good), 0: planned(0)}
     while good - bad > 1 and len(plans) <= _PLANS and fits(plans[good], limits):

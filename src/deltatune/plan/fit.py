@@ -160,7 +160,7 @@ class Checked:
 
 
 def check(run: Run, *, force: bool = False) -> Checked:
-    """Check that a run which is about to start fits the device, and choose its checkpoints if that is left to the plan.
+    """Check that a run fits the device before it starts, and choose its checkpoints if `grad_checkpoint` is auto.
 
     Args:
         run: The run, its model prepared.

@@ -108,7 +108,7 @@ def placed_tasks(model: nn.Module, stored: StoredWeights, memory: int, rows: int
         model: A model that was loaded lazily, with its adapter.
         stored: The store of its weights.
         memory: The memory limit, in bytes.
-        rows: The number of texts that are scored, or of prompts that are answered, at once.
+        rows: The number of texts scored, or of prompts answered, at once.
         length: The largest number of tokens of one, the answer's included.
 
     Raises:

@@ -186,7 +186,7 @@ class Placed(NamedTuple):
         return Checked(self.placement.said(), None, self._brake(), self.placement.features)
 
     def said(self, unit: str) -> list[Fact | str]:
-        """Return what to tell the user, as Placement.said() does."""
+        """Return the lines to print, as Placement.said() does."""
         return self.placement.said(unit)
 
     def limit(self) -> int:
@@ -197,7 +197,7 @@ class Placed(NamedTuple):
         return None if self.placement.streamed else brake(self.placement.memory)
 
     def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
-        """Read the weights that stay in memory; return the reader of the others, or None if all stay.
+        """Read the weights that stay in memory; return the store of the others, or None if all stay.
 
         The files are closed with `stack`.
         """

@@ -183,7 +183,7 @@ def _gradient_phases(layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], e
 
 
 def _forward(phases: Sequence[Phase], loss: int) -> set[Node]:
-    """Everything that is computed before the loss at an address, or that it is computed from."""
+    """The nodes that are evaluated before the loss at an address, or that it depends on."""
     forward: set[Node] = set()
     for phase in phases:
         of_loss = [node for node in phase.outputs if node.address == loss]
@@ -212,7 +212,7 @@ def _shared_buffers(step: Step, model: nn.Module, layout: ArrayLayout) -> list[l
 def blank_arrays(
     model: nn.Module, tower: FrozenTower | None, blank: Batch, shapes: ImageShapes | None
 ) -> tuple[Arrays, list[mx.array]]:
-    """The batch's arrays, with images of `shapes`, and the features that a tower that does not train makes of one."""
+    """The batch's arrays, with images of `shapes`, and a frozen tower's features of one."""
     features: list[mx.array] = []
     if shapes is not None:
         rows, length = blank.inputs.shape

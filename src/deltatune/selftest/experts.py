@@ -68,7 +68,7 @@ class Mixture:
 
 
 def case_of(mixture: Mixture) -> Case[Callable[..., mx.array]]:
-    """The case of a block with these sizes: y and every gradient; what is tried is expert_block."""
+    """The case of a block with these sizes: y and every gradient of expert_block."""
     arrays, indices, dy = mixture.drawn()
     stored = {name: _stored(arrays[f"{name}.weight"], mixture.quantised) for name in PROJECTIONS}
     trained = {name: array for name, array in arrays.items() if not name.endswith("weight")}

@@ -23,7 +23,7 @@ class Outcome:
     Args:
         status: `passed`, `failed` or `not run`.
         detail: A sentence for a person.
-        errors: What was measured, by name; relative norms where the check does not say otherwise.
+        errors: The measured errors, by name; relative norms where the check does not say otherwise.
         bounds: The largest value allowed for each of them.
         facts: Other figures for the file.
     """
@@ -62,7 +62,7 @@ def not_run(reason: str) -> Outcome:
 
 
 def tried(case: Case[Tried], function: Tried) -> Outcome:
-    """The outcome of a case: what `function` computes is compared with the truth, and memory holds NaN beforehand."""
+    """The outcome of a case: the results of `function` are compared with the truth, and memory holds NaN beforehand."""
     errors = measured(case, function)
     return compared_with_bounds(errors, {part: case.bound_of(part) for part in errors})
 

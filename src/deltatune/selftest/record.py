@@ -34,7 +34,7 @@ HEADER = (
 
 
 class SelftestRecord:
-    """The results so far. They are written after every check, so that a machine that crashes leaves a file."""
+    """The results so far. They are written after every check, so that a crash of the machine leaves a file."""
 
     def __init__(self, path: Path, quick: bool):
         self.path = path
@@ -89,7 +89,7 @@ def _count(content: dict[str, Any], status: str) -> int:
 
 
 def _plain(value: Any, home: str) -> Any:
-    """Return what JSON can hold: infinity and NaN become strings. The name of the home folder is private."""
+    """Return a value that JSON can hold: infinity and NaN become strings. The name of the home folder is private."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -63,7 +63,7 @@ class SelftestScreen:
         self.console.print(table)
 
     def end(self, record: SelftestRecord) -> None:
-        """Print what a GPU's implementations take, the verdict, the path of the file, and docs/hardware.md's row."""
+        """Print the times of a GPU's implementations, the verdict, the path of the file, and docs/hardware.md's row."""
         for times in record.content["doctor"]["times"]:
             ms = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times["milliseconds"].items())
             self.console.print(Text(f"{times['calls']}: {ms}", style="dim"))

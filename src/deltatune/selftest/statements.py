@@ -51,10 +51,10 @@ def statements(text: str) -> list[str]:
 
 
 def promise_for(statement: str) -> Promise | None:
-    """The first promise whose subject the statement matches; None where no check tries it."""
+    """The first promise with a subject that the statement matches; None where no check tries it."""
     return next((promise for promise in PROMISES if re.search(promise.subject, statement)), None)
 
 
 def documents(root: Path) -> list[Path]:
-    """The documents whose statements are checked: README, the change log and the pages directly under docs."""
+    """The documents with checked statements: README, the change log and the pages directly under docs."""
     return [root / "README.md", root / "CHANGELOG.md", *sorted(root.glob("docs/*.md"))]

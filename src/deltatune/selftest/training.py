@@ -122,7 +122,7 @@ def full_fine_tuning() -> Outcome:
 
 
 def stopped_and_resumed(from_scratch: bool) -> Outcome:
-    """Compare a packed run that is stopped and resumed with one that is not; both must have equal bits.
+    """Compare a packed run that is stopped and resumed with an uninterrupted one; both must have equal bits.
 
     Args:
         from_scratch: Whether to start from random weights, and train the embeddings too. On a GPU, MLX sums an

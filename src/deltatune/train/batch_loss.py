@@ -1,4 +1,4 @@
-"""Computes the loss of a batch and its gradients: what a step, an evaluation and a plan differentiate or read."""
+"""Computes the loss of a batch and its gradients, for a step, an evaluation or a plan."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Arrays(NamedTuple):
         targets: The tokens that follow, [B, T], integers.
         weights: The weights of the targets in the loss, [B, T], fp32.
         segments: The documents of packed rows, [B, T], integers.
-        images: What a vision model is given of the pictures.
-        preferences: What a preference loss reads besides, by name.
+        images: A vision model's arrays of the pictures.
+        preferences: Further arrays of a preference loss, by name.
     """
 
     inputs: mx.array
@@ -75,7 +75,7 @@ def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[
 
 
 def full_loss(model: nn.Module) -> LossFunction:
-    """Make a cross-entropy loss over all logits of `model` at once, for a model whose head cannot be split off."""
+    """Make a cross-entropy loss over all logits of a model at once, for one with a head that cannot be split off."""
 
     def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         losses = nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
@@ -105,7 +105,7 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
-    """Return the positions that need logits: those whose weight is not 0, which excludes images and prompts.
+    """Return the positions that need logits: those with a weight other than 0, which excludes images and prompts.
 
     Other positions fill the result up to a multiple of a quarter of all, so that only few shapes are compiled.
 
@@ -145,8 +145,8 @@ def mean_loss_and_gradients(
         model: The model.
         loss: The loss.
         batch: The batch.
-        parameters: What the model uses in the place of its trainable parameters, and what is differentiated by.
-        routers: What is added to the mean for the routers of a mixture; None for a model without routers.
+        parameters: The arrays to differentiate by, which the model uses in the place of its trainable parameters.
+        routers: The loss terms of a mixture's routers; None for a model without routers.
         lengths: With `routers`, how many positions of each row hold tokens, [B].
 
     Returns:

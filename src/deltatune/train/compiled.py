@@ -1,4 +1,4 @@
-"""Compiles a function that reads arrays of a model, so that an error in it leaves the model as it was."""
+"""Compiles a function that reads arrays of a model; an error in it leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ops.tracing import trace
 from ..ops.trial.foresight import foreseen
 from .tree import leaves
 
-# What MLX says where a function that it compiles reads the values of an array.
+# MLX's message where a function that it compiles reads the values of an array.
 _READS = "Attempting to eval an array during function transformations"
 
 
@@ -80,7 +80,7 @@ class Compiled:
         return results
 
     def _dry_run(self, arguments: tuple[Any, ...], before: Sequence[tuple[Any, Any]]) -> None:
-        """Trace a call whose results nobody uses, and which is not counted; put back the arrays that it replaces."""
+        """Trace a call to learn its kernels, without counting it; then put back the arrays that it replaced."""
         try:
             with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
                 self._function(*arguments)
@@ -89,7 +89,7 @@ class Compiled:
 
 
 def _contents(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each dict (as modules are) and list of a tree, with a copy of what it holds."""
+    """Yield each dict (as modules are) and list of a tree, with a copy of its contents."""
     if isinstance(tree, dict | list):
         yield tree, dict(tree) if isinstance(tree, dict) else list(tree)
         for below in tree.values() if isinstance(tree, dict) else tree:
@@ -97,7 +97,7 @@ def _contents(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _put_back(before: Sequence[tuple[Any, Any]]) -> None:
-    """Let dicts and lists hold again what they held: a function may have put others into their place."""
+    """Restore the contents of dicts and lists: a function may have put others into their place."""
     for container, held in before:
         if isinstance(container, dict):
             # A module's own update() takes parameters alone.

@@ -27,7 +27,7 @@ class World:
     """The ranks of a run. Without a launcher there is one rank, and sums over it are the numbers themselves.
 
     Attributes:
-        backend: What carries messages between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
+        backend: The transport between ranks: `nccl`, `ring`, `mpi` or `jaccl`; None where there is one rank.
         rank: The number of this process, from 0.
         size: How many processes train together.
     """
@@ -85,7 +85,7 @@ class World:
         return gathered
 
     def do_on_main(self, call: Callable[[], object], task: str) -> None:
-        """Call `call` on rank 0, and raise on every rank if it raises a UserError; `task` says what it does."""
+        """Call `call` on rank 0, and raise on every rank if it raises a UserError; `task` describes it."""
         problem: UserError | None = None
         try:
             if self.main:

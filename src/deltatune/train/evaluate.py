@@ -67,10 +67,10 @@ class Evaluation:
         model: The model.
         loss: The loss.
         world: The ranks of the run.
-        figures: The names of what a preference loss reports besides its sums.
+        figures: The names of the figures that a preference loss reports besides its sums.
         by_layers: Computes the loss of a batch in the place of `loss`, with the model's layers one after another.
         layers: The model's layers, which a message names where their output is not finite.
-        weights: What they read their weights from, where these stay on the disk.
+        weights: The store of their weights, where these stay on the disk.
 
     Attributes:
         figures: The means of the last evaluation, by name.

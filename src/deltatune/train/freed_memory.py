@@ -1,4 +1,4 @@
-"""Bounds the memory that MLX keeps of freed arrays during a run, so that no step waits for memory.
+"""Bounds MLX's cache of freed arrays during a run, so that no step waits for memory.
 
 MLX keeps the memory of a freed array for the next one of its size. A step that finds none has to ask the driver, which
 takes a third of a step's time where everything is asked for again (docs/decisions/nvidia-step.md). A step of another
@@ -17,22 +17,21 @@ import mlx.core as mx
 
 from ..machine import backend
 
-#: What MLX may hold, in use and kept, is this many times the most that was in use at once. On an NVIDIA GPU, steps that
-#: are launched ahead need more: they come to the same allocations in another order each time
+#: MLX's memory, in use and cached, may be this many times the most that was in use at once. On an NVIDIA GPU, steps
+#: that are launched ahead need more: they come to the same allocations in another order each time
 #: (docs/decisions/nvidia-step.md).
 ROOM = {"metal": 1.1, "cuda": 1.3}
 
 
 class FreedMemory:
-    """Bounds what MLX holds on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
+    """Bounds MLX's memory on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
 
-    MLX gives back what was kept longest before it would hold more than ROOM times the peak of memory in use.
+    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use.
 
     Args:
         threshold: A number of bytes. If more is kept after an iteration, all of it is given back, and there is no
             other bound. None for the bound by the peak.
-        limit: What MLX may hold at most where it can: above it, MLX gives back what it keeps, and waits for what it has
-            queued. None for MLX's own limit.
+        limit: The bytes above which MLX gives back its cache, and waits for its queued work. None for MLX's own limit.
     """
 
     def __init__(self, threshold: int | None = None, limit: int | None = None):
@@ -55,7 +54,7 @@ class FreedMemory:
         mx.set_memory_limit(self._own_limit)
 
     def after_iteration(self) -> None:
-        """Give back what is above the threshold, or let the bound follow the peak."""
+        """Give back cached memory above the threshold, or let the bound follow the peak."""
         if self._threshold is not None:
             if mx.get_cache_memory() > self._threshold:
                 mx.clear_cache()

@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
 
 
 class Inference:
-    """Answers prompts with a model, whose mode is restored behind each answer.
+    """Answers prompts with a model; its mode is restored behind each answer.
 
     Args:
         loaded: The model and its tokenizer; adapters that it has count.

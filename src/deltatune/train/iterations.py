@@ -1,6 +1,6 @@
-"""The iterations of a run, one after another, and what is due between them: evaluations, samples, reports and saves.
+"""The iterations of a run, one after another, and the evaluations, samples, reports and saves between them.
 
-Their order depends only on the saved state, so that a run that is killed anywhere continues to the same bits.
+Their order depends only on the saved state, so that a run killed anywhere continues to the same bits.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LONGEST = 1.0
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of before its model is patched.
+    """The parts of a run before its model is patched.
 
     Attributes:
-        model: The model, whose trainable parameters are trained in place.
+        model: The model; its trainable parameters are trained in place.
         config: The options of the run.
         world: The ranks that train together.
         screen: Where progress is printed.
         outputs: The files of the run.
         valid_order: The batches of an evaluation, where there are validation examples.
         samples: The prompts that are answered on the way.
-        reporting: What tells of the run.
-        weights: What the layers' weights are read from, where `config.memory` bounds the run.
+        reporting: The reports of the run.
+        weights: The store of the layers' weights, where `config.memory` bounds the run.
     """
 
     model: nn.Module
@@ -65,7 +65,7 @@ class Iterations:
     """Runs the iterations of a run.
 
     Args:
-        parts: What the run is made of.
+        parts: The parts of the run.
         engine: Computes micro-batches and updates of the training state.
         saving: Saves the run.
         ending: Ends the run early.
@@ -181,7 +181,7 @@ class Iterations:
         return True
 
     def _saved_before(self, error: NoResultError) -> UserError:
-        """Save what was trained before every rank ends with an error; return the error that says so."""
+        """Save the last update before every rank ends with an error; return the error that says so."""
         self._ending.in_order()
         at, folder = self.progress.iteration, self.parts.outputs.state.parent
         if at == 0:
@@ -197,7 +197,7 @@ class Iterations:
         except NoResultError as error:
             raise self._saved_before(error) from error
         except UserError:
-            # Rank 0 answers, and every rank raises what it does.
+            # Rank 0 answers, and every rank raises its error.
             self._ending.in_order()
             raise
         if answers is None:
@@ -264,7 +264,7 @@ class Iterations:
         self._on_every_rank(lambda: self._saving.save(finished=finished, stopping=stopping))
 
     def _on_every_rank(self, action: Callable[[], None]) -> None:
-        """Do what raises a UserError on every rank if it raises one on any."""
+        """Do an action that raises a UserError on every rank if it raises one on any."""
         try:
             action()
         except UserError:

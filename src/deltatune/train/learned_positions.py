@@ -69,7 +69,7 @@ def _scales_by_length(rotary: nn.Module) -> bool:
 
 
 def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[Any]) -> None:
-    """Check that the model has a position for every token of the batches that examples come in.
+    """Check that the model has a position for every token of padded batches of examples.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Trains a model from its options: `Trainer` makes what a run is made of, and runs it (iterations.py)."""
+"""Trains a model from its options: `Trainer` makes the parts of a run, and runs it (iterations.py)."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Trainer:
         screen: Where progress is printed; standard output by default.
         folder: The output folder, if the caller has taken it already.
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
-        weights: What the layers' weights are read from, where `config.memory` bounds the run (plan/placement.py).
+        weights: The store of the layers' weights, where `config.memory` bounds the run (plan/placement.py).
 
     Attributes:
         model, splits: The arguments.
         config: The options of the run, with the number of iterations that `epochs` stands for.
         outputs: The files of the run.
-        parts: What the run is made of before its model is patched.
+        parts: The parts of the run before its model is patched.
         progress: The progress of the run, as it is saved.
 
     Raises:
@@ -175,7 +175,7 @@ class Trainer:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
 
         Args:
-            checkpoints: What is computed again where `config.grad_checkpoint` is auto (plan.fit.check).
+            checkpoints: The layers to recompute where `config.grad_checkpoint` is auto (plan.fit.check).
             memory_limit: The bytes from which on MLX waits for queued work; None for its own limit (plan.fit.check).
             feature_bytes: The main memory that cached features of images may take; None for none where layers stay on
                 the disk, and for 1 GiB elsewhere.
@@ -236,11 +236,11 @@ class Trainer:
 
     @property
     def about(self) -> dict[str, str]:
-        """What the run is, by name, for its report; empty until run() is called."""
+        """The description of the run, by name, for its report; empty until run() is called."""
         return self.parts.reporting.about
 
     def _announce(self, trained: Training, chosen: Rankings) -> None:
-        """Tell what is trained and how: on the screen now, and in the report."""
+        """Show the trained parameters and the way of training: on the screen now, and in the report."""
         parts, splits = self.parts, self.splits
         screen, verbose = parts.screen, parts.screen.verbose
         told = announce.facts(
@@ -307,20 +307,20 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
 
 
 def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examples: Iterable[Example]) -> None:
-    """Refuse examples for whose tokens the model has no row, or no position."""
+    """Refuse examples with tokens that have no row or no position in the model."""
     documents = [document for example in examples for document in example.documents]
     check_examples(model, tokenizer, documents)
     check_positions(model, config.max_seq_length, documents)
 
 
 def _within_device(feature_bytes: int) -> int:
-    """Return what cached features take of the memory in which MLX computes: none beside an NVIDIA GPU."""
+    """Return the bytes of cached features in the memory in which MLX computes: none beside an NVIDIA GPU."""
     return 0 if backend.device() == "cuda" else feature_bytes
 
 
 @contextlib.contextmanager
 def _wired() -> Iterator[None]:
-    """Within the context, an Apple GPU keeps its memory wired; MLX's own limit comes back for what a notebook does."""
+    """Within the context, an Apple GPU keeps its memory wired; afterwards MLX's own limit is back."""
     if backend.device() != "metal":
         yield
         return

@@ -16,7 +16,7 @@ _LARGEST_USUAL = 0.1
 
 
 def check_options(config: TrainConfig) -> list[str]:
-    """Check what is known of the optimizer, the loss and the number of updates without a model and data.
+    """Check the optimizer, the loss and the number of updates, as far as possible without a model and data.
 
     Returns:
         Notes on settings that are possible, and hardly meant.

@@ -26,7 +26,7 @@ class Progress:
         evaluations_without_gain: The evaluations since the lowest loss.
         window_loss: The sum of losses since the last report.
         window_weight: The sum of target weights since the last report.
-        window_figures: What a preference loss has reported since then: sums, and how many answers each is the sum of.
+        window_figures: The figures of a preference loss since then: sums, and how many answers each is the sum of.
         grad_norm: The gradients' norm of the last update, before clipping.
         metrics_bytes: The length of metrics.jsonl.
         ranks: The number of ranks that saved the state.
@@ -34,8 +34,8 @@ class Progress:
         blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
         checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
             layer that runs in pieces rounds otherwise, so a continuation needs the same.
-        recomputed_operators: Whether auto has the other layers compute again what is cheap.
-        implementations: By class of calls of an operator, the names of what may serve it; the first does. They round
+        recomputed_operators: Whether auto has the other layers recompute cheap operators.
+        implementations: By class of calls of an operator, the names of implementations; the first serves. They round
             differently, so a continuation needs the same.
         order: The position in the training data (BatchOrder.state).
     """
@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """What is computed again where grad_checkpoint is auto, else None."""
+        """The layers and operators to recompute where grad_checkpoint is auto, else None."""
         layers = self.checkpointed_layers
         return None if layers is None else Checkpoints(layers, self.recomputed_operators)
 

@@ -58,7 +58,7 @@ _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
 @dataclass
 class Run:
-    """A run whose model and data are loaded.
+    """A run with its model and data loaded.
 
     Attributes:
         config: The options of the run.
@@ -139,7 +139,7 @@ def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
 
 
 def uses(config: TrainConfig) -> tuple[str, ...]:
-    """What a run uses its model for, as patched() takes it."""
+    """The uses of a run's model, for patched()."""
     return (TRAINING, INFERENCE, PACKING) if config.pack else (TRAINING, INFERENCE)
 
 
@@ -210,7 +210,7 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Return a line on each table with rows for new tokens, or one that says that none were needed."""
+    """Return a line on each table with rows for new tokens, or one that none were needed."""
     lines = [
         f"New rows: {table.end - table.first:,} in {path}, for the token ids from {table.first:,}; they start "
         "at the mean of the old rows, and train whole."
@@ -318,7 +318,7 @@ def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str
 
 @dataclass(frozen=True)
 class Training:
-    """What training() has set up for a model.
+    """A model's set-up by training().
 
     Attributes:
         loss: The loss that is trained.
@@ -342,7 +342,7 @@ class Training:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of what a preference loss reports besides its sums."""
+        """The names of the figures that a preference loss reports besides its sums."""
         return () if self.objective is None else self.objective.figures
 
 
@@ -355,9 +355,9 @@ def training(
     Args:
         model: The model, made trainable.
         config: The options of the run.
-        compare: Whether to check by computing that the model's parts give what the whole gives, and that packed
-            documents do not influence each other.
-        checkpoints: What a plan has chosen to compute again, where `config.grad_checkpoint` is auto.
+        compare: Whether to check by computing that the model's parts agree with the whole, and that packed documents do
+            not influence each other.
+        checkpoints: The layers that a plan has chosen to recompute, where `config.grad_checkpoint` is auto.
 
     Raises:
         UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
@@ -385,7 +385,7 @@ def training(
 def with_loss(
     model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
 ) -> Training:
-    """Return what training() yields: the loss that `config` names, and what was found of the model."""
+    """Return the result of training(): the loss that `config` names, and the findings on the model."""
     objective = objective_of(config)
     if objective is None:
         return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
@@ -396,7 +396,7 @@ def with_loss(
 
 
 def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -> Checkpoints:
-    """Return what is computed again of so many layers; `chosen` is what a plan chose for auto."""
+    """Return which of so many layers are recomputed; `chosen` is a plan's choice for auto."""
     if config.grad_checkpoint == "auto":
         if chosen is None:
             raise UserError(

@@ -59,7 +59,7 @@ class MicroBatch(NamedTuple):
 
 
 class BeforeUpdate(NamedTuple):
-    """What an update replaces.
+    """The arrays that an update replaces.
 
     Attributes:
         parameters: The trainable parameters, by path.
@@ -73,12 +73,12 @@ class BeforeUpdate(NamedTuple):
 
 
 class StepMachine(NamedTuple):
-    """What of the machine a step uses.
+    """The resources of the machine that a step uses.
 
     Attributes:
         launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
             then one of several that an operation computes together.
-        feature_bytes: The main memory that the features of images may take that a frozen vision tower has seen.
+        feature_bytes: The limit of cached features of a frozen vision tower, in bytes of main memory.
     """
 
     launcher: Launcher | None = None
@@ -98,8 +98,8 @@ class Step:
         loss: The loss.
         world: The ranks of the run.
         update: How updates are made; each from one micro-batch, without clipping, by default.
-        routers: What is added to the mean loss for the routers of a mixture; None for a model without routers.
-        machine: What of the machine the step uses; the main thread and 1 GiB for features by default.
+        routers: The loss terms of a mixture's routers; None for a model without routers.
+        machine: The resources that the step uses; the main thread and 1 GiB for features by default.
 
     Attributes:
         model, optimizer: The arguments.
@@ -152,7 +152,7 @@ class Step:
         return self.bundles.join(separate, self._joined[0])
 
     def settle(self) -> None:
-        """Compute the parameters that are parts of bundles, which a step leaves lazy, in the thread that calls this.
+        """Compute parameters in bundles, which a step leaves lazy, in the calling thread.
 
         Left lazy, they belong to the main thread's queue, and computing them would wait for everything queued there.
         """
@@ -165,7 +165,7 @@ class Step:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """The names of what routers report, which come last among the figures."""
+        """The names of the routers' figures, which come last."""
         return () if self.routers is None else FIGURES
 
     @property
@@ -214,13 +214,13 @@ class Step:
         return norm
 
     def before_update(self) -> BeforeUpdate:
-        """Return what the next update replaces, so that undo() can put it back."""
+        """Return the arrays that the next update replaces, so that undo() can put them back."""
         parameters = {path: place.array for path, place in self._places.items()}
         return BeforeUpdate(parameters, self._joined, tree_map(lambda leaf: leaf, self.optimizer.state))
 
     def undo(self, before: BeforeUpdate) -> None:
-        """Put back what updates have replaced since before_update()."""
-        # Another thread may be evaluating what is replaced, so it must not be given up here.
+        """Put back the arrays that updates have replaced since before_update()."""
+        # Another thread may be evaluating the replaced arrays, so they must not be given up here.
         self._undone = self.before_update()
         for path, array in before.parameters.items():
             self._places[path].array = array

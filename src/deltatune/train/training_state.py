@@ -1,4 +1,4 @@
-"""Holds the state of a run: what its iterations change, what is saved, and what a resumed run continues from."""
+"""Holds the state of a run: its iterations change it, saves store it, and a resumed run continues from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainingState:
     """The trained parameters, the optimizer's moments, the accumulated sums, the progress and the place in the data.
 
     Args:
-        step: The step, whose model and optimizer hold the parameters and the moments.
+        step: The step; its model and optimizer hold the parameters and the moments.
         order: The training batches, with their position in the data.
         progress: The progress of the run, which is changed in place.
         world: The ranks of the run.
@@ -51,7 +51,8 @@ class TrainingState:
         self.sums = self._no_sums()
         # It is None right after an update, and before the first accumulation begins.
         self._start: _WindowStart | None = None
-        # Whether an update is being made, so that the parameters may be partly updated, and what it replaces.
+        # Whether an update is being made, so that the parameters may be partly updated, and the arrays that it
+        # replaces.
         self._updating = False
         self._before: BeforeUpdate | None = None
 
@@ -67,7 +68,7 @@ class TrainingState:
     def update(self, *, can_undo: bool) -> mx.array:
         """Make the update from the accumulated sums, lazily; return the norm of the gradients.
 
-        With `can_undo`, what the update replaces is held until end_window(), so that undo_update() can put it back.
+        With `can_undo`, the replaced arrays are held until end_window(), so that undo_update() can put them back.
         """
         if can_undo:
             self._before = self.step.before_update()
@@ -86,7 +87,7 @@ class TrainingState:
         self._before = None
 
     def end_update(self) -> None:
-        """Note that the update was computed; one whose gradients are not finite has changed no parameter."""
+        """Note that the update was computed; one with gradients that are not finite has changed no parameter."""
         self._updating = False
 
     def undo_update(self) -> None:

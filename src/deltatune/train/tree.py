@@ -45,7 +45,7 @@ def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
 
 
 def at(tree: Any, path: str) -> Any:
-    """Return what stands at a dotted path of a tree or module; the tree itself for an empty one."""
+    """Return the node at a dotted path of a tree or module; the tree itself for an empty one."""
     for name in path.split(".") if path else ():
         tree = tree[int(name) if isinstance(tree, list | tuple) else name]
     return tree

@@ -21,7 +21,7 @@ def shown(tokenizer, config, *, terminal: bool, **console) -> str:
     return console.file.getvalue()
 
 
-def test_plain_text_marks_what_counts(tokenizer, folder):
+def test_plain_text_marks_target_tokens(tokenizer, folder):
     config = folder(train=ROWS, batch_size=2)
     text = shown(tokenizer, config, terminal=False)
     assert "First batch: 2 rows of 64 positions. What counts in the loss stands in ⟦ ⟧." in text

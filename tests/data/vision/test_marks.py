@@ -70,7 +70,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize("case", PLACED)
-def test_a_mark_is_a_place_for_what_is_left_in_a_users_turn(case):
+def test_a_mark_in_a_users_turn_is_a_place_for_the_next_picture(case):
     messages, images, videos, expected = PLACED[case]
     assert placed(messages, images, videos) == expected
 
@@ -103,7 +103,7 @@ LOST = {
 
 @pytest.mark.bad_input("a mark in a text for a value that is not read: {case}")
 @pytest.mark.parametrize("case", LOST)
-def test_a_mark_for_what_is_not_read_is_refused(case):
+def test_a_mark_for_an_unread_column_is_refused(case):
     row, message = LOST[case]
     with pytest.raises(UserError) as caught:
         RowFormats(Features()).messages(row, "x:1")

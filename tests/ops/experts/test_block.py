@@ -165,7 +165,7 @@ PACKINGS += [
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: f"{p.get('mode', 'affine')}{p['bits']}")
-def test_packed_weights_give_what_their_unpacked_values_give(packing):
+def test_packed_weights_equal_their_unpacked_values(packing):
     case = Case(outer=64, inner=32)
     packed, arrays = {}, dict(case.arrays)
     for name in NAMES:

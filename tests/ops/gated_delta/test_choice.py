@@ -269,7 +269,7 @@ def two_dtypes() -> Call:
     return replace(call(), v=mx.zeros((1, 3, 4, 6), mx.bfloat16))
 
 
-def test_chunk_serves_what_the_kernels_do_not_support(monkeypatch, caplog):
+def test_chunk_serves_calls_beyond_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     with caplog.at_level("INFO", logger=candidates.__name__):
         assert choose(two_dtypes())[0] == "chunk"

@@ -36,7 +36,7 @@ class Compiler:
         return b"code"
 
 
-def test_who_asks_for_what_is_being_built_waits_for_it():
+def test_a_caller_waits_for_a_build_in_progress():
     compiler = Compiler()
     with ThreadPoolExecutor(4) as threads:
         for _ in range(2):
@@ -48,7 +48,7 @@ def test_who_asks_for_what_is_being_built_waits_for_it():
     assert compiler.built == 1
 
 
-def test_who_asks_for_what_no_thread_has_begun_builds_it():
+def test_a_caller_builds_a_kernel_that_no_thread_has_begun():
     others, compiler = Compiler(seconds=2), Compiler()
     compiler.may_end.set()
     with ThreadPoolExecutor(1) as threads:

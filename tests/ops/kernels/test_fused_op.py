@@ -246,7 +246,7 @@ def test_chunk_can_be_mapped():
         ({name: mx.zeros((2, 20, 2, 512)) for name in "qk"}, "heads of 512 x 24 .* do not fit in a block's memory"),
     ],
 )
-def test_refuses_by_name_what_it_does_not_cover(changes, said, on_machine):
+def test_uncovered_calls_are_refused_by_name(changes, said, on_machine):
     function, launched = on_machine
     with pytest.raises(ValueError, match=said):
         function(**arguments() | changes)

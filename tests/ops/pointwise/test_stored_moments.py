@@ -25,7 +25,7 @@ def test_the_trial_accepts_the_kernel(dtype, gradient_dtype, execute):
     assert first_use.agrees(stored_moments.trial_case(dtype, gradient_dtype), execute)
 
 
-def test_the_trial_refuses_what_is_wrong(check_trial):
+def test_the_trial_refuses_a_wrong_kernel(check_trial):
     check_trial(stored_moments.trial_case(mx.float32, mx.float32), 1.02)
 
 
@@ -85,7 +85,7 @@ def trained(kind, steps=4):
 
 
 @pytest.mark.parametrize("name", ["adam8bit", "adamw8bit"])
-def test_a_run_uses_the_kernel_and_learns_what_mlxs_operations_learn(name, request):
+def test_a_run_with_the_kernel_learns_as_with_mlxs_operations(name, request):
     kind = partial(OPTIMIZERS[name], bias_correction=True)
     expected = trained(kind)
     launches = request.getfixturevalue("launches")

@@ -82,7 +82,7 @@ def test_other_shapes_spreads_and_dtypes_of_the_weight(name, execute):
     check(name, (2, 5, 256), mx.bfloat16, execute, weight_dtype=mx.float32)
 
 
-def test_a_sum_is_what_mlx_adds(execute):
+def test_a_sum_equals_mlxs(execute):
     x, other, weight = draw(2, (5, 520), mx.bfloat16)
     total, y = sum_norm(x, other, weight, EPS, execute=execute)
     assert mx.array_equal(total, x + other)
@@ -117,7 +117,7 @@ def test_nothing_races_and_a_missing_barrier_is_seen(host_folder):
         check("sum", (3, 1024), mx.float32, machine.run)
 
 
-def test_no_second_derivative_and_what_is_refused(execute):
+def test_second_derivatives_and_unfit_arrays_are_refused(execute):
     x, weight = draw(1, (2, 64), mx.float32)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         mx.grad(lambda x: mx.grad(lambda x: weighted_norm(x, weight, EPS, execute=execute).sum())(x).sum())(x)

@@ -214,7 +214,7 @@ def test_a_matrix_that_is_kept_is_rounded_to_the_dtype_of_the_product(monkeypatc
     assert relative_error(outputs[1], exactly) < 1e-2
 
 
-def test_a_matrix_whose_scales_train_is_not_kept(monkeypatch):
+def test_a_matrix_with_trained_scales_is_not_kept(monkeypatch):
     head, calls = Head(PACKINGS["affine4"]), []
     head.unfreeze(keys=["scales"])
     x = mx.random.normal((100, INPUTS), key=mx.random.key(4))

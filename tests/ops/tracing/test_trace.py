@@ -95,7 +95,7 @@ def test_the_page_says_who_sets_and_who_reads():
     assert stated == found
 
 
-def test_a_compiled_function_keeps_what_the_trace_said_when_it_was_traced():
+def test_a_compiled_function_keeps_the_trace_of_its_tracing():
     """So what changes from batch to batch must be an argument of it."""
     seen = []
 
@@ -132,7 +132,7 @@ def test_two_threads_do_not_see_each_others_trace():
     assert found == {1: ((1, 1), "1"), 2: ((2, 2), "2")}
 
 
-def test_the_second_run_of_a_layer_is_told_what_the_first_was():
+def test_recomputation_of_a_layer_has_the_trace_of_its_first_run():
     """It happens when the contexts around the layer have ended; those around the gradient's whole call are open."""
     told = []
 

@@ -173,7 +173,7 @@ def test_a_run_keeps_its_choices(gpu):
             assert chosen() == "fused"
 
 
-def test_without_times_a_run_keeps_what_passed(gpu, monkeypatch):
+def test_without_times_a_run_keeps_implementations_that_passed(gpu, monkeypatch):
     """On CUDA the order was measured, and on ranks it is known."""
     gpu.wrong.add("fused")
     monkeypatch.setattr(backend, "_UNMEASURED", ())
@@ -189,7 +189,7 @@ def test_without_times_a_run_keeps_what_passed(gpu, monkeypatch):
     assert list(run.names.values()) == [["fused", "native", "blocked"]]
 
 
-def test_a_continuation_on_another_device_takes_what_that_one_has(gpu, monkeypatch):
+def test_a_continuation_on_another_device_takes_its_implementations(gpu, monkeypatch):
     monkeypatch.setitem(choice.OPERATOR.orders, "metal", ("fused", "blocked"))
     with rankings.of_run() as run:
         run.continue_with({"attention, float32, heads of 8 x 8, grouped, causal": ["native", "blocked", "fused"]})

@@ -35,7 +35,7 @@ def off_by(factor: float):
     return lambda x: [2 * x, x.sum() * factor]
 
 
-def test_what_is_right_passes():
+def test_right_implementation_passes():
     verdict = judged(case_of(), right, "right")
     assert verdict.passed
     assert verdict.errors == {"double": 0.0, "sum": 0.0}
@@ -66,7 +66,7 @@ def test_parts_are_compared_each_by_itself():
 
 @pytest.mark.parametrize("broken", ["call", "truth"])
 @pytest.mark.parametrize("error", [RuntimeError("no compiler"), AttributeError("mlx.core.fast has no such function")])
-def test_what_cannot_be_computed_is_a_problem(broken, error):
+def test_error_of_a_call_is_a_problem(broken, error):
     def fails(*_):
         raise error
 

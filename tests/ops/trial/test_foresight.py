@@ -62,7 +62,7 @@ def test_kernels_of_trials_in_a_row_are_built_side_by_side(cuda, monkeypatch):
     assert cuda.launches
 
 
-def test_what_no_thread_has_begun_is_dropped_at_the_end(cuda, monkeypatch):
+def test_builds_that_no_thread_has_begun_are_dropped_at_the_end(cuda, monkeypatch):
     def builders() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("deltatune-builder")}
 
@@ -101,7 +101,7 @@ def test_an_error_is_left_to_the_calls_themselves(cuda):
     assert called == [True, False]
 
 
-def test_a_compiled_function_remembers_nothing_of_what_is_foreseen(cuda, monkeypatch):
+def test_a_compiled_function_remembers_no_foreseen_calls(cuda, monkeypatch):
     def launched(**given: Any) -> list[mx.array]:
         return [mx.ones(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
 

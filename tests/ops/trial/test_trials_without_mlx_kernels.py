@@ -45,7 +45,7 @@ def test_neither_the_calls_nor_the_truths_of_trials_have_mlx_compile_kernels(nam
     assert not compiled_by_mlx(list(case.truth()))
 
 
-def test_what_a_gpu_computes_of_the_case_of_gated_delta_has_mlx_compile_nothing():
+def test_case_of_gated_delta_has_mlx_compile_nothing():
     case = gated_delta_case(ShapeClass(2, 4, 16, 16, "bfloat16"))
     assert not compiled_by_mlx(case.call(lambda q, k, v, *_, initial_state, **__: (v, initial_state)))
 

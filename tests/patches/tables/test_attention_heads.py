@@ -92,7 +92,7 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_it_gives_what_upstream_gives(rope, served):
+def test_it_agrees_with_upstream(rope, served):
     scaling, kernels = ROPES[rope]
     layer = attention(scaling)
     wanted = results(layer)
@@ -136,7 +136,7 @@ def changed(layer, what):
         ("a norm of the queries", set()),
     ],
 )
-def test_what_the_kernels_do_not_know_stays_with_mlx(what, kernels, served):
+def test_attention_beyond_the_kernels_stays_with_mlx(what, kernels, served):
     layer = changed(attention(), what)
     wanted = results(layer)
     with patched():

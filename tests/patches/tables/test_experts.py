@@ -141,7 +141,7 @@ def test_a_layer_by_itself_keeps_outputs_apart(served):
     assert served == [False, False]
 
 
-def test_whatever_is_done_to_deferred_outputs_they_are_upstreams(served):
+def test_any_use_of_deferred_outputs_gives_upstreams_numbers(served):
     from mlx_lm.models.switch_layers import SwitchGLU
 
     mx.random.seed(0)

@@ -100,7 +100,7 @@ def test_a_convolution_and_its_silu_are_one(on_cuda, monkeypatch):
         assert mx.allclose(one, ours * other, atol=1e-6)
 
 
-def test_what_the_kernels_do_not_support_stays_upstreams(on_cuda, monkeypatch):
+def test_arrays_beyond_the_kernels_stay_upstreams(on_cuda, monkeypatch):
     for module, name in ((silu, "serves"), (norms, "norm_serves"), (norms, "gated_norm_serves")):
         monkeypatch.setattr(module, name, lambda *_: False)
     wanted = results()

@@ -91,7 +91,7 @@ def simple_evaluate(model, **_):
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "chat", "comparing chat", "tasks"])
-def test_a_bounded_command_gives_what_one_without_a_bound_gives(trained, harness, read, capsys, monkeypatch, command):
+def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
     if command == "tasks":
         monkeypatch.syspath_prepend(harness)
@@ -174,7 +174,7 @@ def test_a_longer_conversation_is_planned_anew(chatting, monkeypatch):
     assert peak < memory
 
 
-def test_what_a_short_conversation_held_goes_before_a_longer_one_is_read(chatting, monkeypatch):
+def test_weights_of_a_short_conversation_go_before_a_longer_one(chatting, monkeypatch):
     monkeypatch.setattr(chat, "_TOKENS", 32)
     asked = "question 3\n" + "question 4 " * 9 + "\n"
     stays = r"^Memory: ([\d.]+) MB planned .* all weights stay in memory\.$"

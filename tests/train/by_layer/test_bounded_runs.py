@@ -335,7 +335,7 @@ def test_more_memory_than_the_device_has_is_refused(config, least, capsys, monke
     assert re.search(rf"^deltatune: {said} planned; give --memory less\.$", capsys.readouterr().err, re.M)
 
 
-def test_plan_says_what_is_read(config, least, capsys, monkeypatch):
+def test_plan_reports_the_bytes_that_are_read(config, least, capsys, monkeypatch):
     monkeypatch.setattr(host_memory, "free", lambda: None)
     flags = ["--model", config.model, "--data", config.data, "--batch-size", "1", "--max-seq-length", "32"]
     flags += ["--num-layers", "4", "--rank", "2", "--memory", str(least(config))]
@@ -355,6 +355,6 @@ def test_plan_says_what_is_read(config, least, capsys, monkeypatch):
         "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
     }.items(),
 )
-def test_what_does_not_run_by_layers_is_refused(what, options):
+def test_option_that_does_not_run_by_layers_is_refused(what, options):
     with pytest.raises(UserError, match=r"memory leaves frozen weights on the disk, and .*; leave one of them out"):
         TrainConfig(memory=10**9, **options)

@@ -65,7 +65,7 @@ def test_layers_that_stay_are_not_read(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("where", ["output", "gradient", "loss", "nothing"])
-def test_what_is_not_finite_is_named_as_in_a_whole_step(tiny_checkpoint, where):
+def test_nonfinite_tensor_is_named_as_in_a_whole_step(tiny_checkpoint, where):
     folder = tiny_checkpoint("qwen3_5")
     config, given = options(folder), batch()
     model, stored = loaded(folder, config)

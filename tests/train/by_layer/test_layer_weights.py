@@ -50,7 +50,7 @@ def with_arrays(folder):
     return model, stored, layers, [[place.array for _, place in array_places(layer)] for layer in layers]
 
 
-def test_what_recurrent_layers_keep_is_computed_with_them(folder):
+def test_recurrent_states_are_computed_with_their_layer(folder):
     """What it is computed from, the inputs of a convolution over a whole prompt, would be held until the last layer."""
     model, weights = weights_of(folder, range(4))
     computed, layout = [], ArrayLayout.measured()
@@ -83,7 +83,7 @@ def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
 
 
 @pytest.mark.parametrize(("free", "drops"), [(None, True), (10**12, False), (1000, True)])
-def test_what_was_read_stays_in_the_page_cache_where_it_fits(folder, monkeypatch, free, drops):
+def test_weights_that_fit_stay_in_the_page_cache(folder, monkeypatch, free, drops):
     dropped = []
     monkeypatch.setattr(host_memory, "free", lambda: free)
     monkeypatch.setattr(PageCache, "drop", lambda self: dropped.append(self))

@@ -155,9 +155,7 @@ _SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "sample_max_tokens
         ("save, slow", "ring", {}, 3),
     ],
 )
-def test_a_rank_that_dies_while_others_wait_for_it_costs_what_was_not_saved(
-    launch, two_ranks, place, backend, more, saved
-):
+def test_a_rank_that_dies_costs_only_unsaved_iterations(launch, two_ranks, place, backend, more, saved):
     options = two_ranks | {"iters": 8, "save_every": 3} | more
     started = time.monotonic()
     done = launch(options, program=KILLED_WHILE_OTHERS_WAIT, before=(place, backend))

@@ -4,7 +4,7 @@ from deltatune.train.reports.report import read_metrics as read_records
 from deltatune.train.reports.screen import Screen
 
 
-def test_what_is_shown_is_already_in_the_files(make_trainer, tmp_path, monkeypatch):
+def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, monkeypatch):
     """Whoever reads a line on the screen may open metrics.jsonl at once, and the report has its figures."""
     shown = []
     for name in ("training", "validation", "samples"):

@@ -139,7 +139,7 @@ def test_headings_come_again_after_thirty_rows_and_where_there_are_more_columns(
     assert len(columns.rows(RECORD | {"rewards/margins": 0.5}, 120)) == 2
 
 
-def test_what_is_expected_has_its_column_before_the_first_report_of_training():
+def test_expected_figures_have_columns_before_the_first_report():
     columns = Columns()
     columns.expect(["aux_loss"])
     heading, _ = columns.rows({"iteration": 0, "val_loss": 2.5}, 120)

@@ -153,7 +153,7 @@ def test_overwrite_deletes_the_earlier_run_and_nothing_else(train, tmp_path):
 
 
 @pytest.mark.bad_input("a used adapter_path with the data or the current folder in it")
-def test_what_the_run_needs_is_not_moved_from_under_it(train, checkpoint, data_folder, tmp_path, monkeypatch):
+def test_folder_with_the_runs_inputs_is_not_moved(train, checkpoint, data_folder, tmp_path, monkeypatch):
     """The data, the model or the current folder lie in the output folder."""
     (tmp_path / "out" / "data").mkdir(parents=True)
     for file in data_folder.iterdir():
@@ -217,7 +217,7 @@ def test_two_ranks_are_refused_together(launch, options, holder, tmp_path):
     assert "Loading" not in done.stdout
 
 
-def test_what_only_a_killed_run_needed_is_removed(train, tmp_path):
+def test_files_of_a_killed_run_are_removed(train, tmp_path):
     folder = tmp_path / "out"
     assert train("--adapter-path", "out", "--save-every", "1", loads=True)[0] == 0
     (folder / f"{INPUTS}_0").mkdir()

@@ -53,7 +53,7 @@ def kept(folder) -> dict[str, list[str]]:
     return {key: names for key, names in found.items() if key.startswith("gated_delta, float32, ")}
 
 
-def test_a_continuation_takes_what_its_run_has_chosen(unmeasured, make_trainer, screen_text, tmp_path):
+def test_a_continuation_takes_the_choices_of_its_run(unmeasured, make_trainer, screen_text, tmp_path):
     # Adam's first updates would hide last bits.
     short = {"val_batches": 0, "grad_accumulation_steps": 1, "optimizer": "sgd"}
     make_trainer(adapter_path=str(tmp_path / "straight"), iters=2, **short).run()

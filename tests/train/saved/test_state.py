@@ -119,7 +119,7 @@ def test_read_only_and_misplaced_folders_are_named(tmp_path, monkeypatch):
         state.write_atomically(tmp_path / "x", lambda file: None)
 
 
-def test_what_is_no_state_is_refused(tmp_path):
+def test_file_that_is_no_state_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"not a state")
     with pytest.raises(UserError, match=r"is damaged \(.*\): it is no state to resume from"):
@@ -160,7 +160,7 @@ def test_every_option_is_either_free_or_part_of_the_identity():
     assert state.fingerprint(TrainConfig()).keys() == names - state.FREE_OPTIONS
 
 
-def test_unpack_refuses_what_does_not_fit():
+def test_unpack_refuses_arrays_that_do_not_fit():
     like = {"a": mx.zeros((2, 2)), "b": [mx.zeros(1)]}
     saved = state.pack("trainable", like)
     assert set(saved) == {"trainable/a", "trainable/b.0"}

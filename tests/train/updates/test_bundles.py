@@ -48,7 +48,7 @@ def test_how_much_goes_together_depends_on_the_device(monkeypatch):
     assert paths(Bundles(large, mlx.optimizers.AdamW(1e-3))) == [["a", "b"]]
 
 
-def test_what_does_not_go_together(tree):
+def test_parameters_that_do_not_form_a_bundle(tree):
     halves = {"a": mx.zeros(2), "b": mx.zeros(2, mx.bfloat16), "c": mx.zeros(2, mx.bfloat16)}
     adam = mlx.optimizers.Adam(1e-3)
     assert paths(Bundles(halves, adam)) == [["b", "c"]]

@@ -91,7 +91,7 @@ def test_an_update_is_that_of_mlx(name):
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), None])
-def test_what_is_not_finite_reaches_neither_parameters_nor_optimizer(name, poison):
+def test_nonfinite_gradient_reaches_neither_parameters_nor_optimizer(name, poison):
     parameters, gradients = tree(0), tree(1)
     optimizer = build_optimizer(TrainConfig(optimizer=name, learning_rate=1e-2))
     optimizer.init(parameters)

@@ -157,7 +157,7 @@ def test_a_run_of_before_resumes_with_its_decay_or_not_at_all(tmp_path):
 
 
 @pytest.mark.bad_input("`--resume` with another `decay_norm_and_bias`")
-def test_a_continuation_decays_what_its_run_did(trained):
+def test_a_continuation_decays_the_parameters_of_its_run(trained):
     assert trained(DECAY)[0] == 0
     code, said, _ = trained(DECAY, "--decay-norm-and-bias", "--resume", "--no-overwrite", "--iters", 2)
     assert code == 2

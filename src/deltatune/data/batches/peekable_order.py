@@ -1,4 +1,4 @@
-"""An order of training that gives the next batch ahead of time, with its place in the data still before that batch."""
+"""An order of training that gives the next batch ahead of time, while its place in the data stays before it."""
 
 from __future__ import annotations
 

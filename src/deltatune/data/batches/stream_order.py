@@ -90,7 +90,7 @@ class StreamOrder:
         """Continue from the place that `state()` returned.
 
         Raises:
-            UserError: The rows at that place are not the ones that they were.
+            UserError: The rows at that place have changed.
         """
         part = self._part
         if (part.number, part.window.place) == (state["window"], state["place"]):

@@ -10,7 +10,7 @@ from .template_probes import REASONING, Messages, around_content, around_reasoni
 
 
 class AnswerParser:
-    """Turns the text of an answer into the message that the chat template writes as that answer.
+    """Turns the text of an answer into the message that the chat template would write so.
 
     A template opens reasoning itself or leaves that to the model, and writes the reasoning of earlier answers or drops
     it. So a history holds reasoning and content apart, each without the texts that the template writes around it.

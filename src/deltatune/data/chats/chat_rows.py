@@ -31,7 +31,7 @@ class Marks:
         specials: The special tokens as they are written, of which some templates end a conversation with one.
         ends: The tokens at which generation stops, as they are written.
         end: The one of them that ends a text; "" if there is none.
-        added: The tokens that are cut out of a text before anything else, so that nothing merges with them.
+        added: The tokens cut out of a text before anything else, so that nothing merges with them.
         blocks: Whether the template marks generated text with {% generation %} blocks.
         thinking: The value of enable_thinking that the template is given.
         other: The text that the prompt with the other value has after the prompt with this one; "" if it is the same

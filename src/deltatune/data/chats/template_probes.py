@@ -70,13 +70,13 @@ def behind_an_answer(write: Write, *, tools: bool) -> str | None:
 
 
 def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
-    """Return the text that a template writes behind an answer that ends a conversation, as behind_an_answer does."""
+    """Return a template's text behind an answer that ends a conversation, as behind_an_answer does."""
     text = _tried(write, _answered(write, tools))
     return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
 
 
 def behind_the_question(write: Write) -> str | None:
-    """Return the text that a template writes behind a question that nothing follows; None if it refuses to."""
+    """Return a template's text behind a last question; None if it refuses to."""
     text = _tried(write, [{"role": "user", "content": _QUESTION}])
     return None if text is None or _QUESTION not in text else text[text.rindex(_QUESTION) + len(_QUESTION) :]
 
@@ -87,7 +87,7 @@ def around_content(write: Write) -> str:
 
 
 def around_reasoning(write: Write, key: str) -> tuple[str, str] | None:
-    """Return the texts that a template writes between a question and the reasoning of its answer, and behind that.
+    """Return a template's texts between a question and the reasoning of its answer, and behind the reasoning.
 
     Kimi K2 Thinking's template writes the reasoning of answers that call a tool alone, so these are tried, too.
 

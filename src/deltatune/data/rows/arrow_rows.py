@@ -15,8 +15,8 @@ _COLUMNS = ("image", "images", "video", "videos")
 def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     """Return a row without the nulls in its nested objects.
 
-    A null that somebody wrote looks the same as one that Arrow added, and goes too. Members of a list stay, since Arrow
-    adds none. Values that are stored as JSON keep the nulls that were written.
+    A null in the source looks the same as one added by Arrow, and goes too. Members of a list stay, since Arrow adds
+    none. Values stored as JSON keep their nulls.
 
     Args:
         row: A row as the datasets library gives it.

@@ -76,7 +76,7 @@ class PlainText:
 
 @dataclass
 class RowFormats:
-    """Reads rows, and counts the formats that it met (`kinds`) and the columns that it does not read (`unread`).
+    """Reads rows, and counts their formats (`kinds`) and the columns that it does not read (`unread`).
 
     Args:
         features: The keys of a row.

@@ -33,7 +33,7 @@ class DataTable:
         name: The table's name in messages.
         count: The number of rows, or a little more where blank lines are counted.
         rows: A function that yields (source, row) for every row.
-        candidates: A function that yields (source, row) for the rows that may hold an image or a video, found without
+        candidates: A function that yields (source, row) for the rows with a possible image or video, found without
             parsing the others.
         digest: A function that returns a digest of the rows, or None for rows without a cache of tokens.
     """
@@ -170,7 +170,7 @@ def _library_path(name: str, options: dict[str, Any]) -> str:
 
     Raises:
         UserError: The name is that of a format, and no files are given: the library would take those of the current
-            folder. Or it is that of a format that can run code.
+            folder. Or it is the name of a format that can run code.
     """
     folder = expanded(name)
     has_files = "data_files" in options or "data_dir" in options

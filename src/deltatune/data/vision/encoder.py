@@ -33,8 +33,8 @@ class VisionEncoder:
         text: The encoder of the text.
         spec: The token ids and sizes of the vision tower.
         reader: The reader of images and videos.
-        names: How the tokenizer writes the token that begins a picture, the one that stands for a feature of a video,
-            and the one that ends a picture.
+        names: How the tokenizer writes the tokens for the begin of a picture, a feature of a video, and the end of a
+            picture.
     """
 
     def __init__(self, text: TextEncoder, spec: VisionSpec, reader: MediaReader, names: tuple[str, str, str]):

@@ -69,7 +69,7 @@ def image_file(value: Any, folder: Path, source: str) -> Any:
 
 
 def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
-    """Return the file that a text names, or the bytes that it holds."""
+    """Return the file that a text names, or the bytes in it."""
     if value.startswith("data:"):
         header, _, body = value.partition(",")
         return _decoded(body, source) if header.endswith(";base64") else unquote_to_bytes(body)
@@ -145,7 +145,7 @@ def name_of(value: Any) -> str:
 
 
 def open_image(file: Any, source: str) -> Any:
-    """Read an image: of an animation the first picture, upright, with white behind what is transparent, in RGB.
+    """Read an image: of an animation the first picture, upright, with white behind transparent pixels, in RGB.
 
     Args:
         file: The file, bytes or image from `image_file`.

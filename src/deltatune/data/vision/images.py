@@ -32,7 +32,7 @@ class ImageReader:
     limits: Mapping[str, int]
 
     def _scaled(self, image: Any, options: Mapping[str, int]) -> tuple[Any, dict[str, int]]:
-        """Return an image in the size that its row asks for, and limits that leave it so."""
+        """Return an image in the size of its row's options, and limits that leave it so."""
         unit = self.processor.patch_size * self.processor.merge_size
         height, width = resized(image.height, image.width, {**self.limits, **options}, unit)
         return image.resize((width, height)), {"min_pixels": height * width, "max_pixels": height * width}

@@ -176,8 +176,8 @@ def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
 
     Args:
         seconds: The time of each pair of frames.
-        names: The token that begins a block, the one that stands for a feature, and the one that ends a block. The
-            second is written once here and repeated after tokenisation.
+        names: The tokens for the begin of a block, a feature, and the end of a block. The second is written once here
+            and repeated after tokenisation.
 
     Source:
         Qwen3VLProcessor of transformers and of mlx-vlm.

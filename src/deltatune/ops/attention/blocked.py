@@ -40,7 +40,7 @@ _FEWEST, _MOST = 32, 128
 
 @dataclass(frozen=True)
 class BlockedOptions:
-    """The arguments of a call that are no arrays, its optional arrays, and the scores that a block may hold."""
+    """The plain arguments of a call, its optional arrays, and the most scores of a block."""
 
     scale: float
     causal: bool
@@ -225,7 +225,7 @@ class _Part:
         return mx.depends([rows], list(before))[0].astype(mx.float32)
 
     def folded(self, rows: mx.array) -> mx.array:
-        """Reshape [b, h, G, R, n] to [b, h, 1, G R, n], so that one product serves the heads that share a key head."""
+        """Reshape [b, h, G, R, n] to [b, h, 1, G R, n], so that one product serves all heads of a key head."""
         return rows.reshape(*rows.shape[:2], 1, -1, rows.shape[4])
 
     def unfolded(self, rows: mx.array, block: QueryBlock) -> mx.array:
@@ -235,7 +235,7 @@ class _Part:
     def weights(self, rows: mx.array, block: QueryBlock) -> tuple[mx.array, mx.array | None]:
         """Return the softmax of the scores [b, h, G, R, n] and, if `shared`, the factor of each row [b, h, G, R].
 
-        The factor is the share that the sink leaves to the keys, or 0 for a row that sees no key.
+        The factor is the keys' share beside the sink, or 0 for a row that sees no key.
         """
         folded = self.folded(rows * self.options.scale)
         scores = self.unfolded(folded @ self.k[..., block.low : block.high, :].swapaxes(-1, -2), block)

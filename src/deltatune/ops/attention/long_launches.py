@@ -1,8 +1,8 @@
 """Divides the launches of long rows on Apple GPUs, where macOS ends work that keeps the GPU for about five seconds.
 
-A part computes some rows of queries with the keys that they may see, or some keys with the queries that may see them.
-It adds in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products; the
-scans of the gated delta rule, with work that grows with T, are divided in gated_delta/long_scans.py.
+A part computes some rows of queries with their visible keys, or some keys with the queries that may see them. It adds
+in the order of the whole launch, so that the bits are the same. A call with T tokens needs T^2 products; the scans of
+the gated delta rule, with work that grows with T, are divided in gated_delta/long_scans.py.
 """
 
 from __future__ import annotations

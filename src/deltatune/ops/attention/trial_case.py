@@ -69,7 +69,7 @@ Drawn = tuple[list[mx.array], mx.array, dict[str, Any]]
 
 
 def case_of(shape: KernelShape, drawn: Drawn) -> Case[Implementation]:
-    """Return the case of these arrays, whose truth is in float64."""
+    """Return the case of these arrays, with its reference in float64."""
     arrays, dy, options = drawn
 
     def truth() -> list[np.ndarray]:

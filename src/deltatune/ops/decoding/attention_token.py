@@ -1,7 +1,7 @@
 """Attention of one token of each row to the keys and values of its row, where rows of a batch have different lengths.
 
-MLX's attention takes a mask for that and reads all keys that there is room for; on an NVIDIA GPU it computes and keeps
-the scores of all of them.
+MLX's attention would take a mask and read the whole capacity of keys; on an NVIDIA GPU it computes and keeps the scores
+of all of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _Sums = dict[str, mx.array | None]
 
 
 class WithLowRank(NamedTuple):
-    """The rows that a projection reads, or the gradients of those that it returns, and the same of its adapter's A x.
+    """The input rows of a projection, or the gradients of its output rows, and the same of its adapter's A x.
 
     Attributes:
         rows: [t, m, in] of its inputs, [t, m, out] of gradients.

@@ -54,8 +54,8 @@ _BLOCKS_EACH = 4
 def supports(rows: mx.array, weight: mx.array | Packed) -> bool:
     """Whether the kernel can compute such a product: in bf16 or fp16 on Hopper, with sizes that are multiples of 64.
 
-    Matrices that are packed must be so in groups that it knows, and are unpacked to bf16 by few teams alone, where that
-    is faster than to unpack all of them before.
+    Packed matrices must be in groups of a known size. They are unpacked to bf16 with few teams alone, where this is
+    faster than unpacking all of them before.
     """
     if backend.device() != "cuda" or nvidia.generation() != nvidia.HOPPER or rows.dtype not in _DTYPES:
         return False

@@ -1,4 +1,4 @@
-"""The projections that read an expert block's rows, up and in most models gate, and the sums that they share.
+"""The projections of an expert block's rows, up and in most models gate, and their shared sums.
 
 Where their adapters allow it, the products of both adapters with the rows are one product: A of all projections stands
 in one array, and so the rows are read once for the adapters instead of once for each.

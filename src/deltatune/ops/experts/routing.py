@@ -1,7 +1,7 @@
 """Computes the load-balancing loss and the z-loss of a mixture's routers, from sums over tokens that each layer makes.
 
-With E experts, f_e is the number of times that a token chose expert e, and P_e the sum of the probabilities that the
-routers gave it, both divided by the number of rows: tokens times layers, as in transformers' load_balancing_loss_func.
+With E experts, f_e is the number of times that a token chose expert e, and P_e the sum of its probabilities, both
+divided by the number of rows: tokens times layers, as in transformers' load_balancing_loss_func.
     load-balancing loss = E * sum over e of f_e P_e,
     z-loss = mean over the rows of (log of the sum over e of exp(logit_e)) squared.
 The first is k, the number of experts that a token chooses, where the experts are used equally.

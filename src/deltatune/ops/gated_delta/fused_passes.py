@@ -142,7 +142,8 @@ def recomputing(passes: FusedPasses, source: Input) -> Function:
 
 def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
     """Return the forward pass with its gradient; where there is a `source`, without saved tensors."""
-    # The function gets no rule for mx.vmap: MLX would also map the graph inside it, whose custom kernels have none.
+    # The function gets no rule for mx.vmap: MLX would also map the custom kernels in the graph inside it, which have
+    # none.
     forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: RESULTS if source else None])
     refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
 

@@ -35,7 +35,7 @@ FUSED_STATE_NORM = 2.5e-7
 
 
 def fused_bf16_norm(naive: float) -> float:
-    """Return the relative norm that the fused kernels' error may have in bf16 where that of naive is `naive`."""
+    """Return the tolerance of the fused kernels' relative norm of error in bf16, given that of naive."""
     return FUSED_BF16 * max(naive, BF16_NORM)
 
 

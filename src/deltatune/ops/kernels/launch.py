@@ -1,8 +1,8 @@
 """The declaration of a kernel, and one launch of it: for Metal, for CUDA and for the tests' host machine.
 
-A body is a function template in one of the .h files here, and a `Kernel` declares it. The kernel that MLX runs is a few
-lines of text (`Launch.source`) that reserve shared memory and call the body with its compile-time values; the text of
-the files goes before them.
+A body is a function template in one of the .h files here, and a `Kernel` declares it. MLX's kernel is a few lines of
+text (`Launch.source`) that reserve shared memory and call the body with its compile-time values; the text of the files
+goes before them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Launch:
         groups: Groups of 32 lanes per block.
         sizes: The text of the sizes that the body takes before its arrays; by default that of the declaration.
         written: The text of those arguments that are not written as an array's name, or as ABSENT.
-        changes: The names of inputs that the kernel writes into, which must be arrays that nobody else holds.
+        changes: The names of inputs that the kernel writes into; nobody else may hold these arrays.
         calls: The compiled call, by machine, once it has run; shared with the launches that `on` returns.
     """
 

@@ -73,7 +73,7 @@ class PinnedRoom:
         self._kind: tuple[tuple[int, ...], mx.Dtype] = (), mx.float32
 
     def write(self, x: mx.array) -> mx.array:
-        """Copy an array into the room, on MLX's stream; return an array that is computed when that is done."""
+        """Copy an array into the room, on MLX's stream; return an array that is computed after the copy."""
         self._kind = x.shape, x.dtype
         self._written = _launched(_TO_HOST, [x, self._place(x.nbytes)], (1,), mx.uint32)
         return self._written

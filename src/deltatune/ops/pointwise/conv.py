@@ -333,7 +333,7 @@ def _convolved(
 
 
 def workloads(quick: bool) -> list[KernelWorkload]:
-    """Return what the self-test compares with float64: with and without documents, and the norms of heads."""
+    """Return the workloads of the self-test: with and without documents, and with the norms of heads."""
     batch, length, channels, taps, width = (2, 19, 24, 4, 64) if quick else (2, 2048, 2048, 4, 128)
     documents = mx.broadcast_to(mx.arange(length) // (7 if quick else 300), (batch, length))
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]

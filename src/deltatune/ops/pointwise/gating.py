@@ -118,6 +118,6 @@ def _passes(heads: int, largest_beta: float) -> Passes:
 
 
 def workloads(quick: bool) -> list[KernelWorkload]:
-    """Return what the self-test compares with float64."""
+    """Return the workloads that the self-test compares with float64."""
     rows, heads = (6, 4) if quick else (4096, 32)
     return _passes(heads, 1.0).workloads("gates", [(rows, heads)] * 2 + [(heads,)] * 2)

@@ -225,7 +225,7 @@ def _gated(width: int) -> Passes:
 
 
 def workloads(quick: bool) -> list[KernelWorkload]:
-    """Return what the self-test compares with float64.
+    """Return the workloads that the self-test compares with float64.
 
     There are few tokens and many rows: fp32 rounds the angles of later tokens by more than a bound for sums.
     """

@@ -226,7 +226,7 @@ def _halves(width: int, eps: float) -> Passes:
 
 
 def workloads(quick: bool) -> list[KernelWorkload]:
-    """Return what the self-test compares with float64."""
+    """Return the workloads that the self-test compares with float64."""
     rows, width, eps = (24, 64, 1e-6) if quick else (131_072, 128, 1e-6)
     pieces = (rows * width // 8, 8)
     return [

@@ -65,7 +65,7 @@ class Passes:
         return OPERATOR.serves(self, kinds, arrays=others, run=execute)
 
     def workloads(self, name: str, shapes: Sequence[tuple[int, ...]], *others: mx.array) -> list[KernelWorkload]:
-        """Return what the self-test compares with float64: arguments of these shapes, and others, in each dtype."""
+        """Return the workloads of the self-test: arguments of these shapes, and others, in each dtype."""
         kinds = {dtype: [(shape, dtype) for shape in shapes] for dtype in NORM_BOUNDS}
         trials = {dtype: partial(self.trial_case, kind, *others) for dtype, kind in kinds.items()}
         return [KernelWorkload(name, dtype, trial) for dtype, trial in trials.items()]

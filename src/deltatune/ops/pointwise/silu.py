@@ -62,5 +62,5 @@ _PASSES = Passes("swiglu", _forward, _backward, _plain)
 
 
 def workloads(quick: bool) -> list[KernelWorkload]:
-    """Return what the self-test compares with float64."""
+    """Return the workloads that the self-test compares with float64."""
     return _PASSES.workloads("swiglu", [(6, 256) if quick else (4096, 4096)] * 2)

@@ -1,8 +1,8 @@
 """Numbers in 8 bits, block-wise dynamic quantisation (arXiv 2110.02861), and a step of Adam on moments stored so.
 
-A block of numbers shares one scale, its largest magnitude. A number divided by it is stored as the decade that it lies
-in, from 1e-7 to 1, and as one of the equal intervals of that decade; larger decades have more intervals. Its value is
-the middle of the interval. 0 and 1 have codes of their own.
+A block of numbers shares one scale, its largest magnitude. A number divided by it is stored as its decade, from 1e-7 to
+1, and as one of the decade's equal intervals; larger decades have more intervals. Its value is the middle of the
+interval. 0 and 1 have codes of their own.
 
 By MLX's operations a step passes over each number some fifty times; the kernel passes over it once.
 """

@@ -1,4 +1,4 @@
-"""The cross-entropy of logits over the vocabulary, as one kernel that reads them, and one that writes their gradients.
+"""The cross-entropy of logits over the vocabulary, as one kernel for the losses, and one for the gradients.
 
 MLX's operations would cast a chunk's logits to fp32, and pass over the fp32 numbers five times.
 """
@@ -92,7 +92,7 @@ def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> Launch:
 
 
 def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_000, 33_001)) -> Case[Execute]:
-    """Return the case of logits of this dtype: rows that start on 16 bytes, and rows that do not.
+    """Return the case of logits of this dtype: rows aligned to 16 bytes, and unaligned ones.
 
     Its truth is in float64, since MLX's sums of so many terms are less exact.
     """

@@ -58,7 +58,7 @@ def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute
 
 
 def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> list[mx.array]:
-    """Return x itself and its weighted_norm, for a residual branch with a result that is added to that x.
+    """Return x itself and its weighted_norm, for a residual branch that is added to x.
 
     The gradients of both are added in the norm's backward pass. The arguments are those of weighted_norm.
     """

@@ -1,4 +1,4 @@
-"""What the self-test compares with float64 of all passes that have a gradient, at the sizes of a model."""
+"""The workloads of all passes with a gradient, which the self-test compares with float64 at the sizes of a model."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ def round_rows(rank: int, side: int) -> int:
 def division(rows: int, columns: int, rank: int, along: bool) -> tuple[int, int]:
     """How many stripes and how many rows a block of `columns` takes, so that the last block is done soonest.
 
-    Counted are the bytes that the busiest place on a multiprocessor reads, and those that one block adds up at the end.
+    The cost is the bytes read by the busiest place on a multiprocessor, and those added up by one block at the end.
     """
     places = _TOGETHER * nvidia.limits().multiprocessors
 

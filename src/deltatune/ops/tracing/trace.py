@@ -73,7 +73,7 @@ class Trace:
             with experts that wait for their scores.
         attending: Whether deltatune's attention runs, so that its own calls of MLX's attention are not redirected to
             it.
-        upstream_serves: Whether a call of the recurrence runs that upstream serves, with all that it calls.
+        upstream_serves: Whether upstream serves the running call of the recurrence, with all calls inside it.
         callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
         recurrences: Calls of the recurrence, counted by implementation.
         attentions: Calls of attention, counted by implementation.
@@ -85,8 +85,8 @@ class Trace:
         rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
             outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
-        foreseen: The trials of kernels that are being built for calls that are only foreseen (ops/trial/foresight.py);
-            None where calls are made.
+        foreseen: The trials of kernels that are being built for foreseen calls (ops/trial/foresight.py); None where
+            calls are made.
         known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """
 

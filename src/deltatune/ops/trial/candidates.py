@@ -1,8 +1,8 @@
 """Chooses the implementation of an operator that serves a call.
 
 Each device has an order of preference. Of the implementations that support the call and pass their
-check on this machine, the first one in it is used; on a device whose order nobody has measured, the fastest one whose
-bits are the same in every run. The last one supports every call.
+check on this machine, the first one in it is used; on a device without a measured order, the fastest one with the same
+bits in every run. The last one supports every call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
 
     Args:
         operator: The operator.
-        call: The arguments of the call that decide, of the class that the operator's candidates take.
+        call: The deciding arguments of the call, of the class that the operator's candidates take.
 
     Raises:
         UserError: The variable forces an implementation that does not support the call or fails its check.
@@ -58,8 +58,8 @@ def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
     forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {call.words}"
     known = None if run is None or forced else run.names.get(key)
     if known is not None:
-        # Of a run on another device, only what this one has can serve. What supports every call leads where it was the
-        # fastest, and otherwise serves what nothing else does.
+        # Of a run on another device, only implementations of this one can serve. The one that supports every call leads
+        # where it was the fastest, and otherwise serves calls that no other supports.
         last, others = names[-1], [name for name in known if name in names[:-1]]
         names = (last, *others) if known[:1] == [last] else (*others, last)
     if foresight.looks_ahead():
@@ -84,7 +84,7 @@ def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
 
 
 def _foreseen(operator: Operator, names: Sequence[str], call: Any) -> tuple[str, Callable[..., Any]]:
-    """Return what will probably serve a call that is only foreseen; the kernels of the trials before it are built."""
+    """Return the probable implementation of a foreseen call; the kernels of the trials before it are built."""
     serving: list[tuple[str, Callable[..., Any]]] = []
     for name in names:
         candidate = operator.candidates[name](call)
@@ -109,7 +109,7 @@ def _may_pass(operator: Operator, name: str, candidate: Candidate) -> bool:
 
 @dataclass(frozen=True)
 class _Serving:
-    """The implementations that support a call and pass their checks, the names of those that fail, and why not."""
+    """The implementations that support a call and pass their checks, and the names and reasons of the others."""
 
     right: dict[str, Candidate]
     refused: list[str]
@@ -117,7 +117,7 @@ class _Serving:
 
 
 def _right(operator: Operator, names: Sequence[str], call: Any, *, first: bool, forced: bool) -> _Serving:
-    """Return what of `names` serves a call: the `first` alone, or all. A single name may be forced."""
+    """Return those of `names` that serve a call: only the `first`, or all. A single name may be forced."""
     serving = _Serving({}, [], [])
     for name in names:
         candidate = operator.candidates[name](call)

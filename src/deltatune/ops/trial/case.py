@@ -1,4 +1,4 @@
-"""A case of an operator, with what must come out, and the one loop that tries an implementation on it.
+"""A case of an operator, with its reference results, and the one loop that tries an implementation on it.
 
 First uses on a machine, `doctor`, `selftest` and tests try implementations by it.
 """
@@ -21,11 +21,11 @@ from .verdicts import Verdict
 
 logger = logging.getLogger(__name__)
 
-# What a case tries: an operator's function, or what runs a kernel's launch.
+# The subject of a case: an operator's function, or the function that runs a kernel's launch.
 Tried = TypeVar("Tried")
 Array = mx.array | np.ndarray
-# What a call may raise that cannot be computed here: in another version of MLX a function may have another name or
-# other arguments, or be gone.
+# The errors of a call that cannot be computed here: in another version of MLX a function may have another name or other
+# arguments, or be gone.
 _FAILURES = (RuntimeError, ValueError, AttributeError, TypeError)
 
 
@@ -36,18 +36,18 @@ def whole(name: str, result: np.ndarray) -> dict[str, list[np.ndarray]]:
 
 @dataclass(frozen=True)
 class Case(Generic[Tried]):
-    """A call, what must come out of it, and how far that may be off.
+    """A call, its reference results and its tolerances.
 
     Attributes:
-        name: What is tried, in words.
+        name: The subject, in words.
         results: The names of the results.
-        call: Calls what is tried, and returns the results, not computed yet. For an operator they are its outputs and
-            its gradients.
-        truth: Computes what the results should be.
+        call: Calls the subject, and returns the results, not computed yet. For an operator they are its outputs and its
+            gradients.
+        truth: Computes the reference results.
         bound: The largest error that is allowed.
         bounds: By the name of a part, the largest error where it is not `bound`.
         error: The measure of an error.
-        reference: The name of what computes the truth.
+        reference: The name of the reference.
         like: Arrays of the sizes of the results.
         parts: Divides a result, given with its name, into arrays that are compared each by itself: of those under one
             name the largest error counts.
@@ -125,7 +125,7 @@ def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
 def measured(case: Case[Tried], tried: Tried) -> dict[str, float]:
     """Return the errors of a second call, before which memory of all sizes is filled with NaN.
 
-    The first call gives the sizes of the results, and makes whatever is made only once. What fails, fails here.
+    The first call gives the sizes of the results, and makes whatever is made only once. An error is raised here.
     """
     poison([*case.computed(tried), *case.like])
     return case.errors(case.computed(tried), case.truth())

@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a kernel's text depends on, as text."""
+    """The parameters of a kernel's text, as text."""
 
     kind: str
 
 
-# By the function that makes the case, what it is made for, and what runs the kernel: whether it was right.
+# By the function that makes the case, its arguments, and the function that runs the kernel: whether it was right.
 _right: dict[Hashable, bool] = {}
 
 
@@ -42,9 +42,9 @@ def is_right(
 
     Args:
         case_of: Makes the case from `kind` and `arrays`.
-        kind: What the kernel's text depends on.
+        kind: The parameters of the kernel's text.
         run: Runs the kernel's launch.
-        instead: What serves in place of a kernel that is wrong, for the warning.
+        instead: The fallback of a kernel that is wrong, for the warning.
         arrays: Further arguments of `case_of`, of which only the number makes a difference.
     """
     key: tuple[Any, ...] = (case_of, kind, len(arrays), run)
@@ -92,5 +92,5 @@ def _said(verdict: Verdict, instead: str) -> bool:
 
 
 def forget() -> None:
-    """Forget what was right in this process."""
+    """Forget the verdicts of this process."""
     _right.clear()

@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def foreseen(trace_calls: Callable[[], Any]) -> Iterator[None]:
-    """Let threads build the kernels of what `trace_calls` calls, on an NVIDIA GPU, while the context goes on.
+    """Let threads build the kernels for the calls in `trace_calls`, on an NVIDIA GPU, while the context goes on.
 
-    Within the context the same calls wait for the kernels that are not ready. Its end drops what no thread has begun.
+    Within the context the same calls wait for the kernels that are not ready. Its end drops builds that no thread has
+    begun.
     """
     if backend.device() != "cuda" or looks_ahead():
         yield
@@ -43,7 +44,7 @@ def look_ahead(trace_calls: Callable[[], Any], builders: ThreadPoolExecutor) -> 
         # A function that mx.compile traced now would return the zeros of kernels that are only built for ever after.
         with not_compiled(), built_side_by_side(builders), trace.having(foreseen=set()):
             trace_calls()
-    except Exception as error:  # noqa: BLE001  (the calls themselves raise it, where somebody can tell what it means)
+    except Exception as error:  # noqa: BLE001  (the calls themselves raise it, where somebody can tell its cause)
         logger.info("kernels are built when they are needed: %s: %s", type(error).__name__, error)
 
 

@@ -20,14 +20,14 @@ NORM_BOUNDS = {mx.float32: 1e-6, mx.bfloat16: 3 * 1.7e-3}
 
 
 class KernelWorkload(NamedTuple):
-    """A call with the sizes of a model, whose arrays `trial` draws, for the self-test."""
+    """A call with the sizes of a model for the self-test; `trial` draws its arrays."""
 
     name: str
     dtype: mx.Dtype
     trial: Callable[[], Case[Any]]
 
     def case(self) -> Case[Any]:
-        """Return the case, whose errors are norms over norms."""
+        """Return the case, with norms over norms as its errors."""
         case = self.trial()
         return replace(case, bound=min(case.bound, NORM_BOUNDS[self.dtype]), error=relative_norm)
 
@@ -41,8 +41,8 @@ class KernelOperator:
         case_of: Returns the case of a kind of calls, on which the kernels are tried before their first use.
         run: Runs a launch of the kernels.
         devices: Where the kernels are faster than MLX's operations.
-        instead: What serves in place of kernels that are wrong, for the warning.
-        workloads: Returns what the self-test compares; small ones if its argument is true.
+        instead: The fallback of kernels that are wrong, for the warning.
+        workloads: Returns the workloads of the self-test; small ones if its argument is true.
     """
 
     name: str
@@ -66,7 +66,7 @@ class KernelOperator:
         """Whether the kernels are for this device and right on this machine; a small case needs no trial.
 
         Args:
-            kind: What the kernels' text depends on.
+            kind: The parameters of the kernels' text.
             arrays: Further arguments of `case_of`, of which only the number makes a difference.
             run: Runs a launch on any device; tests run it on the host machine.
         """

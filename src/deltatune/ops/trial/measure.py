@@ -1,4 +1,4 @@
-"""The measure of error that all trials share, and memory full of NaN, so that what a kernel leaves out is seen."""
+"""The measure of error that all trials share, and memory full of NaN, which shows elements that a kernel leaves out."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def relative_error(
     with that, and where the truth alone is zero.
 
     Args:
-        result: What was computed.
-        truth: What it should be.
+        result: The computed result.
+        truth: The reference result.
         size: The size of an array: that of its largest element, or its norm.
 
     Example:
@@ -72,7 +72,7 @@ def as_float64(array: mx.array | np.ndarray) -> np.ndarray:
 
 
 def in_float64(function: Callable[..., Sequence[mx.array]], *groups: Sequence[mx.array]) -> list[np.ndarray]:
-    """Return what `function` computes from these groups of arrays in float64, on the CPU, which alone has float64."""
+    """Compute `function` of these groups of arrays in float64, on the CPU, which alone has float64."""
     with mx.stream(mx.cpu):
         exact = function(*([array.astype(mx.float64) for array in group] for group in groups))
         return [np.array(array) for array in exact]

@@ -1,4 +1,4 @@
-"""An operator that several implementations compute: which there are, what each supports, and how each is tried."""
+"""An operator with several implementations: their names, the calls that each supports, and their trials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Candidate:
 
     Attributes:
         function: Serves the call.
-        shape: The class of calls whose verdict decides about this one; None where it has neither a check nor a time.
+        shape: The class of calls with the verdict on this one; None where it has neither a check nor a time.
         checked: The function that the check calls, which runs the same kernels on a small batch.
         trusted: Whether it needs no check, because it is made of MLX's operations.
     """
@@ -61,7 +61,8 @@ class Operator:
         timed_case_of: Returns the case on which they are timed.
         examples: Returns calls with the sizes of released models, on which `doctor` tries every implementation.
         compare_last: Compares the last implementation with the definition, on small sizes.
-        workloads: Returns what the self-test compares with float64; few and small ones if its argument is true.
+        workloads: Returns the calls that the self-test compares with float64; few and small ones if its argument is
+            true.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Keeps for a run which implementation of an operator serves which class of calls, so that a continuation's bits agree.
 
-Outside a run nothing is kept: each call is served by what its verdicts say.
+Outside a run nothing is kept: the verdicts decide about each call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def current() -> Rankings | None:
 
 @contextmanager
 def of_run() -> Iterator[Rankings]:
-    """Within the context, what is chosen is kept; a context inside another one keeps it in the outer one's choices."""
+    """Within the context, choices are kept; a context inside another one keeps them with those of the outer one."""
     outer = current()
     if outer is not None:
         yield outer

@@ -28,7 +28,7 @@ clock: Callable[[], float] = time.perf_counter
 
 @dataclass(frozen=True)
 class TrialTime:
-    """What the runs of an implementation showed.
+    """The measurements of an implementation's runs.
 
     Attributes:
         seconds: The shortest time of a forward and a backward pass.
@@ -58,7 +58,7 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
             same[name] = same[name] and _same_bits(first[name], results)
     times = {name: TrialTime(seconds[name], same[name]) for name in first}
     del first
-    # What the runs leave is of sizes that no step asks for.
+    # The runs leave buffers of sizes that no step needs.
     mx.clear_cache()
     return times
 
@@ -97,7 +97,7 @@ def _computed(results: list[mx.array]) -> list[mx.array]:
 
 
 def _tried(name: str, call: Callable[[], list[mx.array]]) -> list[mx.array] | None:
-    """Return what `call` returns, or None where that cannot be computed here."""
+    """Return the results of `call`, or None where they cannot be computed here."""
     try:
         return call()
     except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Verdicts on fast implementations: whether each computes what a slower one computes on this machine, and how fast.
+"""Verdicts on fast implementations: whether each agrees with a slower one on this machine, and its time.
 
 case.py measures them. Here they are remembered, and stored in the cache folder for later processes.
 """
@@ -28,7 +28,7 @@ _PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "nvidi
 
 
 def part(error: float, bound: float) -> float:
-    """Return which part an error is of what it may be; of a bound of 0, which exact copies have, none or all."""
+    """Return error / bound; for a bound of 0 (exact copies), 0 or infinity."""
     if not bound:
         return math.inf if error else 0.0
     return error / bound
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def worst(self) -> str:
-        """The name of the result whose error is the largest part of what it may be."""
+        """The name of the result with the largest error relative to its bound."""
         return max(self.errors, key=lambda name: part(self.errors[name], self.bound_of(name)))
 
     def bound_of(self, name: str) -> float:
@@ -132,7 +132,7 @@ def stored(name: str, shape: Any) -> Verdict | None:
 
 
 def _with_log(verdict: Verdict, path: Path) -> Verdict:
-    """Write what the compiler says to a file, and return the verdict with the first error in one line."""
+    """Write the compiler's messages to a file, and return the verdict with the first error in one line."""
     text = verdict.problem or ""
     first = next((line.strip() for line in text.splitlines() if " error: " in line), text.partition("\n")[0])
     try:
@@ -156,7 +156,7 @@ def forget() -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return what a verdict depends on: versions, the text of the kernels, MLX's default device and its driver."""
+    """Return the key of a verdict: versions, the text of the kernels, MLX's default device and its driver."""
     return _machine(backend.device())
 
 

@@ -1,1 +1,1 @@
-"""The records of what is replaced: a table for each package, or for each kind of operation in several packages."""
+"""The records of functions to replace: a table for each package, or for each kind of operation in several packages."""

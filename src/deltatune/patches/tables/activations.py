@@ -53,7 +53,7 @@ def _gated_norm(upstream: Function) -> Function:
 
 
 class _NormArrays(NamedTuple):
-    """What a gated norm of any package reads of itself."""
+    """The attributes that a gated norm of any package reads."""
 
     weight: mx.array
     eps: float

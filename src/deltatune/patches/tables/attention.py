@@ -1,4 +1,4 @@
-"""Replaces MLX's attention where rows are trained or scored whole, and what tells such calls from a decoder's.
+"""Replaces MLX's attention where rows are trained or scored whole, and functions that tell such calls from a decoder's.
 
 Every model of mlx-lm and mlx-vlm ends in mx.fast.scaled_dot_product_attention, whichever function of its package it
 calls, so that one record reaches all of them. Versions read: mlx-lm 0.32.0 to 0.32.2; mlx-vlm 0.7.0,
@@ -67,7 +67,7 @@ def _vjp_alike(upstream: Function, ours: Function) -> str | None:
 
 
 def _without_padding(upstream: Function) -> Function:
-    """ensure_fused_sdpa of mlx-vlm, whose heads are padded to a size of MLX's kernels, and which is compiled.
+    """ensure_fused_sdpa of mlx-vlm, without its padding of heads to a size of MLX's kernels; upstream's is compiled.
 
     A compiled function keeps the attention that it was traced with, so it must not be traced in training.
     """
@@ -117,7 +117,7 @@ def _attends(*more: Any) -> Any:
 
 
 def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
-    """Compare the mean loss of two batches, whose losses and tokens are given."""
+    """Compare the mean loss of two batches with given losses and tokens."""
 
     def evaluated(function: Function) -> mx.array:
         def batches(**_: Any) -> Any:

@@ -1,10 +1,10 @@
 """Replaces the forward pass of the gated-delta layers of Qwen3.5 and Qwen3-Next in training.
 
 Between the projections and the recurrence upstream joins a state of zeros to the rows, convolves them, splits the
-result into queries, keys and values, and norms the first two. On an NVIDIA GPU each kernel there copies what it reads
-of the split, and the backward pass joins the three gradients and cuts the state off again; in the place of all this,
-one kernel reads the projection and writes three arrays, and one goes back. On an Apple GPU MLX's operations stay, but
-their gradient keeps the projection alone, and computes the rest again (ops/recomputation.py).
+result into queries, keys and values, and norms the first two. On an NVIDIA GPU each kernel there copies its part of the
+split, and the backward pass joins the three gradients and cuts the state off again; in the place of all this, one
+kernel reads the projection and writes three arrays, and one goes back. On an Apple GPU MLX's operations stay, but their
+gradient saves only the projection, and recomputes the rest (ops/recomputation.py).
 
 Versions read: mlx-lm 0.32.0 to 0.32.2.
 """
@@ -46,7 +46,7 @@ _EPS = 1e-6
 
 
 class _Projected(NamedTuple):
-    """What a layer computes from its input: q, k and v beside one another [B, T, C], z [B, T, Hv, Dv], b and a."""
+    """The projections of a layer's input: q, k and v beside one another [B, T, C], z [B, T, Hv, Dv], b and a."""
 
     qkv: mx.array
     z: mx.array
@@ -191,7 +191,7 @@ def _same(upstream: Function, ours: Function) -> str | None:
 
 
 def _same_next_token(upstream: Function, ours: Function) -> str | None:
-    """Compare the output for one more token, and what a row keeps then."""
+    """Compare the output for one more token, and a row's caches then."""
     layer, token = built(upstream, of_config).eval(), drawn(7, 1, 1, WIDTH)
     cache = upstream.__globals__["ArraysCache"](2)
     upstream(layer, layer_input(), None, cache)

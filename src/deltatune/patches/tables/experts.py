@@ -3,8 +3,8 @@
 Two kinds of classes are changed. SwitchGLU and SwitchMLP, which hold the experts, call the operator in training instead
 of three gathered products. The blocks around them end in (experts(x, indices) * scores[..., None]).sum(axis=-2): they
 get a `DeferredExperts` in place of the experts' outputs, so that the operator weights and sums the outputs itself, and
-an array [tokens, k, D] never exists. Where routers are watched (ops.experts.routing), these blocks report what their
-router computed and chose.
+an array [tokens, k, D] never exists. Where routers are watched (ops.experts.routing), these blocks report the logits
+and the choices of their router.
 
 Versions read: mlx-lm 0.32.0, 0.32.2; mlx-vlm 0.7.0, 0.7.1, 0.7.10.
 """
@@ -30,12 +30,12 @@ from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
 
-# Routers whose probabilities are sigmoids; the others' are a softmax, and KimiSparseMoE's are what its options say.
+# Routers with sigmoids as probabilities; the others' are a softmax, and KimiSparseMoE's depend on its options.
 _SIGMOID_BLOCKS = ("KimiK3SparseMoE", "BailingSparseMoE")
 
 
 class DeferredExperts:
-    """Outputs of experts [..., k, D] that are not computed yet, so that scores and the sum over k can join them.
+    """Lazy outputs of experts [..., k, D], so that scores and the sum over k can join them.
 
     `(deferred * scores[..., None]).sum(axis=-2)` computes everything at once. Any other use first computes the outputs
     and continues with that array. Functions of MLX, and operators with an array on their left, do not accept it;
@@ -108,13 +108,13 @@ def weighted_block(upstream: Function) -> Function:
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether a mixture of the model is a block that weighted_block() serves, and so reports what its router did."""
+    """Whether a mixture of the model is a block that weighted_block() serves, and so reports on its router."""
     return any(getattr(type(module).__call__, "routes", False) for module in model.modules())
 
 
 @contextmanager
 def _listening_to_gate(block: Any) -> Iterator[list[mx.array]]:
-    """Within the context, the logits that the block's gate computes are appended to the list that this yields."""
+    """Within the context, the logits of the block's gate are appended to the yielded list."""
     gate, heard = block.gate, []
 
     def listening(x: mx.array) -> Any:
@@ -158,14 +158,14 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
 
 
 def _is_beyond_mlx(layer: Any, names: tuple[str, ...], x: mx.array) -> bool:
-    """Whether MLX has no product on a CPU for these rows and the layer's projections, or what adapters wrap."""
+    """Whether MLX has no product on a CPU for these rows and the layer's projections, bare or in adapters."""
     if x.dtype != mx.float32:
         return True
     return any("global_scale" in projected.get("linear", projected) for projected in map(layer.get, names))
 
 
 def _called(indices: mx.array) -> bool:
-    """Note that experts are called, and return whether this is inside a block whose experts wait for their scores."""
+    """Note that experts are called; return whether this is in a block with experts that wait for their scores."""
     chosen = trace.current().chosen_experts
     if chosen is not None:
         chosen.append(indices)
@@ -173,7 +173,7 @@ def _called(indices: mx.array) -> bool:
 
 
 def _switch(*names: str) -> Callable[[Function], Function]:
-    """The replacement for a layer of experts whose projections have these names: up, down and, if any, gate."""
+    """The replacement for a layer of experts with projections of these names: up, down and, if any, gate."""
 
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, indices: mx.array) -> Any:  # noqa: N807
@@ -263,7 +263,7 @@ _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 def _switch_records(
     base: dict[str, Any], module: str, signature: str, glu: Callable[[Function], Function], **more: Any
 ) -> tuple[Patch, ...]:
-    """The records of SwitchGLU, whose __call__ has this signature and the replacement `glu`, and of SwitchMLP."""
+    """The records of SwitchGLU, with this signature of __call__ and the replacement `glu`, and of SwitchMLP."""
     shared = {**base, "module": module, **more}
     alike = _same_experts(*(_COMBINED if signature == _COMBINING_CALL else ()))
     mlp: dict[str, Any] = {"signature": _CALL, "replacement": _switch("fc1", "fc2"), "check": _same_experts()}

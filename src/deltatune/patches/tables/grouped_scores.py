@@ -17,7 +17,7 @@ from ..small_cases import causal, layer_input, same_layer
 
 
 def _with_mask_of_rows(upstream: Function) -> Function:
-    """Gemma 2's attention, whose mask may differ between rows."""
+    """Gemma 2's attention with a mask that may differ between rows."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if self.repeats > 1 and isinstance(mask, mx.array) and mask.ndim == 4:

@@ -1,4 +1,4 @@
-"""Replaces the latent attention (MLA) of three families in training, whose positional scores are a mask of all pairs.
+"""Replaces the latent attention (MLA) of three families in training: upstream's positional scores mask all pairs.
 
 Upstream scores a query and a key in two parts: q . k of most channels in MLX's attention, and the product of the few
 channels that carry positions as a mask of floats, [B, H, T, T]. In training both are one product here, of keys as long

@@ -1,4 +1,4 @@
-"""Replaces functions of mlx-lm: the recurrence, and what has to keep packed documents separate.
+"""Replaces functions of mlx-lm: the recurrence, and those that have to keep packed documents separate.
 
 Versions read: 0.32.0, 0.32.1, 0.32.2.
 """
@@ -131,7 +131,7 @@ def _causal_conv(cls: Any) -> Any:
     return cls(WIDTH, WIDTH, 3, groups=WIDTH)
 
 
-# What the records of this function have in common, in either package.
+# The fields that the records of this function share, in either package.
 ATTENTION_MASK: dict[str, Any] = {
     "name": "create_attention_mask",
     "signature": "(h, cache=None, window_size=None, return_array=False)",

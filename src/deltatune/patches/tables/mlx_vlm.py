@@ -20,7 +20,7 @@ _REASON = (
 
 
 def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> Patch:
-    """The record of a gated_delta_update. `more`: what its signature has after the parameters that all have."""
+    """The record of a gated_delta_update. `more`: its signature after the parameters that all have."""
     bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
     return Patch(
         package="mlx_vlm",

@@ -83,7 +83,7 @@ def _record(versions: str, module: str, name: str, signature: str, replacement: 
         without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with 0.32.0.",
         needed_for=(TRAINING,),
         replacement=lambda upstream: weighted_block(replacement(upstream)),
-        # Upstream's own gradient is what fails.
+        # Upstream's own gradient fails.
         check=same_layer(layer_input, gradient=False),
     )
 

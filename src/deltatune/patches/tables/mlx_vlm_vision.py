@@ -36,11 +36,11 @@ def _mlp(activation: Function) -> Function:
 
 
 def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
-    """Build a check: upstream must compute what `other` does, or else have mended it."""
+    """Build a check: upstream must agree with `other`, or else have mended it."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         layer, x = built(upstream, build), 2 * drawn(0, *shape)
-        # The two GELUs differ by about 1e-4 of what they give here.
+        # The two GELUs differ by about 1e-4 of their results here.
         if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
             return SETTLED
         return describe_difference([upstream(layer, x)], [other(layer, x)], 1e-5, "both ways to exchange the GELUs")

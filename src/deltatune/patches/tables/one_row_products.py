@@ -1,9 +1,9 @@
-"""Replaces MLX's products so that no product of one row reaches a BLAS that computes such products wrong.
+"""Replaces MLX's products so that no product of one row reaches a BLAS with this fault.
 
-The patches are applied only on a CPU whose BLAS fails the probe of machine/blas_fault.py. They pad every dimension of 1
-to 2 with zeros, so that neither a product nor the products of its gradient have one row. MLX's own functions are
-replaced, which nn.Linear, attention, convolutions and layers of experts all call. `mx.einsum` and products inside MLX's
-C++ code (mx.linalg) are not covered.
+The patches are applied only on a CPU with a BLAS that fails the probe of machine/blas_fault.py. They pad every
+dimension of 1 to 2 with zeros, so that neither a product nor the products of its gradient have one row. MLX's own
+functions are replaced, which nn.Linear, attention, convolutions and layers of experts all call. `mx.einsum` and
+products inside MLX's C++ code (mx.linalg) are not covered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _warned: set[str] = set()
 
 
 def records() -> tuple[Patch, ...]:
-    """The patches that this machine needs: PATCHES if MLX computes on a CPU whose BLAS fails the probe, else none.
+    """The patches that this machine needs: PATCHES if MLX computes on a CPU with a BLAS that fails the probe, else
+    none.
 
     The first call of a process that finds the fault warns the user of it.
 
@@ -70,7 +71,7 @@ def _warn(result: ProbeResult) -> None:
 
 
 def _widen(x: mx.array, axes: Sequence[int]) -> mx.array:
-    """Pad `x` with zeros to length 2 along each of `axes` whose length is 1."""
+    """Pad `x` with zeros to length 2 along each of `axes` of length 1."""
     widths = [(0, 0)] * x.ndim
     for axis in axes:
         widths[axis] = (0, int(x.shape[axis] == 1))
@@ -97,7 +98,7 @@ def _operator(upstream: Function) -> Function:
 
 
 def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any:
-    """a @ b, [..., M, K] x [..., K, N] or vectors, such that no dimension of what `upstream` gets is 1."""
+    """a @ b, [..., M, K] x [..., K, N] or vectors, such that no dimension of `upstream`'s operands is 1."""
     if not (isinstance(a, mx.array) and isinstance(b, mx.array)) or 0 in (a.ndim, b.ndim):
         return upstream(a, b, **options)
     if a.ndim == 1:

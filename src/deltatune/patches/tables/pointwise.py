@@ -60,7 +60,7 @@ def _linear(upstream: Function) -> Function:
 
 
 def _attention(upstream: Function) -> Function:
-    """Gated attention: kernels compute what is around it, or the gradient computes it again."""
+    """Gated attention: kernels compute the operations around it, or the gradient recomputes them."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         if isinstance(cache, AttentionRows):

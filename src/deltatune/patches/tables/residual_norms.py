@@ -49,7 +49,7 @@ def _rms_norm(upstream: Function) -> Function:
 
 
 def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Build the replacement of a layer's __call__: x plus what `mixer` makes of it, then plus the MLP of that.
+    """Build the replacement of a layer's __call__: x plus its output of `mixer`, then plus the MLP of that.
 
     Args:
         mixer: Returns the layer's module that mixes tokens.

@@ -45,7 +45,7 @@ def _in_second_block(upstream: Function) -> tuple[Any, ...]:
 
 
 def _stale(build: Build, arguments: Callable[[Function], tuple[Any, ...]]) -> Check:
-    """Build a check: after an update of the weights, ours gives in evaluation what upstream gives in training."""
+    """Build a check: after an update of the weights, ours agrees in evaluation with upstream in training."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         layer = built(upstream, build)

@@ -17,7 +17,7 @@ from ...ops.experts.single_rows import single_rows
 from ..patch_record import ALWAYS, Function, core_record
 from ..small_cases import describe_difference
 
-# Products may be computed in TF32, whose mantissa has 10 bits. A wrong row has a relative error above 1.
+# Products may be computed in TF32, with a mantissa of 10 bits. A wrong row has a relative error above 1.
 _BOUND = 1e-2
 
 

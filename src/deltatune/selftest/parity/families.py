@@ -1,4 +1,4 @@
-"""The model families: how each tiny checkpoint is made, and what mlx-lm needs to read it as Hugging Face saves it."""
+"""The model families: how each tiny checkpoint is made, and the changes that mlx-lm needs to read it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Family:
     """A model family with a tiny checkpoint that is drawn from a seed.
 
     Args:
-        model_type: transformers' name of the family.
+        model_type: Transformers' name of the family.
         options: Options of the transformers config.
         readable: Turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
         rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.
@@ -33,8 +33,8 @@ class Family:
         embedding_deviation: The standard deviation of embeddings.
         learning_rate: The learning rate of every step.
         not_adapted: Names of modules without an adapter.
-        draw: Which of the seeded checkpoints to use; it was chosen so that training is well conditioned, and that no
-            token has two experts with almost equal scores.
+        draw: Which of the seeded checkpoints to use; it was chosen for well-conditioned training, in which no token has
+            two experts with almost equal scores.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Parity on preferences: the losses that are compared with TRL's, and the pairs that both sides train on."""
+"""Parity on preferences: the losses to compare with TRL's, and the pairs for both sides."""
 
 from __future__ import annotations
 

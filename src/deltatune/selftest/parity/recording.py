@@ -45,7 +45,7 @@ class Difference:
 
 
 class Tensor(NamedTuple):
-    """What a recording holds of a tensor: its projections on seeded signs, and the norm to which its error relates."""
+    """The recording of a tensor: its projections on seeded signs, and the norm to which its error relates."""
 
     projections: list[float]
     length: float
@@ -66,7 +66,7 @@ def project(name: str, value: np.ndarray) -> np.ndarray:
 
 
 def summary(adapters: Adapters, start: Adapters | None = None) -> dict[str, Tensor]:
-    """What to record of every tensor; `length` is the norm of its change from `start`, or its own norm without one."""
+    """The recording of every tensor; `length` is the norm of its change from `start`, or its own norm without one."""
     starts = {} if start is None else flat(start)
     return {
         name: Tensor(
@@ -92,7 +92,7 @@ def worst(reference: dict[str, Tensor], adapters: Adapters) -> tuple[float, str]
 
 
 def checksums(weights: Weights) -> dict[str, str]:
-    """Checksums of what both sides start from: the drawn checkpoint and the batches of every step."""
+    """Checksums of the start that both sides share: the drawn checkpoint and the batches of every step."""
     rows = [seeded.batch(step) for step in range(STEPS)]
     batches = {f"{step}.tokens": row.tokens for step, row in enumerate(rows)}
     batches |= {f"{step}.counts": row.counts for step, row in enumerate(rows)}

@@ -43,9 +43,9 @@ class VisionCase:
     """A model family with a vision tower.
 
     Args:
-        model_type: transformers' name of the family.
+        model_type: Transformers' name of the family.
         text: Options of the transformers text_config.
-        deep: Indices of the tower layers whose features the language model adds (deepstack).
+        deep: Indices of the tower layers with features that the language model adds (deepstack).
         centred_norms: Whether a norm's weight is stored as its difference from 1.
         learning_rate: The learning rate of every step.
         draw: Which of the seeded checkpoints to use.
@@ -234,7 +234,7 @@ def _block(grid: tuple[int, int, int], draw: np.random.Generator) -> list[int]:
 
 
 def checksums(weights: Weights, videos: bool = False) -> dict[str, str]:
-    """Checksums of what both sides start from: the checkpoint, and the batches with their images and videos."""
+    """Checksums of the start that both sides share: the checkpoint, and the batches with their images and videos."""
     tensors: dict[str, Any] = {}
     for step in range(STEPS):
         rows = batch(step, videos)

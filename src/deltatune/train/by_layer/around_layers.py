@@ -1,6 +1,6 @@
-"""Computes what a model does before its layers, between them and behind them, forward and backward, in compiled parts.
+"""Computes the parts of a model before, between and behind its layers, forward and backward, compiled.
 
-What a vision tower that trains makes of pictures is computed once, before all of it, and is an input of the parts.
+The features of a vision tower that trains are computed once, before all of it, and are an input of the parts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .layer_calls import Recorder
 
 
 def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
-    """Return what a vision tower that trains is given of a batch; None without pictures, or with their features."""
+    """Return a batch's inputs of a vision tower that trains; None without pictures, or with their features."""
     return None if batch.images is None else batch.images.get("tower")
 
 
 def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
-    """Return a batch with what the tower has made of its pictures: features, and those of deeper layers."""
+    """Return a batch with the tower's features of its pictures, and those of deeper layers."""
     if not pictures:
         return batch
     assert batch.images is not None
@@ -38,7 +38,7 @@ def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
 
 
 def _pictures_of(batch: Arrays) -> list[mx.array]:
-    """Return what with_pictures() has put into a batch."""
+    """Return the features that with_pictures() has put into a batch."""
     images = batch.images or {}
     return [images["features"], *images["deep"]] if "features" in images else []
 
@@ -90,10 +90,10 @@ class PartlyRun(Protocol):
         """Run it with layers that are only recorded; return these, and the key before the first of them."""
 
     def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
-        """Return what the layer at a position is given where the one before has returned y."""
+        """Return the input of the layer at a position, given the output y of the one before."""
 
     def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
-        """Return a loss where the last layer returns x, and what follows draws from `key`."""
+        """Compute the loss from the last hidden states x, with `key` for dropout behind them."""
 
 
 class AroundLayers:
@@ -101,7 +101,7 @@ class AroundLayers:
 
     Args:
         passes: Runs the model without its layers.
-        routers: What is added to the mean loss for the routers of a mixture.
+        routers: The loss terms of a mixture's routers.
 
     Attributes:
         recorded: How the layers are called, once before() was traced.
@@ -127,7 +127,7 @@ class AroundLayers:
         return self._losses[loss]
 
     def between(self, index: int, batch: Arrays, y: mx.array) -> mx.array:
-        """Return what the layer at a position is given where the one before has returned y."""
+        """Return the input of the layer at a position, given the output y of the one before."""
         if index not in self.recorded.changed:
             return y
         if index not in self._between:
@@ -136,7 +136,7 @@ class AroundLayers:
         return x
 
     def between_again(self, index: int, batch: Arrays, y: mx.array, dx: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Return the gradients of y and of what a tower made of pictures, from that of between()."""
+        """Return the gradients of y and of a tower's features, from that of between()."""
         if index not in self.recorded.changed:
             return dx, []
         if index not in self._between_again:
@@ -151,11 +151,11 @@ class AroundLayers:
         return mx.vjp(entering, [y, *self._differentiated(batch)], [dx])[1]
 
     def _differentiated(self, batch: Arrays) -> list[mx.array]:
-        """Return what the tower has made of the batch's pictures, if it trains."""
+        """Return the tower's features of the batch's pictures, if it trains."""
         return _pictures_of(batch) if self._passes.in_tower.paths else []
 
     def _tower(self, batch: Arrays, key: mx.array) -> tuple[list[mx.array], mx.array]:
-        """Return what the tower makes of the pictures of a batch, and the next key."""
+        """Return the tower's features of the pictures of a batch, and the next key."""
         seen, state = seen_by_tower(batch), [key]
         assert seen is not None
         model: Any = self._passes.model
@@ -164,7 +164,7 @@ class AroundLayers:
         return [features, *deep], state[0]
 
     def _tower_again(self, batch: Arrays, key: mx.array, gradients: list[mx.array]) -> list[mx.array]:
-        """Return the gradients of what trains in the tower."""
+        """Return the gradients of the trained parameters in the tower."""
 
         def pictures(*trained: mx.array) -> list[mx.array]:
             with self._passes.in_tower.holding(trained):
@@ -173,12 +173,12 @@ class AroundLayers:
         return mx.vjp(pictures, self._passes.in_tower.arrays, gradients)[1]
 
     def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Return the hidden states before the layers, the next key, and what layers are given beside them."""
+        """Return the hidden states before the layers, the next key, and the layers' other inputs."""
         self.recorded, key = self._passes.recorded(batch, key)
         return self.recorded.hidden, key, self.recorded.arrays
 
     def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Return the gradients of what trains outside the layers, and of what a tower that trains made of pictures."""
+        """Return the gradients of the trained parameters outside the layers, and of the tower's features."""
         outer = self._passes.outer.arrays
 
         def hidden(*differentiated: mx.array) -> list[mx.array]:
@@ -191,7 +191,8 @@ class AroundLayers:
     def _behind(self, batch: Arrays, x: mx.array, key: mx.array, sides: list[mx.array]) -> tuple[Any, ...]:
         """Return the sums of losses and weights, the figures, and the gradients of the mean loss.
 
-        These are of the hidden states x behind the layers, of the layers' side outputs, and of what trains outside.
+        These are of the hidden states x behind the layers, of the layers' side outputs, and of the trained parameters
+        outside.
         """
 
         def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:

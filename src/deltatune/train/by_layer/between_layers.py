@@ -1,4 +1,4 @@
-"""Checks that what a model does between two layers depends on the output of the first of them alone."""
+"""Checks that the computation between two layers depends only on the output of the first of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def check_between(
     outside: Sequence[mx.array],
     holding: Callable[[Sequence[mx.array]], AbstractContextManager[None]],
 ) -> None:
-    """Check that layers and what is between them read nothing else that has a gradient.
+    """Check that layers and the computation between them read nothing else that has a gradient.
 
     Args:
         calls: The calls of the layers.
         forward: Runs the model on a few tokens.
-        recorder: What was recorded of that.
-        outside: What trains outside the layers.
+        recorder: The record of that run.
+        outside: The trained parameters outside the layers.
         holding: Within its context, the model holds such arrays.
 
     Raises:
@@ -33,7 +33,7 @@ def check_between(
     """
     count, hidden = len(recorder.calls), recorder.entered[0]
     returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
-    # What each array may depend on: floats on nothing, hidden states on what the layer before has returned.
+    # The allowed dependency of each array: floats on nothing, hidden states on the output of the layer before.
     may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
     shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
     for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):

@@ -1,4 +1,4 @@
-"""Counts what reading from the disk costs a run by layers, and says it."""
+"""Measures the time that a run by layers waits for the disk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MUCH = 0.1
 
 @dataclass
 class DiskTime:
-    """What reading has cost so far.
+    """The time spent waiting for reads so far.
 
     Attributes:
         waited: The seconds that passes waited for weights, and for inputs of layers to be written and read. Writing
             counts as a whole where the layer beside it took less.
         read: The bytes that were read.
-        of: What was waited for, in words.
+        of: The name of the store, in words.
     """
 
     waited: float = 0.0

@@ -22,7 +22,7 @@ class Room(Protocol):
     size: int
 
     def write(self, x: mx.array) -> mx.array:
-        """Copy an array into the room; return an array that is computed when that is done."""
+        """Copy an array into the room; return an array that is computed after the copy."""
 
     def read(self) -> mx.array:
         """Return the array that was written, computed from the room."""
@@ -60,20 +60,20 @@ class PlainRoom:
 
 
 class InputsOnHost:
-    """Copies arrays to the host's memory, and back while what comes before is computed.
+    """Offloads arrays to the host's memory, and prefetches them while the passes compute.
 
     An array is copied while the layer that it enters computes. Going back, one array is in use and the next one is
     being copied. The host's memory is taken at the first step, and used again until close().
 
     Args:
-        disk: Counts what is copied back, and for how long the passes wait for it.
+        disk: Counts the bytes copied back, and the passes' time of waiting for them.
         room: Takes the host's memory for an array of so many bytes. MemoryError if there is none.
     """
 
     def __init__(self, disk: DiskTime, room: Callable[[int], Room] | None = None):
         self._disk = disk
         self._room = room or (PinnedRoom if backend.device() == "cuda" else PlainRoom)
-        # Copies have a stream of their own, beside what computes, and follow one another.
+        # Copies have a stream of their own, beside that of the computation, and follow one another.
         self._stream = mx.new_stream(mx.default_device())
         self._rooms: list[Room] = []
         self._count = 0
@@ -81,7 +81,7 @@ class InputsOnHost:
         self._ahead: mx.array | None = None
 
     def clear(self) -> None:
-        """Forget what is kept; its rooms are written over."""
+        """Drop the kept arrays; their rooms are written over."""
         # MLX would use the memory of an array again that is still being copied to.
         mx.eval([array for array in (self._copying, self._ahead) if array is not None])
         self._count, self._copying, self._ahead = 0, None, None
@@ -114,7 +114,7 @@ class InputsOnHost:
         return array
 
     def close(self) -> None:
-        """Forget what is kept, and give the host's memory back."""
+        """Drop the kept arrays, and give the host's memory back."""
         self.clear()
         mx.synchronize(self._stream)
         for room in self._rooms:
@@ -141,7 +141,7 @@ class InputsOnHost:
             return self._rooms[at]
         try:
             if at < known:
-                # What was read from it for an earlier step has been used.
+                # Arrays read from it for an earlier step have been used.
                 mx.synchronize(self._stream)
                 self._rooms.pop(at).free()
             self._rooms.insert(at, self._room(size))

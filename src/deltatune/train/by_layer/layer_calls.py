@@ -1,9 +1,9 @@
-"""Records how a model calls its layers, and lets somebody else serve those calls.
+"""Records how a model calls its layers, and redirects those calls.
 
-A step by layers needs a model in three parts: what comes before the layers, the layers, and what comes behind them. No
+A step by layers needs a model in three parts: the part before the layers, the layers, and the part behind them. No
 family is known here by name. The model's own forward pass runs with other functions in the place of its layers: with
 one that only records the calls, the part before the layers is left; with one that returns given hidden states from the
-last layer, the part behind them; from another layer, what the model does between that layer and the next.
+last layer, the part behind them; from another layer, the part between that layer and the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...ops.functional import is_floating
 from ...ops.tracing.known_masks import MaskRule, remember, rule_of
 from ...ops.watched_calls import calls_through
 
-# Called as serve(index, call, arguments, options) in the place of the call of a layer, whose own is `call`.
+# Called as serve(index, call, arguments, options) in the place of a layer's own call, which is `call`.
 Serve = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -32,7 +32,7 @@ class ArrayArgument(NamedTuple):
 
     Attributes:
         at: Its place among the arrays that all layers are given.
-        rule: Whether it is a mask that hides what a MaskRule says.
+        rule: Whether it is a mask with a MaskRule.
         window: The rule's window.
         read: The rule's `read`.
         documents: The place of the rule's segments among the arrays; None without.
@@ -58,7 +58,7 @@ class LayerCall:
     keywords: tuple[tuple[str, Any], ...] = ()
 
     def arguments(self, arrays: Sequence[mx.array]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments around `arrays`; what was known of masks is known of theirs."""
+        """Return the arguments around `arrays`; their masks have the rules of the recorded ones."""
         made: dict[ArrayArgument, mx.array] = {}
 
         def around(value: Any) -> Any:
@@ -83,9 +83,9 @@ class Recorder:
     Attributes:
         calls: The calls so far.
         arrays: The arrays beside the hidden states, each once.
-        entered: What each layer was given as hidden states.
+        entered: The hidden states that each layer got.
         changed: The positions of layers that were given something else than the layer before had returned.
-        last: What the layer called last has returned.
+        last: The output of the layer called last.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Recorder:
 
     @property
     def hidden(self) -> mx.array:
-        """What the first layer was given."""
+        """The hidden states that the first layer got."""
         return self.entered[0]
 
     @property

@@ -26,7 +26,7 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
 def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
     """Yield the dotted path and the place of each array in a tree of modules, dicts and lists, in order.
 
-    Unlike a module's parameters(), these are all its arrays, also those whose names begin with an underscore.
+    Unlike a module's parameters(), these are all its arrays, also those with names that begin with an underscore.
     """
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in entries:
@@ -49,7 +49,7 @@ def lowest_layer(model: nn.Module, paths: Sequence[str]) -> int:
 
 
 def signature(tree: Any) -> Any:
-    """Return what two layers must share to compute the same function of their arrays, as a hashable value.
+    """Return a hashable value that two layers share if they compute the same function of their arrays.
 
     It is their classes, their attributes, and the shapes and dtypes of the arrays that array_places() finds. Of an
     object that cannot be looked into, they must share the very same. A whole number that is written
@@ -168,7 +168,7 @@ class LayerFunction:
 
     @contextmanager
     def _holding(self, arrays: Sequence[mx.array], told: Sequence[Any]) -> Iterator[None]:
-        """Within the context, the layer holds `arrays`, and the trace what the layer is told of the batch."""
+        """Within the context, the layer holds `arrays`, and the trace the layer's settings for the batch."""
         before = [place.array for place in self._places]
         with undisturbed(self._layer), _telling(BatchInTrace(*told)):
             self._hold(arrays)

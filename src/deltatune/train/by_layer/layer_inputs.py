@@ -14,7 +14,7 @@ from .disk_time import DiskTime
 
 # The folder of rank 0 is `layer_inputs_0` in the run's own, and is there while the run goes on.
 INPUTS = "layer_inputs"
-# Seconds within which MLX returns what is computed already.
+# Seconds within which MLX returns arrays that are computed already.
 _AT_ONCE = 0.001
 
 
@@ -28,7 +28,7 @@ class KeepsInputs(Protocol):
     """Keeps one array after another, and gives back the last one first."""
 
     def clear(self) -> None:
-        """Forget what is kept, as a pass that was left has not taken it back."""
+        """Drop the kept arrays, since a pass that was left has not taken them back."""
 
     def keep(self, x: mx.array, computing: Any) -> None:
         """Keep an array, while `computing`, a tree of arrays, is computed from it."""
@@ -37,7 +37,7 @@ class KeepsInputs(Protocol):
         """Give back the array that was kept last."""
 
     def close(self) -> None:
-        """Forget what is kept, for good."""
+        """Drop the kept arrays for good."""
 
 
 class InputsInMemory:
@@ -47,7 +47,7 @@ class InputsInMemory:
         self._arrays: list[mx.array] = []
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop the kept arrays."""
         self._arrays = []
 
     def keep(self, x: mx.array, computing: Any) -> None:
@@ -59,30 +59,30 @@ class InputsInMemory:
         return self._arrays.pop()
 
     def close(self) -> None:
-        """Forget what is kept."""
+        """Drop the kept arrays."""
         self.clear()
 
 
 class InputsOnDisk:
-    """Writes arrays to files, and reads them while what comes before is computed.
+    """Writes arrays to files, and prefetches them while the passes compute.
 
     An array is written while the layer that it enters computes. Going back, one array is in use and the next one is
     being read.
 
     Args:
         folder: The folder for the files. It is made when it is first needed, and close() removes it.
-        disk: Counts what is read, and for how long the passes wait for that and for writing.
+        disk: Counts the bytes read, and the passes' time of waiting for reads and writes.
     """
 
     def __init__(self, folder: Path, disk: DiskTime):
         self._folder, self._disk = folder, disk
-        # Files are read on a stream of their own, beside what computes.
+        # Files are read on a stream of their own, beside that of the computation.
         self._stream = mx.new_stream(mx.cpu)
         self._count = 0
         self._ahead: mx.array | None = None
 
     def clear(self) -> None:
-        """Forget what is kept; its files are written over."""
+        """Drop the kept arrays; their files are written over."""
         self._count, self._ahead = 0, None
 
     def keep(self, x: mx.array, computing: Any) -> None:

@@ -1,7 +1,7 @@
 """Computes the loss of a batch and its gradients by one layer after another, with the bits of a step as a whole.
 
-The forward pass keeps the input of each layer. The backward pass takes the layers in reverse, computes each again, and
-collects the gradients of what trains in it. A layer runs as it does in a step whose layers are checkpointed, with the
+The forward pass keeps the input of each layer. The backward pass takes the layers in reverse, recomputes each, and
+collects the gradients of its trained parameters. A layer runs as it does in a step with checkpointed layers, with the
 same operations and the same random keys.
 """
 
@@ -44,7 +44,7 @@ class Watch(Protocol):
 
 
 class _LayerRecord(NamedTuple):
-    """What the backward pass of a layer needs of its forward pass, beside what the layer before has returned.
+    """The record of a layer's forward pass that its backward pass needs, beside the layer's input.
 
     Attributes:
         key: Its key.
@@ -62,16 +62,16 @@ class LayerPasses:
         model: The model, set up by setup.training() with every layer checkpointed.
         layers: Its layers, in order.
         loss: The loss that is trained.
-        weights: What the layers' weights are read from.
+        weights: The store of the layers' weights.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
-        inputs: Keeps what layers are given for the backward pass; by default in memory.
+        inputs: Keeps the layer inputs for the backward pass; by default in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
 
     Attributes:
         model: The model.
         loss: The loss.
-        outer: What trains outside the layers and the vision tower.
-        in_tower: What trains in the vision tower.
+        outer: The trained parameters outside the layers and the vision tower.
+        in_tower: The trained parameters in the vision tower.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class LayerPasses:
             check_between(self._calls, forward, recorder, self.outer.arrays, self.outer.holding)
 
     def evaluate(self, batch: Arrays, loss: LossFunction | None = None, watch: Watch | None = None) -> Any:
-        """Return what a loss gives for a batch, without a gradient; by default the loss that is trained.
+        """Compute a loss of a batch without a gradient; by default the loss that is trained.
 
-        `watch` is shown what layers compute.
+        `watch` gets the outputs of layers.
         """
         key = mx.random.key(0)
         with self._telling(batch, None, None, trains=False) as told:
@@ -184,15 +184,15 @@ class LayerPasses:
         lengths: mx.array | None = None,
         watch: Watch | None = None,
     ) -> tuple[Any, ...]:
-        """Return what batch_loss.mean_loss_and_gradients() does, computed.
+        """Compute the results of batch_loss.mean_loss_and_gradients().
 
         Args:
             batch: The batch.
-            parameters: What the model uses in the place of its trainable parameters.
+            parameters: The arrays that the model uses in the place of its trainable parameters.
             key: The key from which the batch draws.
-            routers: What is added to the mean for the routers of a mixture.
+            routers: The loss terms of a mixture's routers.
             lengths: With `routers`, how many positions of each row hold tokens, [B].
-            watch: Is shown what layers compute.
+            watch: Gets the outputs of layers.
         """
         trainable = self.model.trainable_parameters()
         try:
@@ -253,7 +253,7 @@ class LayerPasses:
         return total, weight, tree_unflatten(list(gradients.items())), *figures
 
     def _computed(self, index: int, *arrays: Any) -> None:
-        """Compute what a layer gives, or only begin to where the next one may be begun meanwhile."""
+        """Compute a layer's output, or only begin to where the next layer may be begun meanwhile."""
         (mx.async_eval if self._weights.stays(index) else self._compute)(*arrays)
 
     def _forward(
@@ -265,11 +265,11 @@ class LayerPasses:
         reading: Iterator[list[mx.array]],
         watch: Watch | None,
     ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[_LayerRecord]]:
-        """Compute the layers, of which the first draws from what follows `key`.
+        """Compute the layers, of which the first draws from the key after `key`.
 
         Returns:
-            What the last layer returns, the key behind it, what all layers are given, their side outputs, and what the
-            backward pass needs of each.
+            The output of the last layer, the key behind it, the inputs that all layers share, their side outputs, and
+            the record of each for the backward pass.
         """
         x, key, others = around.before(batch, key)
         self._inputs.clear()
@@ -303,7 +303,7 @@ class LayerPasses:
         return recorder, keys[0]
 
     def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
-        """Return what the layer at a position is given where the one before has returned y."""
+        """Return the input of the layer at a position, given the output y of the one before."""
         entering: list[mx.array] = []
 
         def serve(index: int, _call: Any, arguments: tuple[Any, ...], _options: Any) -> Any:
@@ -316,7 +316,7 @@ class LayerPasses:
         return entering[0]
 
     def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
-        """Return a loss where the last layer returns x, and what follows draws from `key`."""
+        """Compute the loss from the last hidden states x, with `key` for dropout behind them."""
         last, state = len(self._layers) - 1, [key]
 
         def serve(index: int, *call: Any) -> Any:
@@ -332,7 +332,7 @@ class LayerPasses:
     def _telling(
         self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
     ) -> Iterator[BatchInTrace]:
-        """Enter what encloses the trace of a step or of an evaluation; yield the arrays that layers are told."""
+        """Enter the contexts around the trace of a step or of an evaluation; yield the arrays that the trace holds."""
         with ExitStack() as stack:
             stack.enter_context(segments(batch.segments))
             stack.enter_context(self._calls.served_by(by_itself))

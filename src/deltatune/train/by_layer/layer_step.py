@@ -1,4 +1,4 @@
-"""Sets a run up whose frozen layers may stay on the disk, and makes its training step."""
+"""Sets up a run with frozen layers that may stay on the disk, and makes its training step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .layer_weights import LayerWeights
 
 
 class LayerStep(Step):
-    """A training step whose micro-batches are computed by layers, and are done when micro_batch() returns.
+    """A training step that computes micro-batches by layers; they are done when micro_batch() returns.
 
     Args:
-        of_step, options: What Step takes.
+        of_step, options: The arguments of Step.
         passes: Compute a micro-batch.
     """
 
@@ -65,15 +65,15 @@ def by_layers(
     Args:
         model: The model, set up by setup.training() without comparing its parts.
         config: The options of the run.
-        trained: What setup.training() yields.
-        weights: What the weights are read from; None for a run that has all of them in memory.
+        trained: The result of setup.training().
+        weights: The store of the weights; None for a run that has all of them in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
         features: The bytes of `config.memory` that cached features of images take, beside MLX.
 
     MLX gives freed memory back before it would hold more than the rest of `config.memory`.
 
     Yields:
-        What was set up, and the passes of a step; None for a model that stays in memory as a whole.
+        The set-up, and the passes of a step; None for a model that stays in memory as a whole.
 
     Raises:
         UserError: The model's layers cannot be computed one by one, or its packed documents influence each other.

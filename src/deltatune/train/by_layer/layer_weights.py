@@ -19,18 +19,18 @@ from .stored_weights import StoredWeights
 class LayerWeights:
     """The arrays of a model's layers, of which some layers' frozen weights stay on the disk.
 
-    What a layer holds beside these weights, such as adapters, stays in memory, and so does all that is outside the
-    layers. The model's own arrays in the place of weights on the disk are lazy, and are never computed.
+    A layer's other arrays, such as adapters, stay in memory, and so do all arrays outside the layers. The model's own
+    arrays in the place of weights on the disk are lazy, and are never computed.
 
     Args:
         stored: Which arrays of the model lie in its files (find() was called).
         model: The model, made trainable.
         layers: Its layers, in order.
-        streamed: The positions of the layers whose weights stay on the disk.
+        streamed: The positions of the layers with weights that stay on the disk.
         on_host: Whether these are read once, into the host's memory, and copied to the GPU from there.
 
     Attributes:
-        disk: What reading has cost.
+        disk: The time spent waiting for reads.
         on_host: The bytes in the host's memory, which MLX counts as its own.
         inputs: Keeps the inputs of layers for the backward pass.
     """
@@ -65,17 +65,17 @@ class LayerWeights:
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:
-        """Compute what stays in memory, a layer at a time, and leave the rest lazy."""
+        """Compute the arrays that stay in memory, a layer at a time, and leave the rest lazy."""
         for places, names in zip(self._places, self._names, strict=True):
             mx.eval([place.array for at, place in enumerate(places) if at not in names])
-            # What was computed may have been computed from weights, as DoRA's lengths are: these are left lazy again.
+            # Computed arrays may depend on weights, as DoRA's lengths do: these are left lazy again.
             for at, array in zip(names, self._stored.lazily(list(names.values())), strict=True):
                 places[at].array = array
         inside = {id(place.array) for places in self._places for place in places}
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in inside])
 
     def close(self) -> None:
-        """Let go of what was read, and of the files."""
+        """Let go of the arrays that were read, and of the files."""
         self._held = self._ahead = None
         self.inputs.close()
         self._stored.close()
@@ -83,8 +83,8 @@ class LayerWeights:
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
         """Yield the arrays of the layers in `order`, as array_places() lists them.
 
-        While a layer is in use, the next one is read that does not stay in memory. The last layer that was read is
-        kept, so that a pass in the opposite order begins with it.
+        While a layer is in use, the next one is read that does not stay in memory. The layer read last is kept, so that
+        a pass in the opposite order begins with it.
 
         Raises:
             UnreadableWeightsError: The files have changed, or cannot be read.
@@ -102,10 +102,10 @@ class LayerWeights:
             yield arrays
 
     def stays(self, index: int) -> bool:
-        """Whether the layer at a position may be computed while what follows it is begun.
+        """Whether the layer at a position may be computed while the next one is begun.
 
-        An NVIDIA GPU waits for the CPU otherwise, at each layer. What a layer is given and its weights must stay where
-        they are: else the memory of several layers would be needed at once.
+        An NVIDIA GPU waits for the CPU otherwise, at each layer. A layer's input and its weights must stay where they
+        are: else the memory of several layers would be needed at once.
         """
         in_memory = not self._names[index] and isinstance(self.inputs, InputsInMemory)
         return in_memory and backend.device() == "cuda"

@@ -21,7 +21,7 @@ class ReadsLayers(Protocol):
         """Yield the arrays of the layers in `order`, as array_places() lists them."""
 
     def stays(self, index: int) -> bool:
-        """Whether the layer at a position may be computed while what follows it is begun."""
+        """Whether the layer at a position may be computed while the next one is begun."""
 
 
 def reading_calls(
@@ -29,8 +29,8 @@ def reading_calls(
 ) -> LayerCalls:
     """Return the calls of `layers`; one that nobody else serves reads the layer's weights, and is computed.
 
-    Weights are put where the layers have them now, also while adapters around them are taken away. `compute` computes
-    what a layer gives before the next one begins; a plan only notes it.
+    Weights are put where the layers have them now, also while adapters around them are taken away. `compute` computes a
+    layer's output before the next one begins; a plan only notes it.
     """
     count = len(layers)
     places = [[place for _, place in array_places(layer)] for layer in layers]

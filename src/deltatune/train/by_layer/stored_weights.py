@@ -1,9 +1,9 @@
 """Reads the frozen weights of a model from its checkpoint's files, as often as they are needed.
 
-MLX loads a checkpoint lazily: an array that was loaded is read when it is first used. What was read once stays in
-memory. So the files' tensors are loaded again, lazily, whenever an array is needed that was used before. What the model
-makes of them (joined experts, transposed convolutions) is thereby made again, and no layout of files is known here.
-Where loading does more to tensors than the model itself, as with AWQ's packed weights, the model is built again.
+MLX loads a checkpoint lazily: an array that was loaded is read when it is first used, and then stays in memory. So the
+files' tensors are loaded again, lazily, whenever an array is needed that was used before. The model's own changes to
+them (joined experts, transposed convolutions) are thereby made again, and no layout of files is known here. Where
+loading does more to tensors than the model itself, as with AWQ's packed weights, the model is built again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnreadableWeightsError(UserError):
 
 
 def cached(path: Path) -> bool:
-    """Whether what is read of a checkpoint stays in the system's page cache: its files take half of what is free."""
+    """Whether a checkpoint stays in the system's page cache: its files take at most half of the free memory."""
     free = host_memory.free()
     return free is not None and sum(file.stat().st_size for file in weight_files(path)) <= free // 2
 
@@ -60,7 +60,7 @@ class StoredWeights:
         self._versions = list(map(_version, self._files))
         self._cache, self._cached = PageCache(self._files), cached(path)
         self._held: dict[str, mx.array] = {}
-        # Files are read on a stream of their own, beside what computes.
+        # Files are read on a stream of their own, beside that of the computation.
         self._stream = mx.new_stream(mx.cpu)
         self._unread: dict[str, mx.array] = {}
 
@@ -131,7 +131,7 @@ class StoredWeights:
         return arrays
 
     def wait(self, arrays: Sequence[mx.array]) -> None:
-        """Wait until `arrays` are read, and keep what was read out of the system's page cache.
+        """Wait until `arrays` are read, and drop their pages from the system's page cache.
 
         Raises:
             UnreadableWeightsError: They cannot be read.

@@ -51,7 +51,7 @@ class Ending:
         self._outputs = outputs
         self._world = world
         self._screen = screen
-        # What saves the run, within rescue() alone.
+        # The saving of the run, within rescue() alone.
         self._rescued: Saving | None = None
         self.stop = StopRequest(self._answer, self._save_at_once)
         self._peers = Peers(world, self._rank_ended)
@@ -130,7 +130,7 @@ class Ending:
 
         Raises:
             StoppedError: If between_layers() has left a step.
-            UserError: If macOS ended a step that took too long, or files are missing that a step by layers reads.
+            UserError: If macOS ended a step that took too long, or files of a step by layers are missing.
         """
         # Only from here on is the state of the model worth more than the one that was saved.
         self._rescued = saving
@@ -169,7 +169,7 @@ class Ending:
             self._rescued = None
 
     def _wait_for_end(self) -> None:
-        """Let the thread that watches the ranks report that one has died, and end this process."""
+        """Report the death of a rank from the watching thread, and end this process."""
         self._peers.wait_for_end(_NOTICE)
 
     def _answer(self, name: str) -> None:
@@ -231,7 +231,7 @@ def _too_long_for_macos(error: BaseException, config: TrainConfig, saved: str) -
     """Return a message for the user if macOS ended a step that kept the GPU for too long; None for any other error.
 
     Args:
-        error: What ended the step.
+        error: The error that ended the step.
         config: The options of the run.
         saved: Says where the state is.
     """

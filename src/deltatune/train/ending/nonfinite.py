@@ -67,7 +67,7 @@ class FirstOutput:
     """Looks at outputs one after another, for the first that is not finite.
 
     Attributes:
-        name: The name of what gave it; None as long as all are finite.
+        name: The name of its origin; None as long as all are finite.
         dtype: Its dtype, or that of the last output.
     """
 
@@ -89,7 +89,7 @@ class FirstOutput:
 
     @property
     def remedy(self) -> str:
-        """What to do, as a sentence."""
+        """The remedy, as a sentence."""
         return _FLOAT16 if self.dtype == mx.float16 else _OTHER
 
 
@@ -124,7 +124,7 @@ def explained(
 
     Args:
         loaded: The model.
-        weights: What its layers read their weights from, where these stay on the disk.
+        weights: The store of its layers' weights, where these stay on the disk.
         again: Generates one token behind a row of tokens; by default as behind a text.
     """
     try:
@@ -143,7 +143,7 @@ def explained(
 
 
 def refusal(what: str, saved: str) -> UserError:
-    """Return the error of a step that is not finite: `what` it is and why, and what of the run is `saved`."""
+    """Return the error of a step that is not finite, with its origin (`what`) and the note on the `saved` state."""
     return UserError(
         f"{what}. The update was not made; {saved}. Look at those lines, lower --learning-rate or set grad_clip, and "
         "start again (--resume-adapter-file continues from saved adapters)."
@@ -151,7 +151,7 @@ def refusal(what: str, saved: str) -> UserError:
 
 
 def trained_is_finite(model: nn.Module) -> bool:
-    """Whether all that the model trains is finite, so that it is worth saving."""
+    """Whether all trained parameters are finite and so worth saving."""
     return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))
 
 

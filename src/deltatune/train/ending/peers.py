@@ -1,4 +1,4 @@
-"""Notices that a rank has died, so that the other ranks do not wait for it forever.
+"""Notices the death of a rank, so that the other ranks do not wait for it forever.
 
 A message between ranks waits inside MLX until every rank sends its part. So every two ranks hold one TCP
 connection of their own, beside those of the backend, which is silent while both live. The operating system closes it
@@ -70,7 +70,7 @@ class Peers:
         if self._world.size == 1:
             return
         if isinstance(error, UserError) and error.everywhere is None:
-            # The other ranks take this one for dead at once, so it may not wait for what they say.
+            # The other ranks take this one for dead at once, so it may not wait for their messages.
             error.everywhere = self._orderly
         if kind is None or self._orderly:
             self._tell(_GOODBYE, [self._world.rank])
@@ -94,7 +94,7 @@ class Peers:
             return sorted(self._dead)
 
     def in_order(self) -> None:
-        """Declare that every rank is about to end with the same error, so that none is taken for dead."""
+        """Declare that every rank is about to end with the same error, and none is dead."""
         self._orderly = True
 
     def wait_for_end(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class Peers:
         return listeners
 
     def _call(self, rank: int, listener: tuple[int, int, list[str]]) -> None:
-        """Connect to a lower rank; its answer shows that no other program listens at that address and port."""
+        """Connect to a lower rank; its answer shows that no other program listens there."""
         secret, port, addresses = listener
         for address in addresses:
             with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ class Peers:
         self._ended(dead)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Read what a rank sends: its goodbye, or the death of another rank. A closed connection means that it died."""
+        """Read a rank's message: its goodbye, or the death of another rank. A closed connection means that it died."""
         try:
             message = _exactly(link, _MESSAGE.size)
         except OSError:

@@ -1,1 +1,1 @@
-"""Engines: what computes a run's micro-batches and updates, one after another or each before the last one's results."""
+"""Engines compute a run's micro-batches and updates, one after another or each before the last one's results."""

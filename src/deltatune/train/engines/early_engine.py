@@ -37,7 +37,7 @@ MOST_TRAINED = 2**28
 
 
 class _Started(NamedTuple):
-    """A micro-batch that was started early, or the error that starting it met."""
+    """A micro-batch that was started early, or the error of its start."""
 
     batch: Batch
     results: MicroBatch | None
@@ -132,7 +132,7 @@ class EarlyEngine(Engine):
             self._started = _Started(batch, None, error)
 
     def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
-        """Launch the update that is given, and the micro-batch that was started."""
+        """Launch this update, and the started micro-batch."""
         started = self._started
         results = [] if started is None else [started.results, self.step.random]
         try:
@@ -162,8 +162,8 @@ def may_start_early(config: TrainConfig, world: World) -> bool:
     """Whether iterations may be started early: on NVIDIA GPUs.
 
     A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
-    for which a message waits until all that was started has been computed. Several ranks whose routers' losses train
-    wait for one another's sums within the step.
+    where a message waits until all started work has been computed. Several ranks with trained losses of routers wait
+    for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
     by_layers = config.memory is not None

@@ -1,9 +1,9 @@
 """Launches computations in a thread of its own, while the main thread builds the graphs of those that follow.
 
 mx.async_eval returns when ten pieces of work are left for the GPU. Building a step's graph takes longer than these, so
-that a GPU whose work one thread both builds and launches waits between two steps.
+that a GPU waits between two steps if one thread both builds and launches its work.
 
-MLX evaluates arrays only in the thread whose stream they were made on, unless that stream belongs to no thread.
+MLX evaluates arrays only in the thread of the stream that they were made on, unless it belongs to no thread.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import mlx.core as mx
 
 from ..tree import leaves
 
-# Seconds to wait for what is being launched before something else is done; only short iterations are launched here.
+# Seconds to wait for a launch before something else is done; only short iterations are launched here.
 PATIENCE = 5.0
 
 
 class Launcher:
     """Evaluates trees of arrays one after another in another thread, until the `with` block ends.
 
-    The main thread may build on arrays that are being evaluated, but must not evaluate anything that was made on
-    `stream` before settle() has returned. Nor may it give up an array that MLX computes together with others, as one of
-    several results of an operation, while that is being evaluated.
+    The main thread may build on arrays under evaluation, but must not evaluate arrays of `stream` before settle() has
+    returned. Nor may it give up an array that is one of several results of an operation, while that operation is
+    evaluated.
 
     Attributes:
         stream: The stream on which everything is made that is launched here.
-        compiled: Whether a step was compiled since this was set to False. What it reads for the first time may have
-            been made on another stream, so that only the main thread can evaluate it.
+        compiled: Whether a step was compiled since this was set to False. Arrays that it reads for the first time may
+            have been made on another stream, so that only the main thread can evaluate it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Launcher:
 
     def before_compiling(self) -> None:
         """Wait until everything is launched: compiling may try kernels, which evaluates arrays in the main thread."""
-        # What is being launched waits for no other rank, but a long batch may take its time.
+        # A launch waits for no other rank, but a long batch may take its time.
         self.settle()
         self.compiled = True
 

@@ -1,4 +1,4 @@
-"""What a preference loss reads of a batch, and what it returns."""
+"""The inputs of a preference loss from a batch, and its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answers(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a preference loss makes of its answers.
+    """The results of a preference loss.
 
     Attributes:
         losses: [P], the loss of each preference.
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
 
 
 def scored_pairs(answers: Answers, losses: mx.array, rewards: mx.array, more: tuple[mx.array, ...] = ()) -> Scored:
-    """Return what a loss of pairs makes of them, where both answers of every pair count."""
+    """Return the results of a loss of pairs, where both answers of every pair count."""
     return Scored(losses, rewards, answers.policy, mx.ones(rewards.shape), more)
 
 

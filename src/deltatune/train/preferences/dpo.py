@@ -4,8 +4,8 @@ With r(y) = log p(y|x) - log p_ref(y|x), summed over the tokens of answer y, and
 
 - sigmoid: -log sigmoid(m) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With label smoothing e it is the
   conservative form, -(1 - e) log sigmoid(m) - e log sigmoid(-m).
-- robust: (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), whose mean over flipped labels is the loss of the
-  right ones (Chowdhury et al. 2024, arXiv:2403.00409).
+- robust: (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e); its mean over flipped labels is the loss of the
+right ones (Chowdhury et al. 2024, arXiv:2403.00409).
 - hinge: max(0, 1 - m) (Zhao et al. 2023, arXiv:2305.10425).
 - ipo: (r(chosen) / |chosen| - r(rejected) / |rejected| - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17),
   with the mean over tokens that its authors used.

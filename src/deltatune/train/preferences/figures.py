@@ -1,4 +1,4 @@
-"""Turns the sums that a preference loss reports into the figures that people watch, under TRL's names."""
+"""Turns the sums of a preference loss into the figures that people watch, under TRL's names."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 
 
 def line(record: Mapping[str, float], prefix: str = "") -> str:
-    """Return what a line of progress says of the figures in `record`, or an empty text if it has none."""
+    """Return the part of a line of progress on the figures in `record`, or an empty text if it has none."""
     shown = {"margin": f"{prefix}{MARGINS}", "accuracy": f"{prefix}rewards/accuracies", "kl": f"{prefix}kl"}
     return "".join(f", {word} {record[name]:.3f}" for word, name in shown.items() if name in record)

@@ -40,7 +40,7 @@ def chunked_token_losses(
 
 
 def full_token_losses(model: nn.Module) -> TokenLosses:
-    """Return the tokens' losses of a model whose head cannot be split off, from all of its logits at once."""
+    """Return the tokens' losses of a model with a head that cannot be split off, from all of its logits at once."""
 
     def losses(inputs: mx.array, targets: mx.array) -> mx.array:
         return nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
@@ -54,8 +54,8 @@ def preference_loss(
     """Make a loss function for the training step.
 
     It takes inputs, targets, weights, a vision model's images, and at the end the arrays of the batch's preferences. It
-    returns the sum of the preferences' losses, their number, and [2, figures]: the sums of what objective.figures
-    names, and of how many answers each is the sum.
+    returns the sum of the preferences' losses, their number, and [2, figures]: the sums of the figures in
+    objective.figures, and of how many answers each is the sum.
     """
 
     def loss(
@@ -74,7 +74,7 @@ def preference_loss(
 
 
 def _figures(scored: Scored, present: mx.array) -> mx.array:
-    """Return sums and counts of what is reported, [2, figures]."""
+    """Return sums and counts of the reported figures, [2, figures]."""
     counted = scored.counted * present[:, None]
     both = counted[:, 0] * counted[:, 1]
     chosen, rejected = counted[:, 0], counted[:, 1]

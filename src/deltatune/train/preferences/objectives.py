@@ -14,7 +14,7 @@ from .kto import kto
 from .orpo import orpo
 from .simpo import simpo
 
-# What every preference loss reports. The names are TRL's, which people's dashboards know.
+# The figures of every preference loss. The names are TRL's, which people's dashboards know.
 _REPORTED = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
 MARGINS = "rewards/margins"
 

@@ -49,7 +49,7 @@ def fill(
         trained: Its losses; where its objective needs no reference, nothing is done.
         splits: The preferences.
         config: The options of the run.
-        facts: What the model's function depends on (content.facts).
+        facts: The digests on which the model's function depends (content.facts).
         world: The ranks of the run.
         screen: Where the user is told of it.
 
@@ -92,7 +92,7 @@ def _digest(parts: _Parts, facts: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, mx.array] | None:
-    """Return what the file holds, or None if there is no such file, or a damaged one, which is then computed again."""
+    """Return the arrays of the file, or None if there is no such file, or a damaged one, which is then recomputed."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Says what a run is before its first step: model, trainable parameters, device, data and step."""
+"""Describes a run before its first step: model, trainable parameters, device, data and step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def layer_summary(layers: Sequence[LayerInfo]) -> str:
 
 
 def what_trains(model: nn.Module, config: TrainConfig) -> str:
-    """Describe what trains, such as `lora, 5,200 of 131,760 numbers (3.947%)`."""
+    """Describe the trained parameters, such as `lora, 5,200 of 131,760 numbers (3.947%)`."""
     total, trains = _stored_numbers(model), trainable_count(model)
     return f"{config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%})"
 
@@ -72,7 +72,7 @@ def examples(splits: Splits) -> str:
 
 
 def about(model: nn.Module, config: TrainConfig, splits: Splits, trained: Training) -> dict[str, str]:
-    """Return what the report of a run says about it, by name."""
+    """Return the description of a run in its report, by name."""
     data = config.data if config.hf_dataset is None else str(config.hf_dataset)
     return {
         "model": f"{config.model}; {layer_summary(trained.layers)}",
@@ -192,7 +192,7 @@ def implementations(chosen: Rankings) -> list[str]:
 
 
 def served(told: Serving) -> dict[str, str]:
-    """Describe what computes the layers, such as `{"gated delta": "chunk (automatic on cpu) in 18 of 18 layers"}`."""
+    """Name the layers' implementations, such as `{"gated delta": "chunk (automatic on cpu) in 18 of 18 layers"}`."""
     why = {operator.title: operator.order()[1] for operator in operators.OPERATORS}
     lines = {}
     for operator, layers in told.by_operator().items():
@@ -205,7 +205,7 @@ def served(told: Serving) -> dict[str, str]:
 
 
 def layer_table(trained: Training) -> list[ReportTable]:
-    """Return the table of a report that names what computes each layer; none where no layer was asked."""
+    """Return the table of a report with the implementation of each layer; none where no layer was traced."""
     told = trained.patches.serving.by_operator()
     rows = [(path, name, by or UPSTREAMS) for name, layers in told.items() for path, by in layers.items()]
     return [ReportTable("What computes each layer", ("layer", "operator", "by"), rows, folded=True)] if rows else []

@@ -43,7 +43,7 @@ class Column:
     Attributes:
         heading: The words above it.
         width: Its characters, with two or more of space before the widest figure.
-        name: The key of a record whose value it shows; evaluations have it behind `val_`.
+        name: The key of the value in a record; evaluations have it behind `val_`.
         show: Formats the value.
         always: Whether it is there for every run, or only where a record has the value.
         marked: Whether its last characters are kept for a mark.

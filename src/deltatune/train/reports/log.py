@@ -153,7 +153,7 @@ def _library(name: str, module: str) -> Any:
 
 @contextlib.contextmanager
 def _explained(wandb: Any) -> Iterator[None]:
-    """Turn an error of W&B into a UserError that says what to do."""
+    """Turn an error of W&B into a UserError that names the remedy."""
     try:
         yield
     except wandb.Error as error:
@@ -205,7 +205,7 @@ def _named(report_to: str | None) -> list[Any]:
 
 
 def send(record: Record, services: Sequence[Service]) -> None:
-    """Send a record of metrics or samples to the services; what has no value is left out."""
+    """Send a record of metrics or samples to the services; figures without a value are left out."""
     iteration, samples = record["iteration"], record.get(SAMPLES)
     numbers = {
         name: value for name, value in record.items() if name not in ("iteration", SAMPLES) and value is not None

@@ -62,7 +62,7 @@ class RunReport:
         title: Its heading.
         subtitle: The line below the heading.
         headline: The figures at the top, by name.
-        notes: Sentences below the headline, about what the report lacks.
+        notes: Sentences below the headline, on parts that the report lacks.
         metrics: The records of metrics.jsonl, which are drawn as curves.
         tables: The tables in order; folded ones come below the curves, the others above.
         part_done: The part of the iterations that is done, while the run goes on; the page then reloads itself.
@@ -128,13 +128,13 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a report says of a run besides its figures and options.
+    """The description of a run in its report, besides figures and options.
 
     Attributes:
-        about: What the run was, by name: its model, what trained, its data.
+        about: The subjects of the run, by name: its model, trained parameters and data.
         tables: Tables to show before those of the options.
         headline: Figures to show before those of the result.
-        title: What was trained; the name of the model by default.
+        title: The subject of training; the name of the model by default.
         state: How the run stands, in words.
         running: Whether the run goes on, so that the page is to reload itself.
     """
@@ -161,10 +161,10 @@ def write_report(
         metrics: The run's metrics.jsonl.
         config: The options of the run.
         result: The fields of its Result.
-        description: What is said of the run besides its figures and options.
+        description: The description of the run, besides figures and options.
 
     Returns:
-        Lines that say what the report lacks because `metrics` is damaged.
+        Lines on the parts that the report lacks because `metrics` is damaged.
 
     Raises:
         UserError: If the file system refuses.

@@ -37,10 +37,10 @@ class Reporting:
         outputs: The files of the run.
         screen: Where progress is printed.
         main: Whether this is rank 0.
-        on_host: The bytes that MLX counts as its own and that are not in the device's memory.
+        on_host: The bytes that MLX counts as its own, but are outside the device's memory.
 
     Attributes:
-        about: What the run is, by name, for its report; Trainer.run sets it.
+        about: The description of the run, by name, for its report; Trainer.run sets it.
         tables: Tables of the run's report, besides those that every report has.
         metrics: The run's metrics.jsonl, on rank 0 while it is open.
     """
@@ -79,9 +79,9 @@ class Reporting:
             self.metrics.cut(progress.metrics_bytes)
 
     def close(self, progress: Progress) -> None:
-        """Close what open() has opened, each whether or not another one fails to close, and remove the bar.
+        """Close the files and services from open(), each whether or not another one fails to close, and remove the bar.
 
-        A report that still says that the run goes on is written once more.
+        A report of a running run is written once more.
         """
         with contextlib.ExitStack() as stack:
             if self._running:
@@ -119,9 +119,9 @@ class Reporting:
         """Report the iterations since the last report.
 
         Args:
-            progress: The run's progress, whose sums since the last report are taken and begin anew.
+            progress: The run's progress; its sums since the last report are taken and begin anew.
             rate: The learning rate.
-            figures: The names of what a step reports besides its loss.
+            figures: The names of the figures that a step reports besides its loss.
         """
         seconds = sum(s for s, _ in self._window) or 1e-9
         loss = progress.window_loss / progress.window_weight if progress.window_weight else math.nan

@@ -51,7 +51,7 @@ class Samples:
         plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
             the message of a user, if the tokenizer has a chat template.
         processor: mlx-vlm's processor, which a model with a vision tower needs.
-        weights: What the model's layers read their weights from, where these stay on the disk.
+        weights: The store of the layers' weights, where these stay on the disk.
 
     Raises:
         UserError: A prompt cannot be read, or not by this model.
@@ -144,7 +144,7 @@ class Samples:
         return [Prompt(tokens, text=entry)]
 
     def _row(self, row: Any, source: str, folder: Path) -> Prompt:
-        """Return the prompt of a row: what comes before its last answer. Its pictures are files below the folder."""
+        """Return the prompt of a row: its messages before the last answer. Its pictures are files below the folder."""
         named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
         features = Features(**{name: key for name, key in named.items() if key is not None})
         question = row.get(features.prompt) if isinstance(row, Mapping) else None

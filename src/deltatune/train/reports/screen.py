@@ -23,19 +23,19 @@ _SHOWN, _SHOWN_WHOLE = 100, 400
 # No terminal needs longer lines, which would be hard to read.
 WIDEST = 120
 _GAUGE = 20
-# What people look for first.
+# The facts that people look for first.
 _ORDER = ("model", "training", "data", "epochs", "memory")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a run says of itself before its first step.
+    """A line on a run before its first step.
 
     Attributes:
-        name: What it is about, such as `data`.
+        name: The subject, such as `data`.
         text: The fact, as the panel on a terminal shows it behind the name.
         line: The line in a pipe or a file; `Data: ...` by default.
-        share: For an amount of what there is, the share of it, which the panel draws.
+        share: For an amount within a limit, its share, which the panel draws.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Screen:
     Args:
         shown: False makes the screen silent, as on ranks other than 0.
         console: The console of rich that it prints on; standard output by default.
-        verbose: Whether to print what few people need, such as the name of every patch.
+        verbose: Whether to print details that few people need, such as the name of every patch.
         plain: Whether lines are as in a pipe, as for several ranks: mpirun gives each a terminal of its own.
     """
 
@@ -184,7 +184,7 @@ class Screen:
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
-        """Let a run continue silently where nobody reads what is written, as after its terminal was closed."""
+        """Let a run continue silently where nobody reads its output, as after its terminal was closed."""
         try:
             yield
         except OSError:
@@ -206,7 +206,7 @@ def panel(title: str, facts: Sequence[Fact], width: int, plain: bool = False) ->
 
 
 def gauge(share: float, plain: bool = False) -> Text:
-    """Return a bar that shows a share of a whole, in the colour of how near that is to all of it."""
+    """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
     full, empty = ("#", "-") if plain else ("━", "─")
     style = "green" if share < 0.8 else "yellow" if share <= 1 else "red"

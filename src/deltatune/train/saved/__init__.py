@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: weights, and the state from which it continues bit for bit."""
+"""The files of a run's folder: weights, and the state from which it continues bit for bit."""

@@ -27,7 +27,8 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 def facts(
     model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: LayerWeights | None = None
 ) -> dict[str, str | None]:
-    """Return what state.fingerprint adds to the options: digests of structure, config.json, weights and adapters.
+    """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
+    adapters.
 
     `weights` reads those of the model's arrays that stay on the disk.
     """

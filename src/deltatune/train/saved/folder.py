@@ -14,7 +14,7 @@ from ..by_layer.layer_inputs import INPUTS
 from ..distributed import World
 from . import state
 
-# What a run leaves: its weights and states, without which nothing is lost, and what it reports.
+# The files of a run: its weights and states, without which nothing is lost, and its reports.
 _ADAPTERS = ("adapters.safetensors", "[0-9]" * 7 + "*_adapters.safetensors", "adapter_config.json")
 _WEIGHTS = ("state/*.safetensors", *_ADAPTERS, "best/*.safetensors", "best/adapter_config.json")
 _REPORTS = ("metrics.jsonl", "report.html", "tensorboard")
@@ -58,10 +58,10 @@ class RunFolder:
     def make_room(self) -> list[str]:
         """Move an earlier run to a folder beside this one, or delete it if the options say so; rank 0 calls it.
 
-        What a run needs only while it goes on is removed.
+        Files that a run needs only while it goes on are removed.
 
         Returns:
-            Lines that say what was done.
+            Lines on the moved or deleted files.
 
         Raises:
             UserError: If the file system refuses.

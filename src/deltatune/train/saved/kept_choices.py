@@ -17,7 +17,7 @@ from . import state
 
 @contextmanager
 def keeping(config: TrainConfig) -> Iterator[Rankings]:
-    """Within the context, what serves a class of calls is chosen once: as in the run that is continued, if one is."""
+    """Within the context, a class of calls keeps its implementation: that of the continued run, if there is one."""
     with rankings.of_run() as chosen:
         saved = state.peek(state.state_path(config.adapter_path)) if config.resume else None
         if saved is not None:
@@ -28,8 +28,8 @@ def keeping(config: TrainConfig) -> Iterator[Rankings]:
 def agree(chosen: Rankings, world: World) -> None:
     """Give every rank the choices of rank 0. Waits for every rank.
 
-    Ranks meet the classes that are still to come at different moments, so that they cannot agree on times for those:
-    there the order of preference decides.
+    Ranks meet later classes at different moments, so they cannot agree on times for those: there the order of
+    preference decides.
     """
     if world.size == 1:
         return

@@ -27,7 +27,7 @@ class Saving:
         outputs: The files of the run.
         reporting: Its metrics are brought to the disk with each save, and its report is written after it.
         world: The ranks of the run; rank 0 writes.
-        identity: What a continuation must share (state.fingerprint).
+        identity: The options and facts that a continuation must share (state.fingerprint).
         chosen: The implementations that the run has chosen.
 
     Attributes:

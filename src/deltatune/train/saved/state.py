@@ -27,7 +27,8 @@ from ..updates.parameter_groups import weight_decay
 
 FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
-# what only changes memory. Model and data are compared by content (content.py, BatchOrder), so their paths may differ.
+# options that only change memory. Model and data are compared by content (content.py, BatchOrder), so their paths may
+# differ.
 FREE_OPTIONS = {
     "model",
     "data",
@@ -95,7 +96,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: Path
 
 
 def refusal(path: Path, error: OSError) -> str:
-    """Return a message that says why `path` could not be written, and what to do."""
+    """Return a message on why `path` could not be written, with the remedy."""
     remedies = {
         errno.ENOSPC: "make room on that disk, or choose another --adapter-path",
         errno.EDQUOT: "your quota is used up: make room, or choose another --adapter-path",
@@ -110,7 +111,7 @@ def refusal(path: Path, error: OSError) -> str:
 
 
 def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
-    """Return what a continuation must share with its run: all options but FREE_OPTIONS, and `facts` (content.facts).
+    """Return the identity that a continuation shares with its run: all options but FREE_OPTIONS, and `facts`.
 
     A fact `model`, the model's name, is for messages alone.
     """
@@ -127,7 +128,7 @@ def save(
         path: The file.
         arrays: The arrays, which keep their dtypes.
         progress: The progress of the run.
-        identity: What a continuation must share (see fingerprint).
+        identity: The options and facts that a continuation must share (see fingerprint).
         sound: Whether the file that is replaced is undamaged; otherwise it is not kept, and the one before it is.
 
     Raises:
@@ -154,7 +155,7 @@ def save(
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with a state file, as a clause that names it; None if it is undamaged.
+    """Return the damage of a state file, as a clause that names the file; None if it is undamaged.
 
     A file of another format, which need not hold a checksum, is not damaged; load() refuses it.
     """
@@ -206,7 +207,7 @@ def peek(path: Path) -> Progress | None:
 
 def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError that names everything in which the run saved in `path` and this one differ."""
-    # An option that did not exist yet when the run was saved had what is now its default.
+    # An option that did not exist yet when the run was saved had its present default.
     defaults = fingerprint(TrainConfig())
     # But for this one: weight decay then took whatever trained.
     defaults["decay_norm_and_bias"] = _decayed_norms(saved)

@@ -139,7 +139,7 @@ class Bundles:
         return tree_unflatten(members)
 
     def join_gradients(self, gradients: Any, parameters: Any) -> Any:
-        """Join the gradients of what `part` gave for `parameters` with `used`, in the dtypes of `parameters`."""
+        """Join the gradients of `part`'s parts of `parameters` with `used`, in the dtypes of `parameters`."""
         flat = dict(leaves(gradients))
         together = [
             joining.end_to_end([flat[path] for path in bundle.paths]).astype(joined.dtype)

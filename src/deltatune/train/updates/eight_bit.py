@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments take 8 bits a number, as ops/pointwise/stored_moments.py stores them."""
+"""Adam and AdamW with moments of 8 bits a number, as ops/pointwise/stored_moments.py stores them."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def apply(
 def _kernel(
     optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array, stored_in_8_bits: bool
 ) -> AdamStep | EightBitStep | None:
-    """The kernel for the step that the optimizer has begun, of parameters whose moments are stored so."""
+    """The kernel for the step that the optimizer has begun, for parameters with such moments."""
     step = AdamStep.of(optimizer, scale, healthy, (Adam8bit, AdamW8bit))
     return EightBitStep(step) if step is not None and stored_in_8_bits else step
 

@@ -16,7 +16,7 @@ from ...options.config import TrainConfig
 from ...patches.tables.experts import has_routers
 from ..distributed import World
 
-#: What a step reports of a mixture's routers, under the names that transformers has for them.
+#: The figures of a mixture's routers that a step reports, under transformers' names.
 FIGURES = ("aux_loss", "z_loss")
 
 
@@ -43,13 +43,13 @@ class RouterLosses(NamedTuple):
         return self.trained and self.over_ranks is not None
 
     def of(self, sums: list[mx.array], weight: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what is added to the mean loss of a micro-batch, and [2, 2]: what is reported, and its weights.
+        """Return the term to add to the mean loss of a micro-batch, and [2, 2]: the reported losses, and their weights.
 
         The first is multiplied by `weight_or_one` of the rank's weight and summed over the ranks, and so has the weight
         of the micro-batch's targets on all ranks. Without any target, nothing is trained.
 
         Args:
-            sums: What the routers collected.
+            sums: The sums that the routers collected.
             weight: The sum of the weights of the micro-batch's targets on this rank.
         """
         total, weight_of_all = sum(sums[1:], start=sums[0]), weight
@@ -70,7 +70,7 @@ def weight_or_one(weight: mx.array) -> mx.array:
 
 
 def router_figures(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of what a model's routers add to the report of a step; none for a model without routers."""
+    """Return the names of the figures that routers add to a step's report; none for a model without routers."""
     return FIGURES if has_routers(model) else ()
 
 

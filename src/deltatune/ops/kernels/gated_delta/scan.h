@@ -21,8 +21,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
       tiles = blocks / SPLIT;
   constexpr int tails = tails_of<In, DK, CHANNEL>();
-  // In fp32 the terms of a chunk in the state are summed first, so that the state, much larger, is rounded once per
-  // chunk.
+  // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
   constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
   // Groups beyond those that compute load the chunks; where there are none, all groups load.
   constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
