@@ -234,24 +234,20 @@ def _watching(
     names = {id(module): name for name, module in layers}
 
     def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        name = names[id(layer)]
+        return tree_map(partial(watch, names[id(layer)]), call(*arguments, **options))
 
-        @mx.custom_function
-        def tap(output: mx.array) -> mx.array:
-            return output
+    def watch(name: str, leaf: Any) -> Any:
+        if not (isinstance(leaf, mx.array) and is_floating(leaf)):
+            return leaf
+        seen.append((name, mx.isfinite(leaf).all(), leaf.dtype))
+        tap = mx.custom_function(lambda output: output)
 
         @tap.vjp
         def note(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
             arrived.append((name, mx.isfinite(cotangent).all()))
             return cotangent
 
-        def watch(leaf: Any) -> Any:
-            if not (isinstance(leaf, mx.array) and is_floating(leaf)):
-                return leaf
-            seen.append((name, mx.isfinite(leaf).all(), leaf.dtype))
-            return tap(leaf)
-
-        return tree_map(watch, call(*arguments, **options))
+        return tap(leaf)
 
     with calls_through([module for _, module in layers], around):
         yield
