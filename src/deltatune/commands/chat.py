@@ -77,8 +77,8 @@ class Chat:
         if options.compare and not self._can_compare:
             self._stack.close()
             raise UserError(
-                "--compare: what was trained here cannot be taken off the model, and --memory is the bound of one "
-                "model; leave one of them out."
+                "--compare: this adapter cannot be switched off, so a second model would be needed, and --memory "
+                "allows one; leave one of them out."
             )
         self._answering = self._conversation(self._session)
         self._base: Dialogue | None = None
