@@ -33,7 +33,7 @@ def killing(plain, after=False):
     return call
 
 if where == "iteration":
-    Iterations._advance = killing(Iterations._advance)
+    Iterations._next_batch = killing(Iterations._next_batch)
 elif where == "write":
     # Half of the state's bytes are on the disk when the kill comes.
     plain = mx.save_safetensors
@@ -104,3 +104,11 @@ def result(folder: Path) -> dict[str, Any]:
     arrays: Any = mx.load(str(folder / "state" / "state.safetensors"))
     state = {name: np.array(array.reshape(-1).view(mx.uint8)).tobytes() for name, array in arrays.items()}
     return {**files, **state, "metrics": metrics(folder)}
+
+
+def same(one: Path, other: Path) -> None:
+    """Assert that two runs left the same files, states and metrics."""
+    ours, theirs = result(one), result(other)
+    names = {name for name in theirs if not name[0].isdigit()}
+    assert "optimizer/step" in names
+    assert {name for name in names if ours[name] != theirs[name]} == set()

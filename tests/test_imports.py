@@ -12,10 +12,10 @@ import tree
 MODULES = tree.modules()
 # Files of one name in two folders, and what the name means in both; commands/ has files named by their command.
 SHARED_NAMES = {
+    "activations": "activations and gated norms, and the patches that put them in place",
     "attention": "softmax attention: its checks, and the patches that put it in place",
     "call": "the arguments of a call that decide which implementation of an operator serves it",
     "choice": "which implementation of an operator serves a call",
-    "examples": "the sizes on which the doctor tries an operator's implementations",
     "experts": "the routed experts of a layer: their adapters, and the patches of their modules",
     "float64": "an operator and its gradients in float64 NumPy",
     "fused": "launches of an operator's kernels",
@@ -27,14 +27,13 @@ SHARED_NAMES = {
     "naive": "an operator by its definition, what its other implementations answer to",
     "native": "an operator by MLX's own function",
     "op": "an operator's checked entry point",
-    "pointwise": "the passes around the recurrence: the patches that put them in place, and their checks",
     "quantized_product": "the product with a packed matrix, and the patch that puts it in place",
     "reload": "the demo's last part: the adapter loaded by upstream alone",
     "screen": "what a command prints for a person",
     "task": "what a demo teaches",
     "tolerances": "how much error the operators of a folder may show",
     "trial_case": "what an operator's implementations or kernels are tried on before their first use",
-    "workloads": "calls of an operator with the sizes of released models, which the self-test compares with float64",
+    "workloads": "calls of an operator with the sizes of released models, for doctor and self-test",
 }
 
 

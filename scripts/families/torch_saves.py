@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tiny_sizes import SIZES
+from saved_families import REFUSED, SAVED
+from tiny_sizes import HEADS, SIZES
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -34,29 +35,9 @@ _UNSET = {
     "topk_method",
     "scoring_func",
 }
-_OWN: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"num_kv_shared_layers": 0},
-    "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    },
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "gptj": {"rotary_dim": 8, "intermediate_size": 256, "n_inner": 256},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "gpt_bigcode": {"n_inner": 256},
-    "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "olmo_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "bailing_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 8},
-    "mamba2": {"num_heads": 8},
-    "dbrx": {},
-    "gemma3_text": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    "gpt_neox": {"attention_bias": True, "intermediate_size": 256},
-    "gpt_oss": {"attention_bias": True},
-    "phimoe": {"attention_bias": True},
-    "nemotron_h": {"layer_types": ["linear_attention", "mlp", "full_attention", "moe"]},
-}
+
+
+_OWN = SAVED | REFUSED
 
 
 def _fields(config_class: type, own: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +47,9 @@ def _fields(config_class: type, own: dict[str, Any]) -> dict[str, Any]:
     }
     names -= _UNSET
     if "qk_rope_head_dim" in names:
+        # Latent attention has a head of keys for each of queries; head_dim is that of its positions.
         names.discard("head_dim")
+        own = {"num_key_value_heads": HEADS} | own
         own = {"head_dim": SIZES["qk_rope_head_dim"]} | own if hasattr(config_class, "head_dim") else own
     chosen = {name: value for name, value in SIZES.items() if name in names and value is not None}
     return chosen | {name: value for name, value in own.items() if name in names}
@@ -96,12 +79,15 @@ def draw(model: Any) -> None:
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
 
 
-def save(kind: str, folder: Path, **options: Any) -> Any:
-    """Let transformers save a tiny model of a type, with `options` set in its config, and return its model."""
+def save(case: str, folder: Path, **options: Any) -> Any:
+    """Let transformers save the tiny model of a case of SAVED, with `options` set in its config; return the model."""
+    kind = case.split()[0]
     config = config_of(kind)
-    for name, value in options.items():
+    for name, value in (SAVED.get(case, {}) | options).items():
         setattr(config, name, value)
     config._attn_implementation = "eager"
+    # Parameters that start constant keep what their class draws.
+    torch.manual_seed(0)
     model = model_class(kind)(config).float().eval()
     draw(model)
     model.save_pretrained(folder)

@@ -11,7 +11,7 @@ import pytest
 
 from console import SCRIPT, called
 from deltatune.answering import session
-from deltatune.commands.chat import Chat, ChatOptions
+from deltatune.commands.chat import Chat, ChatOptions, chat
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -89,8 +89,7 @@ def test_ctrl_c_ends_the_answer_then_the_conversation(monkeypatch, capsys):
 
     monkeypatch.setattr(inference, "stream", stream)
     monkeypatch.setattr(sys, "stdin", Typed("first\nsecond\n"))
-    chat = Chat(ChatOptions(str(MODEL)))
-    chat.talk()
+    chat(ChatOptions(str(MODEL)))
     assert capsys.readouterr().out.splitlines()[1:] == ["one ...", "one ..."]
     # What was said of an answer is remembered.
     assert "first" in asked[1]
@@ -121,7 +120,7 @@ def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, 
     loaded.tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     monkeypatch.setattr(session, "load_with_adapter", lambda *_, **__: loaded)
     variables = {"enable_thinking": thinking}
-    Chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables))).talk()
+    chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables)))
     history = [
         {"role": "user", "content": "first"},
         {"role": "assistant", **said},

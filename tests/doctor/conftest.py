@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltatune.ops.gated_delta import examples, gated_delta_chunk
+from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operators import GATED_DELTA
 from deltatune.ops.trial import verdicts
@@ -14,8 +14,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(examples, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
-    monkeypatch.setattr(examples, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(workloads, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
+    monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
     verdicts.forget()
     yield
     verdicts.forget()

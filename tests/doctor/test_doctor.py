@@ -18,8 +18,8 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
-from deltatune.ops.attention import examples as attention_examples
-from deltatune.ops.gated_delta import examples
+from deltatune.ops.attention import workloads as attention_workloads
+from deltatune.ops.gated_delta import workloads
 from deltatune.ops.trial.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.verify import Serving
@@ -148,14 +148,14 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, doctor):
-    monkeypatch.setattr(examples, "gated_delta_chunk", wrong)
+    monkeypatch.setattr(workloads, "gated_delta_chunk", wrong)
     assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in doctor(code=1)
 
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
-    blocked = attention_examples.attention_blocked
-    monkeypatch.setattr(attention_examples, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    blocked = attention_workloads.attention_blocked
+    monkeypatch.setattr(attention_workloads, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
     assert "heads of 256 x 256, grouped, causal wrong blocked (" in doctor(code=1)
 
 

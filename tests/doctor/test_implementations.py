@@ -9,8 +9,8 @@ import pytest
 from deltatune.doctor import implementations
 from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, trial_case
-from deltatune.ops.attention import examples as attention_examples
-from deltatune.ops.gated_delta import examples, gated_delta_chunk
+from deltatune.ops.attention import workloads as attention_workloads
+from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import NAMES
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.trial import timing, verdicts
@@ -41,7 +41,7 @@ def test_chunk_is_right_here():
 
 
 def test_chunk_itself_wrong_is_the_worst(monkeypatch, wrong):
-    monkeypatch.setattr(examples, "gated_delta_chunk", wrong)
+    monkeypatch.setattr(workloads, "gated_delta_chunk", wrong)
     (finding,) = of_gated_delta()
     assert finding.wrong
     assert "differs from naive" in finding.detail
@@ -85,8 +85,8 @@ def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, mon
 
     monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setattr(backend, "too_old", lambda: None)
-    monkeypatch.setattr(examples, "MODELS", ())
-    monkeypatch.setattr(examples, "gated_delta_chunk", rounded)
+    monkeypatch.setattr(workloads, "MODELS", ())
+    monkeypatch.setattr(workloads, "gated_delta_chunk", rounded)
     (finding,) = of_gated_delta()
     assert finding.status == status
     assert ("unless MLX_ENABLE_TF32=0 is set" in finding.detail) == (status == "TF32")
@@ -97,7 +97,7 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(timing, "clock", lambda: 0.002 * next(ticks))
     monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
-    monkeypatch.setattr(attention_examples, "HEADS", attention_examples.HEADS[-1:])
+    monkeypatch.setattr(attention_workloads, "HEADS", attention_workloads.HEADS[-1:])
     on_a_gpu(gated_delta_chunk)
     monkeypatch.setattr(backend, "device", lambda: "metal")
     blocked = lambda call: Candidate(attention_blocked, call.shape_class("metal"), attention_blocked)  # noqa: E731
@@ -111,5 +111,5 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     assert other.calls == "attention, float32, heads of 64 x 64, grouped, causal, windowed, with sinks"
     assert str(other) == "blocked 2.0 ms"
     on_a_gpu(wrong)
-    verdicts.again("gated_delta-fused", examples.MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
+    verdicts.again("gated_delta-fused", workloads.MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
     assert str(implementations.times()[0]) == "chunk 2.0 ms"

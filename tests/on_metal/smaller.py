@@ -13,9 +13,9 @@ from typing import Any
 
 from deltatune.demo import flow
 from deltatune.ops import operators
-from deltatune.ops.attention import examples as attention_examples
+from deltatune.ops.attention import workloads as attention_workloads
 from deltatune.ops.attention.trial_case import KernelShape
-from deltatune.ops.gated_delta import examples
+from deltatune.ops.gated_delta import workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.selftest import controls, replays, training
@@ -25,8 +25,8 @@ _FEW_HEADS, _HEAD_SIZE = 2, 16
 
 def declare() -> None:
     """Give the doctor, the self-test's training and the demo smaller sizes in this process."""
-    examples.MODELS = tuple(_smaller(shape) for shape in examples.MODELS)
-    attention_examples.HEADS = tuple(_smaller_heads(shape) for shape in attention_examples.HEADS)
+    workloads.MODELS = tuple(_smaller(shape) for shape in workloads.MODELS)
+    attention_workloads.HEADS = tuple(_smaller_heads(shape) for shape in attention_workloads.HEADS)
     replays._QUICK = ()
     controls._SHORT, controls._LONG = 16, 32
     gated_delta = dataclasses.replace(GATED_DELTA, workloads=lambda quick: GATED_DELTA.workloads(quick)[::3])

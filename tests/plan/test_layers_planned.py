@@ -23,6 +23,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.by_layer.read_layers import reading_calls
+from deltatune.train.inference import Prompt
 from deltatune.train.setup import prepare, ready
 
 TOKENS = 128
@@ -60,7 +61,7 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
         weights = loaded.model, store_of(loaded, AnswerOptions(str(loaded.path))), memory
         if asked == "tasks":
             return forward_placement.placed_tasks(*weights, 2, 64).placement
-        return forward_placement.placed_answer(*weights, forward_placement.AskedPrompt([0] * 64, 8)).placement
+        return forward_placement.placed_answer(*weights, Prompt([0] * 64), 8).placement
 
     active = mx.get_active_memory()
     whole = planned(1 << 40)
@@ -82,10 +83,9 @@ def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     """Its later pieces attend to all keys before them. Measured on two cores: 0.98 to 1.00; planned for one: 1.9 up."""
     shape = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 512}
     loaded = load(tiny_checkpoint("qwen3_5", **shape), lazy=True)
-    prompt = forward_placement.AskedPrompt([5] * tokens, most)
-    placed = forward_placement.placed_answer(
-        loaded.model, store_of(loaded, AnswerOptions(str(loaded.path))), 1000, prompt
-    )
+    prompt = Prompt([5] * tokens)
+    weights = store_of(loaded, AnswerOptions(str(loaded.path)))
+    placed = forward_placement.placed_answer(loaded.model, weights, 1000, prompt, most)
     layers = [layer.module for layer in describe(loaded.model)]
     gc.collect()
     mx.clear_cache()

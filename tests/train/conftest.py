@@ -25,10 +25,13 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer, compiled, iterations
 from deltatune.train.engines import early_engine
 from deltatune.train.iterations import Iterations
-from deltatune.train.reports.result import Advance, Result
+from deltatune.train.reports.result import Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
+
+# The folders of runs in one go, by their options.
+_STRAIGHT_RUNS: dict[str, Path] = {}
 
 
 @pytest.fixture(scope="session")
@@ -99,27 +102,21 @@ def make_trainer(
     return factory
 
 
-@pytest.fixture(scope="session")
-def _straight_runs() -> dict[str, Path]:
-    return {}
-
-
 @pytest.fixture
 def straight_run(
     make_trainer: Callable[..., Trainer],
     options: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
-    _straight_runs: dict[str, Path],
 ) -> Callable[..., Path]:
     """straight_run(**changes) -> the folder of a run in one go; one for each set of options and session, so read it."""
 
     def folder(**changes: Any) -> Path:
         key = repr(sorted((options | changes).items()))
-        if key not in _straight_runs:
+        if key not in _STRAIGHT_RUNS:
             made = tmp_path_factory.mktemp("straight") / "run"
             make_trainer(adapter_path=str(made), **changes).run()
-            _straight_runs[key] = made
-        return _straight_runs[key]
+            _STRAIGHT_RUNS[key] = made
+        return _STRAIGHT_RUNS[key]
 
     return folder
 
@@ -130,9 +127,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
     def run(trainer: Trainer, act: Callable[[Iterations, Batch], Any]) -> Result:
         class Watched(Iterations):
-            def _advance(self, batch: Batch) -> Advance:
+            def _next_batch(self) -> Batch:
+                batch = super()._next_batch()
                 act(self, batch)
-                return super()._advance(batch)
+                return batch
 
         with monkeypatch.context() as patch:
             patch.setattr("deltatune.train.loop.Iterations", Watched)

@@ -7,13 +7,13 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ..data.chats.answer_parser import AnswerParser
-from ..data.prompts import Question, conversation_tokens, prompt_tokens
+from ..data.prompts import Question, conversation_tokens
 from ..errors import UserError
 from ..models.generate import Sampling
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
 from ..options.generation import AnswerOptions
-from ..train.inference import Inference
+from ..train.inference import Inference, Prompt
 
 
 def generate(
@@ -57,28 +57,19 @@ def generate(
     """
     checked = AnswerOptions(str(loaded.path), max_tokens=max_tokens, temp=temp, top_p=top_p, min_p=min_p, top_k=top_k)
     messages = [prompt] if isinstance(prompt, str) else list(prompt)
-    rows = [_prompt_tokens(loaded, message, system_prompt, template_options) for message in messages]
     inference = Inference(loaded, Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k))
+    empty = "generate: no token is left of the prompt; give one with text in it."
+    refused = "change the prompt, system_prompt or template_options"
+    prompts = [
+        inference.prompt(
+            Question(message, system_prompt), "generate", empty, template_options=template_options, refused=refused
+        )
+        for message in messages
+    ]
     if isinstance(prompt, str):
-        return "".join(piece.text for piece in inference.answer(rows[0], max_tokens))
-    answers = inference.answer_all(rows, max_tokens)
+        return "".join(piece.text for piece in inference.answer(prompts[0], max_tokens))
+    answers = inference.answer_all([row.tokens for row in prompts], max_tokens)
     return [loaded.tokenizer.decode(tokens) for tokens in answers]
-
-
-def _prompt_tokens(
-    loaded: Loaded, message: str, system_prompt: str | None, template_options: Mapping[str, Any] | None
-) -> list[int]:
-    """The tokens of a prompt; UserError where none is left of it, or the model has no row for one."""
-    tokens = prompt_tokens(
-        loaded.tokenizer,
-        Question(message, system_prompt),
-        template_options=template_options,
-        refused="change the prompt, system_prompt or template_options",
-    )
-    if not tokens:
-        raise UserError("generate: no token is left of the prompt; give one with text in it.")
-    check_prompt(loaded.model, loaded.tokenizer, tokens, "generate")
-    return tokens
 
 
 class Dialogue:
@@ -130,7 +121,7 @@ class Dialogue:
         tokens = self.prompt(question)
         parts: list[str] = []
         try:
-            with contextlib.closing(self._inference.answer(tokens, self._max_tokens)) as pieces:
+            with contextlib.closing(self._inference.answer(Prompt(tokens), self._max_tokens)) as pieces:
                 for piece in pieces:
                     parts.append(piece.text)
                     yield piece

@@ -29,9 +29,6 @@ _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class HarnessModel(TemplateLM):
     """A model as lm-eval asks it: log-likelihoods of continuations, and greedy answers.
 
-    Logits are computed for the tokens that are scored alone, and by deltatune's operators, as in an evaluation of the
-    loss.
-
     Args:
         session: The model.
         batch_size: The number of texts scored at once, and of prompts answered at once where layers read their weights.
@@ -159,16 +156,9 @@ def named_tasks(names: Sequence[str], include_path: str | None = None) -> tuple[
 
 
 def put_tasks(model: HarnessModel, tasks: list[str], manager: TaskManager, **options: Any) -> tuple[dict, str]:
-    """Put tasks to a model.
+    """Put the tasks of named_tasks() to a model; return the figures of each, by its name, and lm-eval's table of them.
 
-    Args:
-        model: The model.
-        tasks: The tasks of named_tasks().
-        manager: The manager of named_tasks().
-        options: Further arguments of `lm_eval.simple_evaluate`, such as num_fewshot.
-
-    Returns:
-        The figures of each task, by its name, and lm-eval's table of them.
+    Further arguments are those of `lm_eval.simple_evaluate`, such as num_fewshot.
 
     Raises:
         UserError: The data of a task cannot be loaded.

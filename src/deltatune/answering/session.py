@@ -73,7 +73,7 @@ class Session(Inference):
 
     Example:
         with Session.open(AnswerOptions("path/to/model", adapter_path="adapters")) as session:
-            pieces = session.answer(tokens, max_tokens=100)
+            pieces = session.answer(Prompt(tokens), max_tokens=100)
     """
 
     def __init__(
@@ -107,6 +107,8 @@ class Session(Inference):
         Raises:
             UserError: An option or a file is not valid, or results depend on a function that runs upstream's code.
         """
+        if options.seed is not None:
+            mx.random.seed(options.seed)
         variables = _template_options(options)
         trusted = options.trust_remote_code
         if not options.force:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,16 @@ def run(arguments: argparse.Namespace) -> int:
     options = ChatOptions(**given_flags(ChatOptions, arguments))
     if not options.trust_remote_code:
         startup.leave_torch_out()
-    Chat(options).talk()
+    chat(options)
     return 0
+
+
+def chat(options: ChatOptions) -> None:
+    """Talk to the model of the options until the user ends it."""
+    from ..answering.session import Session
+
+    with Session.open(options) as session:
+        Chat(options, session).talk()
 
 
 class Chat:
@@ -55,39 +62,33 @@ class Chat:
 
     Args:
         options: The options of the command.
+        session: The session with the model.
     """
 
-    def __init__(self, options: ChatOptions):
-        import mlx.core as mx
-
-        from ..answering.session import Session
+    def __init__(self, options: ChatOptions, session: Session):
         from ..lora.without import can_be_without
 
-        if options.seed is not None:
-            mx.random.seed(options.seed)
         self._options = options
         self._compares = options.compare
-        self._session = Session.open(options)
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._session)
+        self._session = session
         bounded = options.memory is not None
         if bounded:
             self._plan(_TOKENS)
-        self._can_compare = options.adapter_path is not None and (not bounded or can_be_without(self._session.model))
+        self._shared = can_be_without(session.model)
+        self._can_compare = options.adapter_path is not None and (not bounded or self._shared)
         if options.compare and not self._can_compare:
-            self._stack.close()
             raise UserError(
                 "--compare: this adapter cannot be switched off, so a second model would be needed, and --memory "
                 "allows one; leave one of them out."
             )
-        self._answering = self._conversation(self._session)
-        self._base: Dialogue | None = None
+        # The base joins them when it is first asked.
+        self._dialogues = [self._dialogue(session)]
 
     def talk(self) -> None:
         """Read questions and print answers, until `q`, the end of the input, or Ctrl-C between answers."""
         adapter = f", {self._options.adapter_path}" if self._options.adapter_path else ""
         say(f"{self._options.model}{adapter}. {self._help()}.")
-        with self._stack, contextlib.suppress(EOFError, KeyboardInterrupt):
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
             while (question := self._read()) != "q":
                 self._obey(question)
 
@@ -117,9 +118,8 @@ class Chat:
         if question == "h":
             say(f"{self._help()}.")
         elif question == "r":
-            for conversation in (self._answering, self._base):
-                if conversation is not None:
-                    conversation.reset()
+            for dialogue in self._dialogues:
+                dialogue.reset()
             print("What was said is forgotten.", flush=True)
         elif question == "c" and self._can_compare:
             self._compares = not self._compares
@@ -129,10 +129,11 @@ class Chat:
 
     def _plan(self, tokens: int) -> None:
         """Plan memory for a conversation of so many tokens."""
-        from ..plan.forward_placement import AskedPrompt, placed_answer
+        from ..plan.forward_placement import placed_answer
+        from ..train.inference import Prompt
 
-        asked = AskedPrompt([0] * tokens, self._options.max_tokens)
-        self._session.place(partial(placed_answer, prompt=asked), "token")
+        plan = partial(placed_answer, prompt=Prompt([0] * tokens), max_tokens=self._options.max_tokens)
+        self._session.place(plan, "token")
         self._room = tokens
 
     def _make_room(self, question: str) -> None:
@@ -143,8 +144,7 @@ class Chat:
         """
         if self._options.memory is None:
             return
-        dialogues = [dialogue for dialogue in (self._answering, self._base) if dialogue is not None]
-        tokens = max(len(dialogue.prompt(question)) for dialogue in dialogues)
+        tokens = max(len(dialogue.prompt(question)) for dialogue in self._dialogues)
         room = self._room
         while room < tokens:
             room *= 2
@@ -158,19 +158,15 @@ class Chat:
         except UserError as error:
             say(f"deltatune: {error}", sys.stderr)
             return
-        if not self._compares:
-            self._print(self._answering, question)
-            return
-        with self._bare() as base:
-            print("base:")
-            went_on = self._print(base, question)
-        if went_on:
+        if self._compares:
+            if not self._ask_base(question):
+                return
             print("adapter:")
-            self._print(self._answering, question)
+        self._print(self._dialogues[0], question)
 
-    def _print(self, conversation: Dialogue, question: str) -> bool:
+    def _print(self, dialogue: Dialogue, question: str) -> bool:
         """Print an answer as it comes; return False where Ctrl-C ended it."""
-        pieces = conversation.ask(question)
+        pieces = dialogue.ask(question)
         try:
             for piece in pieces:
                 print(piece.text, end="", flush=True)
@@ -186,25 +182,23 @@ class Chat:
         print(flush=True)
         return True
 
-    @contextlib.contextmanager
-    def _bare(self) -> Iterator[Dialogue]:
-        """Yield a conversation with the base, of which it has heard the questions that were put to both."""
+    def _ask_base(self, question: str) -> bool:
+        """Print the answer of the base, which has heard the questions that were put to both."""
         from ..answering.session import Session
-        from ..lora.without import can_be_without, without_adapters
+        from ..lora.without import without_adapters
 
-        shared = can_be_without(self._session.model)
-        if self._base is None:
-            alone = dataclasses.replace(self._options, adapter_path=None, compare=False)
-            self._base = self._conversation(self._session if shared else Session.open(alone))
-        with without_adapters(self._session.model) if shared else contextlib.nullcontext():
-            yield self._base
+        if len(self._dialogues) == 1:
+            alone = dataclasses.replace(self._options, adapter_path=None, compare=False, seed=None)
+            self._dialogues.append(self._dialogue(self._session if self._shared else Session.open(alone)))
+        print("base:")
+        with without_adapters(self._session.model) if self._shared else contextlib.nullcontext():
+            return self._print(self._dialogues[1], question)
 
-    def _conversation(self, session: Session) -> Dialogue:
+    def _dialogue(self, session: Session) -> Dialogue:
         from ..answering.dialogue import Dialogue
 
+        options = self._options
+        variables = self._session.template_options
         return Dialogue(
-            session,
-            system_prompt=self._options.system_prompt,
-            max_tokens=self._options.max_tokens,
-            template_options=self._session.template_options,
+            session, system_prompt=options.system_prompt, max_tokens=options.max_tokens, template_options=variables
         )

@@ -152,8 +152,10 @@ def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, 
     from ..train.setup import ready
 
     variables = template_options(adapter_path, config.chat_template_config) or None
-    config = dataclasses.replace(config, train=False, test=True, from_scratch=False, chat_template_config=variables)
-    config = dataclasses.replace(config, **picture_options(vars(config), adapter_path))
+    pictures = picture_options(vars(config), adapter_path)
+    config = dataclasses.replace(
+        config, train=False, test=True, from_scratch=False, chat_template_config=variables, **pictures
+    )
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
     refuse_unread(TRAINING, flags or {}, config, run.splits.facts)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)

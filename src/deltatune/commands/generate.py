@@ -15,8 +15,6 @@ from ..options.generation import GenerateOptions
 from .flags import add_adapter, add_model, add_sampling, given_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..answering.session import Session
     from ..data.vision.prompt import PromptPictures
 
@@ -98,56 +96,40 @@ def generate(options: GenerateOptions) -> str:
     Raises:
         UserError: If an option or a file is not valid, or the prompt is empty.
     """
-    import mlx.core as mx
-
     from ..answering.session import Session
+    from ..data.prompts import Question
 
-    if options.seed is not None:
-        mx.random.seed(options.seed)
     media = _first_media(options)
-    prompt = _prompt(options.prompt)
+    text = _prompt(options.prompt)
     parts = []
+    last = None
     with Session.open(options, media=media, chat=not options.ignore_chat_template) as session:
         pictures = _pictures(options, session) if media else None
-        tokens = _tokens(options, session, prompt, pictures)
+        prompt = session.prompt(
+            Question(
+                text,
+                options.system_prompt,
+                options.prefill_response,
+                images=len(options.image),
+                videos=pictures.video_texts if pictures else (),
+            ),
+            "--prompt",
+            "--prompt: the chat template leaves nothing of it; give a prompt with text in it.",
+            pictures,
+            chat_template=not options.ignore_chat_template,
+            template_options=session.template_options,
+        )
         if options.memory is not None:
-            from ..plan.forward_placement import AskedPrompt, placed_answer
+            from ..plan.forward_placement import placed_answer
 
-            asked = AskedPrompt(tokens, options.max_tokens, pictures)
-            session.place(partial(placed_answer, prompt=asked), "token")
-        last = None
-        for last in session.answer(tokens, options.max_tokens, pictures):
+            session.place(partial(placed_answer, prompt=prompt, max_tokens=options.max_tokens), "token")
+        for last in session.answer(prompt, options.max_tokens):
             print(last.text, end="", flush=True)
             parts.append(last.text)
     print()
     if options.verbose and last is not None:
         _say_speeds(last, 0 if session.weights is None else session.weights.on_host)
     return "".join(parts)
-
-
-def _tokens(options: GenerateOptions, session: Session, prompt: str, pictures: PromptPictures | None) -> Sequence[int]:
-    """Return the tokens of the prompt; UserError where none is left, or the model has no row for one."""
-    from ..data.prompts import Question, prompt_tokens
-    from ..models.vocabulary import check_prompt
-
-    question = Question(
-        prompt,
-        options.system_prompt,
-        options.prefill_response,
-        images=len(options.image),
-        videos=pictures.video_texts if pictures else (),
-    )
-    tokens = prompt_tokens(
-        session.tokenizer,
-        question,
-        chat_template=not options.ignore_chat_template,
-        template_options=session.template_options,
-    )
-    if not tokens:
-        raise UserError("--prompt: the chat template leaves nothing of it; give a prompt with text in it.")
-    tokens = pictures.placed(tokens, "--prompt") if pictures else tokens
-    check_prompt(session.model, session.tokenizer, tokens)
-    return tokens
 
 
 def _say_speeds(last: Any, on_host: int) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..data.vision.media import largest_batch
-from ..data.vision.prompt import PromptPictures
 from ..layers import describe
 from ..machine import backend
 from ..machine.compiling import without_kernels
@@ -29,6 +27,7 @@ from ..patches.whole_rows import whole_rows
 from ..train.batch_loss import loss_of
 from ..train.by_layer.stored_weights import StoredWeights
 from ..train.evaluate import evaluating, inferring
+from ..train.inference import Prompt
 from ..train.setup import Run, training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
@@ -36,20 +35,6 @@ from .device_limits import brake
 from .placement import Placed, PlannedPass, chosen, refusing_layouts
 from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
-
-
-class AskedPrompt(NamedTuple):
-    """A prompt that is answered.
-
-    Attributes:
-        tokens: Its tokens.
-        most: The largest number of tokens in the answer.
-        pictures: Its images and videos; None without.
-    """
-
-    tokens: Sequence[int]
-    most: int
-    pictures: PromptPictures | None = None
 
 
 def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
@@ -85,7 +70,7 @@ def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: AskedPrompt) -> Placed:
+def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
     Args:
@@ -93,6 +78,7 @@ def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: 
         stored: The store of its weights.
         memory: The memory limit, in bytes.
         prompt: The prompt.
+        max_tokens: The largest number of tokens in the answer.
 
     Raises:
         UserError: `memory` is too little.
@@ -107,7 +93,7 @@ def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: 
             with _noted(model, by_layers=bound is None) as noted:
                 held = _embedded(model, prompt)
                 noted.append(held)
-                for results in begun(decoder, tokens, most=prompt.most):
+                for results in begun(decoder, tokens, most=max_tokens):
                     noted.append([*results, *held])
                 return _peak(model, noted, bound)
 
@@ -162,7 +148,7 @@ def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> i
             return _peak(model, noted, None if bound is None else bound - of_rows) + of_rows
 
 
-def _embedded(model: nn.Module, prompt: AskedPrompt) -> list[mx.array]:
+def _embedded(model: nn.Module, prompt: Prompt) -> list[mx.array]:
     """Return the lazy embeddings of a prompt with pictures; nothing without pictures."""
     pictures = prompt.pictures
     return [] if pictures is None else embedded(model, prompt.tokens, pictures.images, pictures.videos)

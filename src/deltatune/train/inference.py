@@ -5,21 +5,38 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
 from ..data.chats.answer_ends import ending_answers
+from ..data.prompts import Question, prompt_tokens
 from ..data.vision.preparation import media_reader
 from ..data.vision.prompt import PromptPictures
+from ..errors import UserError
 from ..models.answer import ROWS, answer_all
 from ..models.generate import Sampling, stream
 from ..models.load import Loaded
 from ..models.vision.generate import stream_with_pictures
+from ..models.vocabulary import check_prompt
 from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import explained
 from .evaluate import inferring
 from .setup import vision_processors
+
+
+class Prompt(NamedTuple):
+    """A prompt to answer.
+
+    Attributes:
+        tokens: Its tokens.
+        pictures: Its images and videos; None without.
+        text: Its text, as a report shows it.
+    """
+
+    tokens: Sequence[int]
+    pictures: PromptPictures | None = None
+    text: str = ""
 
 
 class Inference:
@@ -80,15 +97,34 @@ class Inference:
         reader = media_reader(processors, folder, options)
         return PromptPictures.read(values, source, reader, processors.spec, self.tokenizer)
 
-    def answer(
-        self, tokens: Sequence[int], max_tokens: int, pictures: PromptPictures | None = None
-    ) -> Generator[Any, None, None]:
+    def prompt(
+        self, question: Question, source: str, empty: str, pictures: PromptPictures | None = None, **rendering: Any
+    ) -> Prompt:
+        """Turn a question into a prompt.
+
+        Args:
+            question: The question.
+            source: The place that gave it, for messages to the user.
+            empty: The message where no token is left of it.
+            pictures: Its images and videos.
+            rendering: Further arguments of prompt_tokens().
+
+        Raises:
+            UserError: No token is left of it, or the model has no row for one.
+        """
+        tokens = prompt_tokens(self.tokenizer, question, **rendering)
+        if not tokens:
+            raise UserError(empty)
+        tokens = pictures.placed(tokens, source) if pictures else tokens
+        check_prompt(self.model, self.tokenizer, tokens, source)
+        return Prompt(tokens, pictures)
+
+    def answer(self, prompt: Prompt, max_tokens: int) -> Generator[Any, None, None]:
         """Answer a prompt piece by piece.
 
         Args:
-            tokens: The tokens of the prompt.
+            prompt: The prompt.
             max_tokens: The largest number of tokens in the answer.
-            pictures: The images and videos of the prompt.
 
         Yields:
             The responses of mlx-lm, or of mlx-vlm for a model with a vision tower, each with the `text` of a piece.
@@ -98,14 +134,14 @@ class Inference:
         """
 
         def again(row: Sequence[int]) -> Generator[Any, None, None]:
-            return self._pieces(row, 1, Sampling(), pictures)
+            return self._pieces(prompt._replace(tokens=row), 1, Sampling())
 
         with inferring(self.model), explained(self.loaded, self.weights, again):
-            yield from self._pieces(tokens, max_tokens, self._sampling, pictures)
+            yield from self._pieces(prompt, max_tokens, self._sampling)
 
-    def _pieces(
-        self, tokens: Sequence[int], max_tokens: int, sampling: Sampling, pictures: PromptPictures | None = None
-    ) -> Generator[Any, None, None]:
+    def _pieces(self, prompt: Prompt, max_tokens: int, sampling: Sampling) -> Generator[Any, None, None]:
+        tokens = prompt.tokens
+        pictures = prompt.pictures
         if self.loaded.processor is None:
             return stream(self.loaded, tokens, max_tokens, sampling)
         images = pictures.images if pictures else []
@@ -141,5 +177,5 @@ class Inference:
 
     def try_token(self, tokens: Sequence[int]) -> None:
         """Compute the likeliest token behind a prompt; NotFiniteError where its probability is not finite."""
-        for _ in self._pieces(tokens, 1, Sampling()):
+        for _ in self._pieces(Prompt(tokens), 1, Sampling()):
             pass

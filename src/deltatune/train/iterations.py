@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.nn as nn
-import mlx.optimizers
 
 from ..data import Batch, BatchOrder
-from ..data.batches.peekable_order import PeekableOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
@@ -25,9 +23,7 @@ from .ending.early_end import Ending
 from .engines.engine import Engine
 from .evaluate import Evaluation
 from .freed_memory import FreedMemory
-from .progress import Progress
 from .reports.reporting import Reporting
-from .reports.result import Advance
 from .reports.samples import Samples
 from .reports.screen import Screen
 from .saved.outputs import Outputs
@@ -48,12 +44,9 @@ class Parts:
         world: The ranks that train together.
         screen: Where progress is printed.
         outputs: The files of the run.
-        order: The training batches.
         valid_order: The batches of an evaluation, where there are validation examples.
-        optimizer: The optimizer.
         samples: The prompts that are answered on the way.
         reporting: The reports of the run.
-        progress: The progress of the run.
         weights: The store of the layers' weights, where `config.memory` bounds the run.
     """
 
@@ -62,12 +55,9 @@ class Parts:
     world: World
     screen: Screen
     outputs: Outputs
-    order: PeekableOrder
     valid_order: BatchOrder | None
-    optimizer: mlx.optimizers.Optimizer
     samples: Samples
     reporting: Reporting
-    progress: Progress
     weights: LayerWeights | None
 
 
@@ -139,7 +129,7 @@ class Iterations:
                 self._save()
             asked = self._iterate()
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
-                rate = self.parts.optimizer.learning_rate.item()
+                rate = self.state.step.optimizer.learning_rate.item()
                 self.parts.reporting.training(progress, rate, self._figures)
 
     def _save_is_due(self) -> bool:
@@ -230,7 +220,7 @@ class Iterations:
         self.state.begin_micro_batch()
         batch = self._next_batch()
         self._batches.append(batch)
-        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._advance(batch)
+        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
         if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
             self._fail(loss_sum, norm)
@@ -248,7 +238,7 @@ class Iterations:
     def _next_batch(self) -> Batch:
         """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
         try:
-            return next(self.parts.order)
+            return next(self.state.order)
         except UserError as error:
             self._ending.in_order()
             self._saving.save_last_update()
@@ -256,10 +246,6 @@ class Iterations:
                 f"{error} The state after iteration {self.progress.iteration:,} is saved in "
                 f"{self.parts.outputs.state.parent}; mend the data and give --resume."
             ) from error
-
-    def _advance(self, batch: Batch) -> Advance:
-        """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks."""
-        return self._engine.advance(batch, self._goes_on())
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""

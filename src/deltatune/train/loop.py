@@ -86,8 +86,11 @@ class Trainer:
         weights: The store of the layers' weights, where `config.memory` bounds the run (plan/placement.py).
 
     Attributes:
+        model, splits: The arguments.
+        config: The options of the run, with the number of iterations that `epochs` stands for.
+        outputs: The files of the run.
         parts: The parts of the run before its model is patched.
-        splits: The argument.
+        progress: The progress of the run, as it is saved.
 
     Raises:
         UserError: For anything that the user can correct.
@@ -130,18 +133,22 @@ class Trainer:
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)
+        self._identity = state.fingerprint(config, model=config.model, **self._facts)
+        self.model = model
+        self.config = config
+        self.outputs = outputs
+        self.progress = Progress()
+        self._optimizer = build_optimizer(config)
+        self._order = PeekableOrder(self._train_order)
         self.parts = Parts(
             model=model,
             config=config,
             world=world,
             screen=screen,
             outputs=outputs,
-            order=PeekableOrder(self._train_order),
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
-            optimizer=build_optimizer(config),
             samples=samples,
             reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
-            progress=Progress(),
             weights=weights,
         )
 
@@ -177,7 +184,7 @@ class Trainer:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
-        parts, config, model = self.parts, self.parts.config, self.parts.model
+        parts, config, model, progress = self.parts, self.config, self.model, self.progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             stack.enter_context(awake())
@@ -198,23 +205,23 @@ class Trainer:
             freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
             launcher = stack.enter_context(Launcher()) if starts_early(model, config, parts.world) else None
             kind = step_of(passes, StepMachine(launcher, feature_bytes))
-            step = build_step(model, parts.optimizer, trained.loss, config, parts.world, kind)
-            training_state = TrainingState(step, parts.order, parts.progress, parts.world)
-            saving = self._saving(training_state, chosen)
+            step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
+            training_state = TrainingState(step, self._order, progress, parts.world)
+            saving = Saving(training_state, parts.outputs, parts.reporting, parts.world, self._identity, chosen)
             engine = engine_of(training_state, ending, config, parts.world, launcher)
             iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
-            stack.callback(lambda: parts.reporting.close(parts.progress))
+            stack.callback(parts.reporting.close, progress)
             stack.enter_context(ending)
             stack.enter_context(freed_memory)
             self._open(saving)
-            parts.progress.checkpoints = checkpoints
+            progress.checkpoints = checkpoints
             parts.world.do_on_main(keep, "keep the reference")
-            parts.screen.start(parts.progress.iteration, config.iters)
+            parts.screen.start(progress.iteration, config.iters)
             with ending.rescue(saving):
                 iterations.run()
-            result = Result.of(parts.progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            parts.reporting.write(parts.progress, "ended", running=False, result=result)
+            result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
+            parts.reporting.write(progress, "ended", running=False, result=result)
         self._say_rest(result)
         return result
 
@@ -228,29 +235,9 @@ class Trainer:
             say_loss("Test", parts.model, parts.config, examples, parts.world, parts.screen, parts.weights)
 
     @property
-    def model(self) -> nn.Module:
-        """The model that is trained."""
-        return self.parts.model
-
-    @property
-    def config(self) -> TrainConfig:
-        """The options of the run, with the number of iterations that `epochs` stands for."""
-        return self.parts.config
-
-    @property
-    def outputs(self) -> Outputs:
-        """The files of the run."""
-        return self.parts.outputs
-
-    @property
     def about(self) -> dict[str, str]:
         """The description of the run, by name, for its report; empty until run() is called."""
         return self.parts.reporting.about
-
-    @property
-    def progress(self) -> Progress:
-        """The progress of the run, as it is saved."""
-        return self.parts.progress
 
     def _announce(self, trained: Training, chosen: Rankings) -> None:
         """Show the trained parameters and the way of training: on the screen now, and in the report."""
@@ -268,12 +255,6 @@ class Trainer:
         parts.reporting.about = announce.about(parts.model, parts.config, splits, trained)
         parts.reporting.tables = announce.layer_table(trained)
 
-    def _saving(self, training_state: TrainingState, chosen: Rankings) -> Saving:
-        """Make the saving of the run: a continuation must share the options, the model and the data."""
-        parts = self.parts
-        identity = state.fingerprint(parts.config, model=parts.config.model, **self._facts)
-        return Saving(training_state, parts.outputs, parts.reporting, parts.world, identity, chosen)
-
     def _open(self, saving: Saving) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         parts, config, world = self.parts, self.parts.config, self.parts.world
@@ -289,11 +270,11 @@ class Trainer:
                 parts.screen.say(line)
             parts.outputs.prepare()
         if config.resume and has_state:
-            for line in [*saving.restore(), *announce.resumed(parts.progress, config, world)]:
+            for line in [*saving.restore(), *announce.resumed(self.progress, config, world)]:
                 parts.screen.say(line)
         elif config.resume:
             parts.screen.say(announce.nothing_to_resume(config))
-        parts.reporting.open(parts.progress)
+        parts.reporting.open(self.progress)
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

@@ -15,18 +15,10 @@ from deltatune.train.distributed import World
 from deltatune.train.engines import early_engine
 from deltatune.train.engines.early_engine import EarlyEngine, may_start_early
 from deltatune.train.engines.engine import Engine
-from killed_runs import result
+from killed_runs import same
 
 # Nothing but iterations, so that each one but the first starts early.
 ONLY = {"val_batches": 0, "save_every": 100}
-
-
-def same(one, other):
-    """Assert that two runs left the same files, states and metrics."""
-    ours, theirs = result(one), result(other)
-    names = {name for name in theirs if not name[0].isdigit()}
-    assert "optimizer/step" in names
-    assert {name for name in names if ours[name] != theirs[name]} == set()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -133,5 +133,5 @@ def test_a_run_resumes_with_the_same_bits(make_trainer, tmp_path):
     trainer.run()
     ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "straight")]
     assert ends[0] == ends[1]
-    codes = [leaf for _, leaf in tree_flatten(trainer.parts.optimizer.state) if leaf.dtype == mx.uint8]
+    codes = [leaf for _, leaf in tree_flatten(trainer._optimizer.state) if leaf.dtype == mx.uint8]
     assert sum(leaf.size for leaf in codes) > 30_000

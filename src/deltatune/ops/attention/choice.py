@@ -11,7 +11,7 @@ from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..tracing import trace
 from ..trial.operator import Candidate, Operator
-from . import examples, fused_op, trial_case, workloads
+from . import fused_op, trial_case, workloads
 from .blocked import attention_blocked
 from .call import AttentionCall
 from .fused import FusedOptions
@@ -87,7 +87,7 @@ OPERATOR = Operator(
     },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.timed_case,
-    examples=examples.calls,
-    compare_last=examples.compare_blocked,
+    examples=workloads.calls,
+    compare_last=workloads.compare_blocked,
     workloads=workloads.workloads,
 )

@@ -74,9 +74,9 @@ def case_of(shape: KernelShape, drawn: Drawn) -> Case[Implementation]:
 
     def truth() -> list[np.ndarray]:
         wide = [as_float64(x) for x in (*arrays[:3], dy)]
-        given = {name: np.array(x) if isinstance(x, mx.array) else x for name, x in options.items()}
+        others: dict[str, Any] = {name: np.array(x) if isinstance(x, mx.array) else x for name, x in options.items()}
         sinks = as_float64(arrays[3]) if len(arrays) > 3 else None
-        return list(attention64(*wide, sinks=sinks, **given).values())
+        return list(attention64(*wide, sinks=sinks, **others).values())
 
     return Case(
         name=str(shape),

@@ -1,14 +1,17 @@
-"""Calls of attention at the sizes of released models, for the self-test."""
+"""Calls of attention at the sizes of released models, for the doctor and the self-test."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..trial.case import Case
+from ...machine import backend
+from ..trial.case import Case, judged
 from ..trial.measure import relative_norm
+from ..trial.verdicts import Verdict
+from .blocked import attention_blocked
 from .call import AttentionCall
 from .tolerances import NORMAL, half_norm
-from .trial_case import Drawn, Implementation, KernelShape, case_of, drawn
+from .trial_case import Drawn, Implementation, KernelShape, case_of, drawn, trial_case
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,10 @@ class AttentionWorkload:
 
     def call(self) -> AttentionCall:
         """The call, for the choice of an implementation."""
-        arrays, _, options = self.drawn()
-        sinks = arrays[3] if len(arrays) > 3 else None
-        more = (options.get("segments"), options.get("window"), sinks, None, options["scale"])
-        return AttentionCall(*arrays[:3], self.shape.causal, *more)
+        (q, k, v, *sinks), _, options = self.drawn()
+        segments, window = options.get("segments"), options.get("window")
+        sink = sinks[0] if sinks else None
+        return AttentionCall(q, k, v, self.shape.causal, segments, window, sink, None, options["scale"])
 
     def case(self, implementation: str) -> Case[Implementation]:
         """The case, with the bounds on relative norms that hold for every implementation (tolerances.py)."""
@@ -61,3 +64,25 @@ def workloads(quick: bool) -> list[AttentionWorkload]:
         AttentionWorkload("windows and sinks, fp32", sinks, length, 8),
         AttentionWorkload("an image, bf16", image, length),
     ]
+
+
+# Grouped heads of 256, latent attention, a vision tower, and windows with sinks.
+HEADS = (
+    KernelShape("", 256, 256, "bfloat16", grouped=True),
+    KernelShape("", 192, 128, "bfloat16", segmented=True),
+    KernelShape("", 72, 72, "bfloat16", causal=False, segmented=True),
+    KernelShape("", 64, 64, "float32", grouped=True, windowed=True, with_sinks=True),
+)
+# Tokens of a call: long enough for every implementation.
+_LENGTH = 1024
+
+
+def calls() -> list[AttentionCall]:
+    """Return a call of each class of HEADS."""
+    return [AttentionWorkload(str(shape), shape, _LENGTH, 1 if shape.grouped else 2).call() for shape in HEADS]
+
+
+def compare_blocked() -> list[Verdict]:
+    """Compare `blocked` with the definition."""
+    shapes = [replace(shape, machine=backend.device()) for shape in HEADS]
+    return [judged(trial_case(shape), attention_blocked, "blocked") for shape in shapes]

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..trial.operator import Candidate, Operator
-from . import examples, fused_op, native, trial_case, workloads
+from . import fused_op, native, trial_case, workloads
 from .call import Call
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
@@ -64,7 +64,7 @@ OPERATOR = Operator(
     },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.trial_case,
-    examples=examples.calls,
-    compare_last=examples.compare_chunk,
+    examples=workloads.calls,
+    compare_last=workloads.compare_chunk,
     workloads=workloads.workloads,
 )

@@ -1,4 +1,4 @@
-"""Calls of gated_delta at the sizes of released models, with their results in float64, for the self-test."""
+"""Calls of gated_delta at the sizes of released models, and their results in float64, for doctor and self-test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from ..trial.case import Case
+from ..trial.case import Case, judged
 from ..trial.measure import relative_norm
+from ..trial.verdicts import Verdict
 from .call import Call
 from .chunk import gated_delta_chunk
 from .float64 import INPUTS, recurrence
@@ -91,3 +92,29 @@ def workloads(quick: bool) -> list[Workload]:
         Workload("gates per channel, bf16", ShapeClass(2 * few, 2 * few, size, size, "bfloat16", per_channel=True)),
         Workload("gates per channel, fp32, masked documents", replace(documents, per_channel=True)),
     ]
+
+
+# Small sizes, on which the recurrence takes little time.
+SMALL = (
+    ShapeClass(2, 4, 64, 64, "float32"),
+    ShapeClass(2, 4, 64, 64, "bfloat16", masked=True, segmented=True),
+    ShapeClass(2, 2, 32, 32, "float32", per_channel=True),
+)
+# Sizes of released models; in fp32 the heads are half as wide, for which an NVIDIA GPU's kernels compile in a tenth of
+# the time.
+MODELS = (
+    ShapeClass(16, 16, 128, 128, "bfloat16"),
+    ShapeClass(16, 32, 128, 128, "bfloat16", segmented=True),
+    ShapeClass(16, 16, 64, 64, "float32", masked=True),
+    ShapeClass(32, 32, 128, 128, "bfloat16", per_channel=True),
+)
+
+
+def calls() -> list[Call]:
+    """Return a call of each class of MODELS, with one token."""
+    return [Call.of_class(shape) for shape in MODELS]
+
+
+def compare_chunk() -> list[Verdict]:
+    """Compare `chunk` with the recurrence."""
+    return [judged(trial_case(shape, by_recurrence=True), gated_delta_chunk, "chunk") for shape in SMALL]

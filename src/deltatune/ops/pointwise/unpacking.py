@@ -99,7 +99,8 @@ def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dty
     words = mx.array(np.random.default_rng(3).integers(0, 2**32, (rows, 384 * bits // 32), np.uint32))
 
     def plain(pair: Sequence[mx.array]) -> list[mx.array]:
-        return [mx.dequantize(words, *pair, group_size, bits)]
+        scales, biases = pair
+        return [mx.dequantize(words, scales, biases, group_size, bits)]
 
     return Case(
         name=f"unpacking {bits} bits in groups of {group_size} to {dtype}",

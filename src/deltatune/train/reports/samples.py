@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from ...data.rows.row_formats import (
 )
 from ...data.rows.sources import jsonl
 from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
-from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...machine.environment import expanded
 from ...models.load import Loaded
@@ -37,25 +35,10 @@ from ...options.config import TrainConfig
 from ..by_layer.layer_weights import LayerWeights
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..inference import Inference
+from ..inference import Inference, Prompt
 from ..progress import Progress
 
 _REMEDY = "change this entry of sample_prompts"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt to answer.
-
-    Attributes:
-        text: The text in the report.
-        tokens: The tokens that the model reads.
-        pictures: The images and videos of the prompt, if it has any.
-    """
-
-    text: str
-    tokens: Sequence[int]
-    pictures: PromptPictures | None = None
 
 
 class Samples:
@@ -123,7 +106,7 @@ class Samples:
         for prompt in self.prompts:
             parts = []
             most = self._config.sample_max_tokens
-            with contextlib.closing(self._inference.answer(prompt.tokens, most, prompt.pictures)) as pieces:
+            with contextlib.closing(self._inference.answer(prompt, most)) as pieces:
                 for piece in pieces:
                     parts.append(piece.text)
                     if ended():
@@ -155,10 +138,10 @@ class Samples:
                 raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
             return rows
         if self._plain:
-            return [Prompt(entry, text_tokens(self._tokenizer, entry))]
+            return [Prompt(text_tokens(self._tokenizer, entry), text=entry)]
         options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
         tokens = prompt_tokens(self._tokenizer, Question(entry), template_options=options, refused=refused)
-        return [Prompt(entry, tokens)]
+        return [Prompt(tokens, text=entry)]
 
     def _row(self, row: Any, source: str, folder: Path) -> Prompt:
         """Return the prompt of a row: its messages before the last answer. Its pictures are files below the folder."""
@@ -172,7 +155,7 @@ class Samples:
             messages = formats.messages(row, source)
         if messages is None:
             text = RowFormats(features).text(row, source).text
-            return Prompt(text, text_tokens(self._tokenizer, text))
+            return Prompt(text_tokens(self._tokenizer, text), text=text)
         while messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
@@ -187,7 +170,9 @@ class Samples:
         messages, values = place_media(messages, media_columns(row, source), source)
         pictures = self._inference.pictures(values, source, folder, vars(self._config))
         prompt = self._conversation(write_videos(messages, pictures.video_texts), options, source)
-        return Prompt(_written(messages), pictures.placed(prompt.tokens, source), pictures)
+        return prompt._replace(
+            tokens=pictures.placed(prompt.tokens, source), pictures=pictures, text=_written(messages)
+        )
 
     def _conversation(self, messages: Messages, options: dict[str, Any], source: str) -> Prompt:
         if not messages:
@@ -197,7 +182,8 @@ class Samples:
                 f"{source}: the model's tokenizer has no chat template, which a prompt or chat needs; give rows of "
                 'the form {"text": ...}.'
             )
-        return Prompt(_written(messages), conversation_tokens(self._tokenizer, messages, f"change {source}", options))
+        tokens = conversation_tokens(self._tokenizer, messages, f"change {source}", options)
+        return Prompt(tokens, text=_written(messages))
 
 
 def _written(messages: Messages) -> str:
