@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--optimizer", default="adamw", help="such as adamw8bit")
-    parser.add_argument("--again", type=int, help="how many layers are computed again, beside cheap operators")
+    parser.add_argument("--again", type=int, help="how many layers are recomputed, beside cheap operators")
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--bits", type=int, default=0, help="of packed weights; 0 for those of the shape")
     parser.add_argument("--kind", choices=["lora", "dora", "full"], default="lora", help="what trains")

@@ -169,7 +169,7 @@ def deltatune(
     """deltatune's training step as train/engines/ make it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
-    packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are computed again in
+    packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are recomputed in
     the backward pass. `options` are further ones of TrainConfig.
     """
     model = mlx_model(shape, bits=bits)

@@ -16,7 +16,7 @@ With --by-layers, the plans are those of `--memory`: all layers but two are on t
 --experts gives the rank of experts' adapters there, 0 for none; all others have rank 8, and moments have 8 bits.
 
 With --auto, the plans are those that `--grad-checkpoint auto` makes for each memory and length, and the table says how
-many layers are kept, and whether their cheap operators are computed again.
+many layers are kept, and whether their cheap operators are recomputed.
 """
 
 from __future__ import annotations

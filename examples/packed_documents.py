@@ -39,7 +39,7 @@ def train() -> None:
         adapter_path=str(OUTPUT / "adapters"),
         pack=True,
         max_seq_length=256,
-        grad_checkpoint=True,  # Long rows need this: each layer is computed again instead of being kept.
+        grad_checkpoint=True,  # Long rows need this: each layer is recomputed instead of being kept.
         num_layers=-1,
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         learning_rate=1e-3,

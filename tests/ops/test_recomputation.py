@@ -1,4 +1,4 @@
-"""Cheap operators that are computed again: the same gradients to the bit, in less memory, and only where asked for."""
+"""Recomputed cheap operators: the same gradients to the bit, in less memory, and only where asked for."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def test_layers_that_fit_the_page_cache_are_read_once(tmp_path, monkeypatch):
     (said,) = dataclasses.replace(placement, on_host=True).said()
     assert "3 of 3 layers, 0.0 MB, stay in the host's memory, from which the GPU copies" in str(said)
     kept = dataclasses.replace(placement, on_host=True, inputs=10**9)
-    assert str(kept.said()[0]).endswith("for each iteration; what layers are given, 1.00 GB, goes to the disk.")
+    assert str(kept.said()[0]).endswith("for each iteration; layer inputs, 1.00 GB, go to the disk.")
     (said,) = dataclasses.replace(kept, inputs_on_host=True).said()
-    assert str(said).endswith("; what layers are given, 1.00 GB, goes to the host's memory as well.")
+    assert str(said).endswith("; layer inputs, 1.00 GB, go to the host's memory as well.")
     for device, size, fits in (("cpu", 10, False), ("cuda", 10, True), ("cuda", 11, False)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert fits_on_host(size) == fits

@@ -79,7 +79,7 @@ def test_the_fewest_layers_with_few_plans(curve, by):
         best = max((number for number in range(25) if peak(number) <= limit), default=0)
         # After all these plans the largest number that fits is taken, which may be short of the best.
         assert kept == best or (len(tried) >= 8 and best - 3 <= kept < best), (limit, tried)
-        # Operators are computed again only where as many layers do not fit without.
+        # Operators are recomputed only where as many layers do not fit without.
         assert operators == (kept > 0 and peak(kept) + 100 > limit)
 
 
@@ -212,7 +212,7 @@ def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkey
     wanted = results(False)
     assert not any(again)
     found = results(True)
-    # At least the activations of the two layers that are not computed again as a whole.
+    # At least the activations of the two layers that are not recomputed as a whole.
     assert sum(again) >= 2
     assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -245,7 +245,7 @@ def limited(monkeypatch):
 
 
 def chosen(text):
-    found = re.search(r"Checkpoints \(auto\): (\d) of 3 layers are computed again in the backward pass", text)
+    found = re.search(r"Checkpoints \(auto\): (\d) of 3 layers are recomputed in the backward pass", text)
     assert found, text
     return int(found[1])
 
@@ -259,7 +259,7 @@ def test_train_says_and_saves_its_choice_and_resumes_with_it(run, options, limit
     limited(10**12)
     code, said, err = run("plan", *options, "--grad-checkpoint", "auto")
     assert (code, chosen(said)) == (0, 0), err
-    assert said.index("Tried: 0 of 3 layers computed again") < said.index("Checkpoints (auto)")
+    assert said.index("Tried: 0 of 3 layers recomputed") < said.index("Checkpoints (auto)")
     limited(0.9 * need(said) / SHARE)
     (tmp_path / "run.yaml").write_text("grad_checkpoint: auto\n")
     arguments = ["train", *options, "-c", tmp_path / "run.yaml", "--adapter-path"]

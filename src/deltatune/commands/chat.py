@@ -78,8 +78,8 @@ class Chat:
         self._can_compare = options.adapter_path is not None and (not bounded or self._shared)
         if options.compare and not self._can_compare:
             raise UserError(
-                "--compare: what was trained here cannot be taken off the model, and --memory is the bound of one "
-                "model; leave one of them out."
+                "--compare: this adapter cannot be switched off, so a second model would be needed, and --memory "
+                "allows one; leave one of them out."
             )
         # The base joins them when it is first asked.
         self._dialogues = [self._dialogue(session)]

@@ -109,7 +109,7 @@ def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
 
 
 def token_output(layer: nn.Module, x: mx.array) -> mx.array | None:
-    """Apply a linear layer to one token of each row, x [B, 1, in], in one launch; return None if it cannot."""
+    """Apply a linear layer to one token of each row, x [B, 1, in], by its kernel; return None if that cannot serve."""
     matrix = token_matrix(layer, x.dtype) if trace.current().next_tokens else None
     return None if matrix is None else product(x, matrix)
 

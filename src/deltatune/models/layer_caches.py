@@ -41,7 +41,7 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
 
 
 def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
-    """Return the states of a recurrence in the caches among some values; a layer's output may not depend on them.
+    """Return the states of a recurrence in the caches among some values; a layer's output need not depend on them.
 
     Until they are computed, they hold their inputs: those of a convolution over a whole prompt.
     """

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a layer's intermediates are computed again in the backward pass, for one layer at a time.
+"""Gradient checkpointing: a layer's intermediates are recomputed in the backward pass, for one layer at a time.
 
 `mx.checkpoint` makes the recomputation wait for the layer's outputs, which exist since the forward pass, so that
 several layers' intermediates can be in memory at once. Here the recomputation waits for the layer's cotangent, and the

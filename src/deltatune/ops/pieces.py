@@ -204,7 +204,7 @@ class _Pieces:
         """Return the gradients of the key, the parameters and x."""
         dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
         d_aside = list(cotangents[1 + self.saved :])
-        # Nothing is computed again before its cotangent exists.
+        # Nothing is recomputed before its cotangent exists.
         key, *inputs = mx.depends(list(primals), [dy])
         documents = None if documents is None else mx.depends([documents], [dy])[0]
         *parameters, x = inputs

@@ -93,7 +93,7 @@ def operators_pay() -> bool:
 
 
 def recomputes() -> bool:
-    """Whether the results of cheap operators are computed twice: not in a layer that is computed again as a whole."""
+    """Whether the results of cheap operators are computed twice: not in a layer that is recomputed as a whole."""
     told = trace.current()
     return told.cheap_twice and not told.recomputed
 

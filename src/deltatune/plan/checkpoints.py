@@ -45,8 +45,7 @@ class Choice:
     def __str__(self) -> str:
         others = "the cheap operators of the others too" if self.checkpoints.operators else "the others are kept whole"
         return (
-            f"Checkpoints (auto): {self.again} of {self.of} layers are computed again in the backward pass, "
-            f"and {others}."
+            f"Checkpoints (auto): {self.again} of {self.of} layers are recomputed in the backward pass, and {others}."
         )
 
 
@@ -115,7 +114,7 @@ def choose(
     layers = len(order.reached)
     if operators:
         layers = _fewest(lambda layers: planned(layers, True), layers, limits)
-        # A layer that is computed again as a whole leaves nothing to the operators.
+        # A layer that is recomputed as a whole leaves nothing to the operators.
         if layers < len(order.reached) and not fits(planned(layers, False), limits):
             return chosen(layers, True)
     return chosen(_fewest(lambda layers: planned(layers, False), layers, limits), False)

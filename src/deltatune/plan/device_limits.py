@@ -20,7 +20,7 @@ MOST = 0.95
 # Below this share it never waits in a step: where MLX may not keep memory that it freed, it asks the driver for it
 # again, which takes 10 to 25 us each time (docs/decisions/nvidia-step.md).
 FREE = 0.7
-# Between the two, a step may take so many times its least memory, with each operation waiting for the one before.
+# Between the two, a step may take so many times the memory that it needs if each operation waits for the one before.
 ROOM = 1.1
 
 

@@ -222,7 +222,7 @@ def _choice(
 
 
 def _of_all_ranks(run: Run, order: Order, here: Checkpoints) -> Checkpoints:
-    """The most that any rank computes again, of layers and of cheap operators."""
+    """The most layers and cheap operators that any rank recomputes."""
     layers, operators = order.count(here), here.operators
     most, any_operators = int(run.world.largest(layers)), bool(run.world.largest(operators))
     return here if (most, any_operators) == (layers, operators) else order.first(most, operators=any_operators)
@@ -243,9 +243,7 @@ def _unplanned(run: Run, line: str) -> Checked:
     # The other ranks wait for this one in _choice.
     checkpoints = _of_all_ranks(run, order, chosen)
     again = order.count(checkpoints)
-    return Checked(
-        [line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are computed again."], checkpoints
-    )
+    return Checked([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are recomputed."], checkpoints)
 
 
 def shape(run: Run) -> tuple[int, int]:

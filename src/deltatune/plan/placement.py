@@ -120,7 +120,7 @@ class Placement:
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
             f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
         )
-        inputs = f"; what layers are given, {size(self.inputs)}, goes to " if self.inputs else ""
+        inputs = f"; layer inputs, {size(self.inputs)}, go to " if self.inputs else ""
         if inputs:
             inputs += "the host's memory" if self.inputs_on_host else "the disk"
             inputs += " as well" if self.inputs_on_host == self.on_host else ""

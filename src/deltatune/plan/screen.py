@@ -262,9 +262,7 @@ def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
 def tried(choice: Choice) -> str:
     """Return the line on the memory of one checkpointing plan."""
     operators = " and cheap operators" if choice.checkpoints.operators else ""
-    return (
-        f"Tried: {choice.again} of {choice.of} layers{operators} computed again, {size(choice.forecast.bytes.amount)}."
-    )
+    return f"Tried: {choice.again} of {choice.of} layers{operators} recomputed, {size(choice.forecast.bytes.amount)}."
 
 
 def words(result: Largest) -> str:

@@ -400,8 +400,8 @@ def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -
     if config.grad_checkpoint == "auto":
         if chosen is None:
             raise UserError(
-                "grad_checkpoint: auto computes again what a plan chooses, and none was made. Give Trainer.run the "
-                "checkpoints of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+                "grad_checkpoint: auto recomputes the layers that a plan chooses, and none was made. Give Trainer.run "
+                "the checkpoints of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
             )
         return chosen
     return Checkpoints(range(layers) if config.grad_checkpoint else ())

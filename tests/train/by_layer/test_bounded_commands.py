@@ -221,4 +221,4 @@ def test_a_fully_trained_model_is_not_compared_within_a_bound(tiny_checkpoint, d
     )  # fmt: skip
     capsys.readouterr()
     assert cli.main(["chat", "--model", model, "--adapter-path", folder, "--compare", "--memory", "1GB"]) == 2
-    assert "cannot be taken off" in capsys.readouterr().err
+    assert "cannot be switched off" in capsys.readouterr().err

@@ -232,7 +232,7 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, wh
     with pytest.raises(UserError, match=r"kept there .* state after iteration 2 is saved .*; make room there and give"):
         train(in_folder(config, tmp_path / "out", memory=memory, save_every=100))
     assert "32 tokens; 6 of 6 layers" in (said := capsys.readouterr().out)
-    assert "; what layers are given, 0.0 MB, goes to the disk as well" in said
+    assert "; layer inputs, 0.0 MB, go to the disk as well" in said
     assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
     train(in_folder(config, tmp_path / "out", memory=memory, save_every=100, resume=True))
     assert adapters(tmp_path / "out") == adapters(whole[0])
@@ -260,7 +260,7 @@ def test_inputs_of_layers_stay_beside_weights_on_the_host(config, least, whole, 
     assert len(asked) == 2
     assert asked[1] > asked[0]
     said, where = capsys.readouterr().out, "host's memory as well" if both else "disk"
-    assert f"; what layers are given, 0.0 MB, goes to the {where}" in said
+    assert f"; layer inputs, 0.0 MB, go to the {where}" in said
     assert f"s for the host's memory{'' if both else ' and the disk'} (" in said
     assert any(f"/{INPUTS}_0/" in str(file) for file in written) != both
     assert adapters(tmp_path / "out") == adapters(whole[0])

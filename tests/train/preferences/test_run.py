@@ -72,7 +72,7 @@ def test_a_run_starts_at_its_reference_and_reports_what_it_learns(preference_tra
 def test_a_continued_run_has_the_bits_of_a_straight_one(
     preference_trainer, tmp_path, read_metrics, monkeypatch, screen_text
 ):
-    """The break is inside an accumulation; the reference comes from its file, or is computed again to the same bits."""
+    """The break is inside an accumulation; the reference comes from its file, or is recomputed to the same bits."""
     changes = {"iters": 6, "grad_accumulation_steps": 2, "steps_per_report": 4}
     preference_trainer("dpo", adapter_path=str(tmp_path / "straight"), **changes).run()
     preference_trainer("dpo", **changes | {"iters": 3}).run()

@@ -54,7 +54,7 @@ def normed(y: mx.array, x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def product(x: mx.array, matrix: Matrix) -> mx.array | None:
-    """Multiply one token of each row, x [B, 1, in], by a matrix in one launch; return None if no kernel serves."""
+    """Multiply one token of each row, x [B, 1, in], by a matrix, and its adapter; return None if no kernel serves."""
     if x.ndim != 3 or x.shape[1] != 1:
         return None
     noted = trace.current().known.of(x, _Normed)

@@ -59,7 +59,7 @@ def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) ->
 
 
 def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
-    """Return dy's terms [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
+    """Return the terms of dy [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
     ddelta_y = chunks.gram[..., 0, :, :].swapaxes(-1, -2) @ dy
     dstate_y = dy.swapaxes(-1, -2) @ (group.q * chunks.from_start)
     return ddelta_y, dstate_y

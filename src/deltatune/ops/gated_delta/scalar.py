@@ -65,7 +65,7 @@ def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) ->
 
 
 def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
-    """Return dy's terms [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
+    """Return the terms of dy [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
     ddelta_y = chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
     dstate_y = (dy * chunks.from_start[..., None]).swapaxes(-1, -2) @ group.q
     return ddelta_y, dstate_y

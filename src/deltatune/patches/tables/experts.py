@@ -119,7 +119,7 @@ def _listening_to_gate(block: Any) -> Iterator[list[mx.array]]:
 
     def listening(x: mx.array) -> Any:
         output = gate(x)
-        # Bailing's gate returns the chosen experts and their scores; its logits are computed again, as it does.
+        # Bailing's gate returns the chosen experts and their scores; its logits are recomputed, as it does.
         is_logits = isinstance(output, mx.array)
         heard.append(output if is_logits else x.astype(mx.float32) @ gate.weight.astype(mx.float32).T)
         return output
