@@ -88,10 +88,9 @@ def _other_rows() -> mx.array:
 IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
 _REASON = "its gradient keeps arrays that are cheap to compute again, and it passes over memory often"
 _WITHOUT = "Training is slower then, or needs more memory; nothing else changes."
-_RECORD: dict[str, Any] = {"holders": (), "reason": _REASON, "without": _WITHOUT}
+_RECORD: dict[str, Any] = {"reason": _REASON, "without": _WITHOUT}
 _SWIGLU: dict[str, Any] = _RECORD | {
     "name": "swiglu",
-    "signature": "",
     "replacement": _swiglu,
     "check": alike(layer_input, _other_rows),
 }
@@ -101,7 +100,6 @@ _GATED_NORM: dict[str, Any] = _RECORD | {
     "check": same_layer(layer_input, _other_rows, build=plain_norm(WIDTH), inside=serving),
 }
 _OF_CPU: dict[str, Any] = {
-    "holders": (),
     "signature": "(self, x)",
     "reason": "on a CPU that is not Apple's it takes exponentials one at a time, in five times the time",
     "without": "Training on this CPU is slower then; nothing else changes.",
@@ -110,33 +108,28 @@ _OF_CPU: dict[str, Any] = {
 PATCHES = (
     Patch(
         **_RECORD,
-        package="mlx",
         module="mlx.nn.layers.activations",
         name="silu",
-        signature="",
         replacement=_silu,
         check=IS_SILU,
     ),
-    Patch(**_SWIGLU, package="mlx_lm", module="mlx_lm.models.activations"),
+    Patch(**_SWIGLU, module="mlx_lm.models.activations"),
     Patch(
         **_GATED_NORM,
-        package="mlx_lm",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextRMSNormGated.__call__",
     ),
     Patch(
         **_GATED_NORM | {"signature": "(self, x, gate)"},
-        package="mlx_lm",
         module="mlx_lm.models.olmo_hybrid",
         name="RMSNormGated.__call__",
     ),
 )
 # Those of mlx-vlm, which are not tried on NVIDIA GPUs.
 OF_MLX_VLM = (
-    Patch(**_SWIGLU, package="mlx_vlm", module="mlx_vlm.models.activations"),
+    Patch(**_SWIGLU, module="mlx_vlm.models.activations"),
     Patch(
         **_GATED_NORM,
-        package="mlx_vlm",
         module="mlx_vlm.models.qwen3_5.language",
         name="Qwen3_5RMSNormGated.__call__",
     ),
@@ -144,7 +137,6 @@ OF_MLX_VLM = (
 ON_CPU = (
     Patch(
         **_OF_CPU,
-        package="mlx",
         module="mlx.nn.layers.activations",
         name="GELU.__call__",
         replacement=_gelu,
@@ -152,7 +144,6 @@ ON_CPU = (
     ),
     Patch(
         **_OF_CPU,
-        package="mlx_lm",
         module="mlx_lm.models.olmo_hybrid",
         name="MLP.__call__",
         replacement=_mlp,
