@@ -20,8 +20,8 @@ from ..machine import backend
 from ..machine.awake import awake
 from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vocabulary import check_examples, lacks_rows
+from ..ops.operator.rankings import Rankings
 from ..ops.recomputation import Checkpoints
-from ..ops.trial.rankings import Rankings
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.layer_weights import LayerWeights
