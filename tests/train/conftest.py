@@ -30,7 +30,6 @@ from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics
 
-# The folders of runs in one go, by their options.
 _STRAIGHT_RUNS: dict[str, Path] = {}
 
 

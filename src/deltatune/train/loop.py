@@ -214,7 +214,7 @@ class Trainer:
             stack.callback(parts.reporting.close, progress)
             stack.enter_context(ending)
             stack.enter_context(freed_memory)
-            self._open(saving)
+            self._open(saving, trained)
             progress.checkpoints = checkpoints
             parts.world.do_on_main(keep, "keep the reference")
             parts.screen.start(progress.iteration, config.iters)
@@ -252,10 +252,8 @@ class Trainer:
         screen.expect([*trained.figures, *router_figures(parts.model)])
         if parts.outputs.note is not None:
             screen.say(parts.outputs.note)
-        parts.reporting.about = announce.about(parts.model, parts.config, splits, trained)
-        parts.reporting.tables = announce.layer_table(trained)
 
-    def _open(self, saving: Saving) -> None:
+    def _open(self, saving: Saving, trained: Training) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
         parts, config, world = self.parts, self.parts.config, self.parts.world
         path = parts.outputs.state
@@ -274,7 +272,8 @@ class Trainer:
                 parts.screen.say(line)
         elif config.resume:
             parts.screen.say(announce.nothing_to_resume(config))
-        parts.reporting.open(self.progress)
+        about = announce.about(parts.model, config, self.splits, trained)
+        parts.reporting.open(self.progress, about, announce.layer_table(trained))
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

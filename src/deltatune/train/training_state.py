@@ -13,7 +13,7 @@ from ..lora import pissa
 from .distributed import World
 from .progress import Progress
 from .saved import state
-from .step import BeforeUpdate, Step, Sums
+from .step import Step, Sums
 from .updates.optimizer import restore
 
 
@@ -51,10 +51,8 @@ class TrainingState:
         self.sums = self._no_sums()
         # It is None right after an update, and before the first accumulation begins.
         self._start: _WindowStart | None = None
-        # Whether an update is being made, so that the parameters may be partly updated, and the arrays that it
-        # replaces.
+        # Whether an update is being made, so that the parameters may be partly updated.
         self._updating = False
-        self._before: BeforeUpdate | None = None
 
     def _no_sums(self) -> Sums:
         """Return the sums at the start of an accumulation window."""
@@ -65,13 +63,8 @@ class TrainingState:
         if self.progress.micro_batches == 0:
             self._start = _WindowStart(dataclasses.replace(self.progress, order=self.order.state()), {})
 
-    def update(self, *, can_undo: bool) -> mx.array:
-        """Make the update from the accumulated sums, lazily; return the norm of the gradients.
-
-        With `can_undo`, the replaced arrays are held until end_window(), so that undo_update() can put them back.
-        """
-        if can_undo:
-            self._before = self.step.before_update()
+    def update(self) -> mx.array:
+        """Make the update from the accumulated sums, lazily; return the norm of the gradients."""
         self._updating = True
         norm = self.step.update(*self.sums)
         # The gradients are released before the update is evaluated, so that MLX can reuse their buffers.
@@ -84,21 +77,14 @@ class TrainingState:
         self.progress.micro_batches = 0
         self._start = None
         self.end_update()
-        self._before = None
 
     def end_update(self) -> None:
         """Note that the update was computed; one with gradients that are not finite has changed no parameter."""
         self._updating = False
 
-    def undo_update(self) -> None:
-        """Return to the parameters and moments of the last complete update.
-
-        Raises:
-            RuntimeError: An update is being made that cannot be undone: parameters and moments may not fit together.
-        """
-        if self._before is not None:
-            self.step.undo(self._before)
-        elif self._updating:
+    def check_complete(self) -> None:
+        """Raise a RuntimeError if an update is being made: parameters and moments may not fit together."""
+        if self._updating:
             raise RuntimeError("an update was being made; the state that was saved before it is still there")
 
     def return_to_start(self) -> dict[str, mx.array]:

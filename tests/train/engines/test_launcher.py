@@ -76,14 +76,15 @@ def test_a_tree_may_change_after_it_was_given(launch):
     assert now.tolist() == [3.0, 3.0]
 
 
-def test_an_error_behind_the_sums_loses_no_iteration(make_trainer, tmp_path, early_starts, monkeypatch, straight_run):
-    """The update and the next micro-batch are launched together; where that fails, the update is still made."""
+@pytest.mark.parametrize(("failing", "kept"), [(5, 4), (6, 5)], ids=["the sums", "what follows them"])
+def test_an_error_in_a_launch(make_trainer, tmp_path, early_starts, monkeypatch, straight_run, failing, kept):
+    """An update is undone where its sums fail; where only it and the next micro-batch do, it is still made."""
     straight = straight_run(**ONLY)
     calls, plain = [], Launcher.launch
 
     def launch(self, *trees):
         calls.append(len(trees))
-        if len(calls) == 6:
+        if len(calls) == failing:
             self._last = self._thread.submit(refuse)
             return self._last
         return plain(self, *trees)
@@ -96,7 +97,7 @@ def test_an_error_behind_the_sums_loses_no_iteration(make_trainer, tmp_path, ear
         with pytest.raises(RuntimeError, match="Unable to allocate") as error:
             make_trainer(**ONLY).run()
     # The first two iterations launch nothing beside; each later one launches sums, then the rest.
-    assert "The state after iteration 5 is saved in" in error.value.__notes__[0]
+    assert f"The state after iteration {kept} is saved in" in error.value.__notes__[0]
     make_trainer(resume=True, **ONLY).run()
     same(tmp_path / "out", straight)
 

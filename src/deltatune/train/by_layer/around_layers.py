@@ -5,22 +5,24 @@ The features of a vision tower that trains are computed once, before all of it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ...models.vision.tower import TowerInputs, run_tower
 from ...ops.functional import undisturbed
 from ...ops.random_state import drawing_with
-from ..batch_loss import Arrays, LossFunction
+from ..batch_loss import Arrays
 from ..compiled import Compiled
 from ..tree import Place
 from ..updates.routers import RouterLosses, weight_or_one
 from .layer_calls import Recorder
+
+if TYPE_CHECKING:
+    from .layer_passes import LayerPasses
 
 
 def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
@@ -78,24 +80,6 @@ class Outside:
             place.array = array
 
 
-class PartlyRun(Protocol):
-    """Runs a model without its layers, as LayerPasses does."""
-
-    model: nn.Module
-    loss: LossFunction
-    outer: Outside
-    in_tower: Outside
-
-    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
-        """Run it with layers that are only recorded; return these, and the key before the first of them."""
-
-    def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
-        """Return the input of the layer at a position, given the output y of the one before."""
-
-    def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
-        """Compute the loss from the last hidden states x, with `key` for dropout behind them."""
-
-
 class AroundLayers:
     """The parts of a model around its layers, compiled for batches of one kind.
 
@@ -105,43 +89,34 @@ class AroundLayers:
 
     Attributes:
         recorded: How the layers are called, once before() was traced.
+        loss: Returns LayerPasses.loss_behind() of a loss, compiled.
     """
 
-    def __init__(self, passes: PartlyRun, routers: RouterLosses | None):
+    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
         self._passes, self._routers = passes, routers
         self.recorded = Recorder()
-        self._state = state = [passes.model.state]
+        state = [passes.model.state]
         self.tower = Compiled(self._tower, state)
         self.tower_again = Compiled(self._tower_again, state)
         self.before = Compiled(self._before, state)
         self.before_again = Compiled(self._before_again, state)
         self.behind = Compiled(self._behind, state)
-        self._losses: dict[LossFunction, Callable[..., Any]] = {}
-        self._between: dict[int, Callable[..., Any]] = {}
-        self._between_again: dict[int, Callable[..., Any]] = {}
-
-    def loss(self, loss: LossFunction) -> Callable[..., Any]:
-        """Return PartlyRun.loss_behind() of a loss, compiled."""
-        if loss not in self._losses:
-            self._losses[loss] = Compiled(partial(self._passes.loss_behind, loss), self._state)
-        return self._losses[loss]
+        self.loss = cache(lambda loss: Compiled(partial(passes.loss_behind, loss), state))
+        self._between = cache(lambda index: Compiled(partial(passes.entering, index), state))
+        self._between_again = cache(lambda index: Compiled(partial(self._between_backward, index), state))
 
     def between(self, index: int, batch: Arrays, y: mx.array) -> mx.array:
         """Return the input of the layer at a position, given the output y of the one before."""
         if index not in self.recorded.changed:
             return y
-        if index not in self._between:
-            self._between[index] = Compiled(partial(self._passes.entering, index), self._state)
-        x: mx.array = self._between[index](batch, y)
+        x: mx.array = self._between(index)(batch, y)
         return x
 
     def between_again(self, index: int, batch: Arrays, y: mx.array, dx: mx.array) -> tuple[mx.array, list[mx.array]]:
         """Return the gradients of y and of a tower's features, from that of between()."""
         if index not in self.recorded.changed:
             return dx, []
-        if index not in self._between_again:
-            self._between_again[index] = Compiled(partial(self._between_backward, index), self._state)
-        dy, *d_pictures = self._between_again[index](batch, y, dx)
+        dy, *d_pictures = self._between_again(index)(batch, y, dx)
         return dy, d_pictures
 
     def _between_backward(self, index: int, batch: Arrays, y: mx.array, dx: mx.array) -> list[mx.array]:

@@ -62,10 +62,17 @@ class EarlyEngine(Engine):
 
     def advance(self, batch: Batch, goes_on: bool) -> Advance:
         started = self._started is not None and self._started.batch is batch
-        with mx.stream(self._launcher.stream):
-            numbers = self.added(batch, self.micro_batch(batch))
-            norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
-        return self.read(numbers, norm)
+        before = self.step.before_update()
+        try:
+            with mx.stream(self._launcher.stream):
+                numbers = self.added(batch, self.micro_batch(batch))
+                norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
+            return self.read(numbers, norm)
+        except BaseException:
+            # The update was built before the sums were known to be computed.
+            self.step.undo(before)
+            self.state.end_update()
+            raise
 
     def _launched_here(self, numbers: mx.array, goes_on: bool) -> mx.array | None:
         """Compute the sums, then the update if it is due, then the next micro-batch if one follows; return the norm.
@@ -79,7 +86,7 @@ class EarlyEngine(Engine):
         else:
             with self.ending.waiting():
                 mx.eval(self.state.sums, numbers)
-        norm = self.updated(can_undo=True)
+        norm = self.updated()
         (mx.async_eval if goes_on else mx.eval)(self.step.parameters(), self.step.optimizer.state, norm)
         if goes_on:
             self._start_next(completes)
@@ -94,7 +101,7 @@ class EarlyEngine(Engine):
         """
         completes = self.completes
         self._launcher.compiled = False
-        norm = self.updated(can_undo=True)
+        norm = self.updated()
         self._start_next(completes)
         launch: Callable[..., Future[None] | None] = self._launcher.launch
         if self._launcher.compiled:

@@ -54,7 +54,7 @@ class Engine:
         numbers = self.added(batch, self.micro_batch(batch))
         with self.ending.waiting():
             mx.eval(self.state.sums, numbers)
-        norm = self.updated(can_undo=False)
+        norm = self.updated()
         mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
         return self.read(numbers, norm)
 
@@ -81,11 +81,11 @@ class Engine:
         """Whether the present micro-batch completes an accumulation, so that an update follows."""
         return self.state.progress.micro_batches + 1 >= self.config.grad_accumulation_steps
 
-    def updated(self, *, can_undo: bool) -> mx.array | None:
+    def updated(self) -> mx.array | None:
         """Make the update if the present micro-batch completes an accumulation, lazily; return the norm."""
         completes = self.completes
         self.state.progress.micro_batches += 1
-        return self.state.update(can_undo=can_undo) if completes else None
+        return self.state.update() if completes else None
 
     def read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""

@@ -40,8 +40,7 @@ class Reporting:
         on_host: The bytes that MLX counts as its own, but are outside the device's memory.
 
     Attributes:
-        about: The description of the run, by name, for its report; Trainer.run sets it.
-        tables: Tables of the run's report, besides those that every report has.
+        about: The description of the run in its report, by name; empty before open().
         metrics: The run's metrics.jsonl, on rank 0 while it is open.
     """
 
@@ -49,7 +48,7 @@ class Reporting:
         self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
         self._on_host = on_host
         self.about: dict[str, str] = {}
-        self.tables: Sequence[ReportTable] = ()
+        self._tables: Sequence[ReportTable] = ()
         self.metrics: log.Metrics | None = None
         self._services: list[log.Service] = []
         self._window: deque[tuple[float, int]] = deque()
@@ -58,8 +57,16 @@ class Reporting:
         self._running = False
         self._next_report = 0.0
 
-    def open(self, progress: Progress) -> None:
-        """Open the metrics, of which `progress` says how much is kept, and the services; write the first report."""
+    def open(self, progress: Progress, about: dict[str, str], tables: Sequence[ReportTable]) -> None:
+        """Open the metrics and the services, and write the first report.
+
+        Args:
+            progress: The run's progress, which says how much of the metrics is kept.
+            about: The description of the run, by name.
+            tables: Tables of the report, besides those that every report has.
+        """
+        self.about = about
+        self._tables = tables
         if not self._main:
             return
         config, outputs = self._config, self._outputs
@@ -178,7 +185,7 @@ class Reporting:
         outputs = self._outputs
         left = {"time left": duration(self._left(progress)) if self._recent else "–"}
         description = RunDescription(
-            self.about, self.tables, headline=left if running else {}, state=state, running=running
+            self.about, self._tables, headline=left if running else {}, state=state, running=running
         )
         for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
             self._screen.say(f"Report: {problem}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,11 @@ class Saving:
         Raises:
             UserError: On every rank, if rank 0 could not write.
         """
-        world = self._world
-        self._training.progress.finished = finished
+        progress = self._training.progress
+        progress.finished = finished
         window = self._training.window()
-        problem: UserError | None = None
-        try:
-            self._write(window, stopping=stopping)
-        except UserError as error:
-            problem = error
-        if world.sum_numbers(float(problem is not None))[0]:
-            raise problem or UserError("rank 0 could not save; its message says why.")
+        self._world.do_on_main(partial(self._write, window, stopping=stopping), "save")
+        self.saved = progress.iteration
 
     def save_best(self, loss: float) -> None:
         """Write the weights once more, as the best so far. Every rank must call it, and rank 0 writes.
@@ -105,16 +101,18 @@ class Saving:
         No rank waits for another.
 
         Raises:
-            RuntimeError: An update is being made that cannot be undone.
+            RuntimeError: An update is being made.
             UserError: If the file system refuses.
         """
-        self._training.undo_update()
+        self._training.check_complete()
         if self.saved == self._training.progress.iteration:
             # The file may hold the sums of an accumulation window, too, which the last update has not.
             return
         sums = self._training.return_to_start()
         self._reporting.cut(self._training.progress)
-        self._write(sums, stopping=True)
+        if self._world.main:
+            self._write(sums, stopping=True)
+        self.saved = self._training.progress.iteration
 
     def restore(self) -> list[str]:
         """Restore the run from its state file, or from the one before it if that is damaged; return lines to print.
@@ -150,19 +148,19 @@ class Saving:
         )
 
     def _write(self, sums: dict[str, mx.array], *, stopping: bool) -> None:
+        """Write everything, on rank 0."""
         progress = self._training.progress
         threads = blas.status().threads
         progress.blas_threads = threads.number if threads else 0
         progress.ranks = self._world.size
         progress.implementations = dict(self._chosen.names)
-        if self._world.main:
-            arrays = self._training.arrays() | sums
-            with self._files():
-                self._outputs.save_weights(progress.iteration)
-                self._reporting.sync()
-                state.save(self._outputs.state, arrays, progress, self._identity, sound=self._sound)
-            self._sound = True
+        arrays = self._training.arrays() | sums
+        with self._files():
+            self._outputs.save_weights(progress.iteration)
+            self._reporting.sync()
+            state.save(self._outputs.state, arrays, progress, self._identity, sound=self._sound)
+        self._sound = True
         self.saved = progress.iteration
-        if self._world.main and not progress.finished:
+        if not progress.finished:
             text = "stopped" if stopping else "still training"
             self._reporting.write(progress, text, running=not stopping)
