@@ -265,4 +265,4 @@ def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[st
     )
 
 
-OPERATOR = KernelOperator("a token of a gated-delta layer", trial_case, Launch.run, devices=("cuda", "metal"))
+OPERATOR = KernelOperator("a token of a gated-delta layer", trial_case, devices=("cuda", "metal"))

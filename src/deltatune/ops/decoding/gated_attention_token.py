@@ -239,4 +239,4 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
     )
 
 
-OPERATOR = KernelOperator("a token of a gated attention layer", trial_case, Launch.run)
+OPERATOR = KernelOperator("a token of a gated attention layer", trial_case)

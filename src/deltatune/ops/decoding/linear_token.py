@@ -262,4 +262,4 @@ def _with_parts(parts: tuple[bool, bool, bool, bool], arrays: Arrays) -> LinearT
     )
 
 
-OPERATOR = KernelOperator("a token of a linear layer", trial_case, Launch.run)
+OPERATOR = KernelOperator("a token of a linear layer", trial_case)

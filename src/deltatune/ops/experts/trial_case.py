@@ -154,5 +154,5 @@ def _case(launch: Launch, expected: np.ndarray, bound: float) -> Case[Execute]:
 
 
 _INSTEAD = "other kernels or MLX's own products"
-PRODUCTS = KernelOperator("products of experts", product_case, Launch.run, instead=_INSTEAD)
-GRADIENTS = KernelOperator("gradients of experts", gradient_case, Launch.run, instead=_INSTEAD)
+PRODUCTS = KernelOperator("products of experts", product_case, instead=_INSTEAD)
+GRADIENTS = KernelOperator("gradients of experts", gradient_case, instead=_INSTEAD)

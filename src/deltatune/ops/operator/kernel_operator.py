@@ -32,6 +32,12 @@ class KernelWorkload(NamedTuple):
         return replace(case, bound=min(case.bound, NORM_BOUNDS[self.dtype]), error=relative_norm)
 
 
+def run_here(launch: Any) -> list[mx.array]:
+    """Run a launch on MLX's default device and return its outputs."""
+    outputs: list[mx.array] = launch.run()
+    return outputs
+
+
 @dataclass(frozen=True)
 class KernelOperator:
     """An operator that kernels and MLX's operations compute.
@@ -39,7 +45,6 @@ class KernelOperator:
     Attributes:
         name: Its name, for people.
         case_of: Returns the case of a kind of calls, on which the kernels are tried before their first use.
-        run: Runs a launch of the kernels.
         devices: Where the kernels are faster than MLX's operations.
         instead: The fallback of kernels that are wrong, for the warning.
         workloads: Returns the workloads of the self-test; small ones if its argument is true.
@@ -47,7 +52,6 @@ class KernelOperator:
 
     name: str
     case_of: Callable[..., Case[Any]]
-    run: Callable[[Any], list[mx.array]]
     devices: tuple[str, ...] = ("cuda",)
     instead: str = "MLX's operations"
     workloads: Callable[[bool], Iterable[KernelWorkload]] = lambda quick: ()
@@ -72,5 +76,5 @@ class KernelOperator:
         """
         if run is None and (is_small_case() or not self.is_for_here):
             return self.is_for_here
-        run = run or self.run
+        run = run or run_here
         return first_use.is_right(self.case_of, *kind, run=run, instead=self.instead, arrays=arrays)

@@ -138,4 +138,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("AdamW", dtype, trial) for dtype, trial in trials.items()]
 
 
-OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

@@ -57,4 +57,4 @@ def _workloads(_quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("end to end", dtype, partial(trial_case, dtype)) for dtype in NORM_BOUNDS]
 
 
-OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

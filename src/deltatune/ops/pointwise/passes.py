@@ -93,7 +93,7 @@ class Passes:
         )
 
 
-OPERATOR = KernelOperator("passes", Passes.trial_case, Pass.run)
+OPERATOR = KernelOperator("passes", Passes.trial_case)
 
 
 def wide(array: mx.array) -> mx.array:

@@ -153,4 +153,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("rows", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
 
 
-OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

@@ -158,4 +158,4 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     return Case(described, names, call, truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])
 
 
-OPERATOR = KernelOperator("Adam on 8 bits", trial_case, Pass.run)
+OPERATOR = KernelOperator("Adam on 8 bits", trial_case)

@@ -117,4 +117,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("packed weights", mx.float32, trial)]
 
 
-OPERATOR = KernelOperator("passes", trial_case, Pass.run, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

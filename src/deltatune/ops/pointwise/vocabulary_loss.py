@@ -153,4 +153,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("vocabulary loss", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
 
 
-OPERATOR = KernelOperator("losses", trial_case, Launch.run, workloads=_workloads)
+OPERATOR = KernelOperator("losses", trial_case, workloads=_workloads)

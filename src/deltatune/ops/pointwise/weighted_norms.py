@@ -222,4 +222,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     return [KernelWorkload("sum and norm", dtype, trial) for dtype, trial in trials.items()]
 
 
-OPERATOR = KernelOperator("passes", trial_case, Launch.run, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

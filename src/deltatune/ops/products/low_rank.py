@@ -269,4 +269,4 @@ def _workloads(quick: bool) -> list[KernelWorkload]:
     ]
 
 
-OPERATOR = KernelOperator("LoRA's products", trial_case, Launch.run, workloads=_workloads)
+OPERATOR = KernelOperator("LoRA's products", trial_case, workloads=_workloads)
