@@ -27,7 +27,7 @@ from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED, ON_TENSOR_CORES
-from deltatune.ops.trial.measure import relative_error
+from deltatune.ops.operator.measure import relative_error
 from machine import heading
 
 EXPERTS, TOP_K, SCALE, SHOWN = 256, 8, 1.75, 24

@@ -25,8 +25,8 @@ import numpy as np
 
 import processes
 from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.operator.measure import relative_error
 from deltatune.ops.products.low_rank import BOUNDS, add_product, both_products, columns_product, rows_product
-from deltatune.ops.trial.measure import relative_error
 from machine import heading
 
 ROWS, WIDTHS, SCALE, READ, SHOWN = 4096, (16, 1024, 2048, 3584, 4096, 6144), 1.75, 256 * 2**20, 64

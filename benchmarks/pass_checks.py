@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.trial.measure import poison, relative_error
+from deltatune.ops.operator.measure import poison, relative_error
 
 Arrays = list[mx.array]
 Function = Callable[..., Arrays]

@@ -57,8 +57,8 @@ def pretended(device: str) -> Iterator[None]:
         return
     from deltatune.machine import backend, nvidia
     from deltatune.ops.kernels import launch
+    from deltatune.ops.operator import candidates, first_use, verdicts
     from deltatune.ops.pointwise import pass_launch
-    from deltatune.ops.trial import candidates, first_use, verdicts
     from deltatune.patches import evidence
 
     passed: Callable[..., Any] = lambda *_: verdicts.Verdict("", "", 1.0, {"y": 0.0})  # noqa: E731

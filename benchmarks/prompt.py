@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 import processes
-from deltatune.ops.trial.measure import largest_error
+from deltatune.ops.operator.measure import largest_error
 from deltatune.patches import patched
 from machine import heading
 from trainers import Shape, mlx_model

@@ -23,10 +23,10 @@ import mlx.core as mx
 import processes
 from deltatune.machine import backend
 from deltatune.ops.cross_entropy import _chunk_loss
+from deltatune.ops.operator import measure
+from deltatune.ops.operator.measure import poison
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import exact_losses, split_at_targets, vocabulary_losses
-from deltatune.ops.trial import measure
-from deltatune.ops.trial.measure import poison
 from machine import heading
 
 # Few rows, since float64 computes on the host.

@@ -4,9 +4,9 @@ import pytest
 
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
+from deltatune.ops.operator import verdicts
+from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.operators import GATED_DELTA
-from deltatune.ops.trial import verdicts
-from deltatune.ops.trial.operator import Candidate
 
 
 @pytest.fixture(autouse=True)

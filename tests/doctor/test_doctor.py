@@ -20,7 +20,7 @@ from deltatune.models import load
 from deltatune.models.vision import load as vision_load
 from deltatune.ops.attention import workloads as attention_workloads
 from deltatune.ops.gated_delta import workloads
-from deltatune.ops.trial.operator import Operator
+from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.verify import Serving
 from deltatune.plan.process_memory import LayoutError

@@ -12,9 +12,9 @@ from deltatune.ops.attention import attention_blocked, trial_case
 from deltatune.ops.attention import workloads as attention_workloads
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import NAMES
+from deltatune.ops.operator import timing, verdicts
+from deltatune.ops.operator.operator import Candidate, Operator
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
-from deltatune.ops.trial import timing, verdicts
-from deltatune.ops.trial.operator import Candidate, Operator
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ import numpy as np
 from beside import load
 from deltatune.machine import compiling
 from deltatune.ops.attention import trial_case
-from deltatune.ops.trial import timing
+from deltatune.ops.operator import timing
 
 _UNTIL_THE_END = ExitStack()
 # The place in Python's array at which nanobind keeps the distance to MLX's.

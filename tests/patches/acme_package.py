@@ -35,7 +35,6 @@ def replacement(upstream):
 
 
 RECORD = Patch(
-    package="acme",
     tried=">=1.2,<1.3",
     module="acme.ops",
     name="update",

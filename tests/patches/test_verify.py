@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from mlx_lm.models import qwen3_next
 
-from deltatune.ops.trial.foresight import look_ahead
+from deltatune.ops.operator.foresight import look_ahead
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched, verify
 from deltatune.patches.tables import experts

@@ -18,14 +18,14 @@ from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, by_gates
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operator import verdicts
+from deltatune.ops.operator.case import Case
+from deltatune.ops.operator.measure import relative_norm
+from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.products import low_rank, low_rank_kernels
-from deltatune.ops.trial import verdicts
-from deltatune.ops.trial.case import Case
-from deltatune.ops.trial.measure import relative_norm
-from deltatune.ops.trial.operator import Candidate
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
     controls,

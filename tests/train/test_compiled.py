@@ -12,9 +12,9 @@ import pytest
 from beside import load
 from deltatune.machine import backend
 from deltatune.ops.kernels import cubin, nvrtc
+from deltatune.ops.operator.case import Case, judged
 from deltatune.ops.pointwise import swiglu
 from deltatune.ops.random_state import drawing_with
-from deltatune.ops.trial.case import Case, judged
 from deltatune.train.compiled import Compiled
 
 gpu = load(Path(__file__).parents[1] / "ops" / "kernels" / "pretended_gpu.py").gpu

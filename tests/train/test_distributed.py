@@ -147,7 +147,7 @@ keys = world.gather(mx.array([world.rank, 2**32 - 1], mx.uint32))
 assert keys.tolist() == [[rank, 2**32 - 1] for rank in range(world.size)]
 assert world.sum_numbers(1.5, world.rank) == [1.5 * world.size, sum(range(world.size))]
 assert world.largest(world.rank) == world.size - 1
-from deltatune.ops.trial.rankings import Rankings
+from deltatune.ops.operator.rankings import Rankings
 from deltatune.train.saved.kept_choices import agree
 of_main = {"attention, bf16": ["native", "fused"]}
 chosen = Rankings(dict(of_main) if world.main else {"attention, bf16": ["fused"], "of one rank": ["chunk"]})

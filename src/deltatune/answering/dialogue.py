@@ -56,7 +56,6 @@ def generate(
         >>> deltatune.generate(loaded, ["When do you open?", "And on Sundays?"], temp=1.0)
     """
     checked = AnswerOptions(str(loaded.path), max_tokens=max_tokens, temp=temp, top_p=top_p, min_p=min_p, top_k=top_k)
-    messages = [prompt] if isinstance(prompt, str) else list(prompt)
     inference = Inference(loaded, Sampling(checked.temp, checked.top_p, checked.min_p, checked.top_k))
     empty = "generate: no token is left of the prompt; give one with text in it."
     refused = "change the prompt, system_prompt or template_options"
@@ -64,7 +63,7 @@ def generate(
         inference.prompt(
             Question(message, system_prompt), "generate", empty, template_options=template_options, refused=refused
         )
-        for message in messages
+        for message in ([prompt] if isinstance(prompt, str) else prompt)
     ]
     if isinstance(prompt, str):
         return "".join(piece.text for piece in inference.answer(prompts[0], max_tokens))

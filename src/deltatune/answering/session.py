@@ -66,7 +66,6 @@ class Session(Inference):
         options: The options of the session; by default those of the model alone.
         chat: Whether answers end where the chat template ends them, too.
         template_options: The variables of the chat template.
-        media: The flag and the file of the first image or video, as messages name them; None for text.
 
     Attributes:
         template_options: The argument.
@@ -83,14 +82,12 @@ class Session(Inference):
         *,
         chat: bool = True,
         template_options: Mapping[str, Any] | None = None,
-        media: str | None = None,
     ):
         options = options or AnswerOptions(str(loaded.path))
         sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
         super().__init__(loaded, sampling, chat=chat, extra_ends=options.extra_eos_token)
         self.template_options = template_options
         self._options = options
-        self._media = media
         self._placed = False
         self._stack = contextlib.ExitStack()
         self._calls: LayerCalls | None = None
@@ -116,7 +113,7 @@ class Session(Inference):
             refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=trusted)
         loaded = _load(options, media)
         _check_tokens(options, loaded)
-        return cls(loaded, options, chat=chat, template_options=variables, media=media)
+        return cls(loaded, options, chat=chat, template_options=variables)
 
     def __enter__(self) -> Session:
         return self
@@ -138,7 +135,8 @@ class Session(Inference):
         """
         if self._options.memory is None:
             return
-        loaded = _load(self._options, self._media) if self._placed else self.loaded
+        media = None if self.loaded.processor is None else "--image"
+        loaded = _load(self._options, media) if self._placed else self.loaded
         planned = plan(loaded.model, store_of(loaded, self._options), self._options.memory)
         if self._placed:
             # The arrays of the model before it go before anything else is read.
@@ -186,8 +184,7 @@ class Session(Inference):
     @cached_property
     def _split(self) -> Split:
         """The model's parts before and behind its head."""
-        passing_on = contextlib.nullcontext() if self._calls is None else self._calls.served_by(passed_on)
-        with passing_on:
+        with contextlib.nullcontext() if self._calls is None else self._calls.served_by(passed_on):
             return split_head(self.model)
 
     def loss(self, run: Run, screen: Screen, plan: Callable[[Run, StoredWeights], PlannedWeights]) -> float:

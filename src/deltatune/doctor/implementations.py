@@ -12,9 +12,9 @@ from ..machine import backend
 from ..ops import operators
 from ..ops.gated_delta.tolerances import TF32
 from ..ops.kernels.cubin import built_side_by_side
-from ..ops.trial import candidates, timing
-from ..ops.trial.operator import Operator
-from ..ops.trial.verdicts import Verdict
+from ..ops.operator import candidates, timing
+from ..ops.operator.operator import Operator
+from ..ops.operator.verdicts import Verdict
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..machine import backend, blas, blas_fault, environment
-from ..ops.trial import verdicts
+from ..ops.operator import verdicts
 
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
 

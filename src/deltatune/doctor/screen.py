@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ..ops.trial.operator import title_of
+from ..ops.operator.operator import title_of
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
 from .implementations import Finding, OperatorFindings, Times

@@ -21,8 +21,8 @@ from ..layers import gated_delta_layers, logits_of
 from ..machine import backend
 from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
+from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
-from ..ops.trial.measure import relative_norm
 
 # How many tokens of prompts are read at a time, of one row or of several. mlx-lm reads 2,048 of one.
 PROMPT_TOKENS = {"cuda": 8192, "metal": 2048, "cpu": 2048}

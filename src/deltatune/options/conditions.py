@@ -85,13 +85,12 @@ TASKS: Conditions = {
 }
 #: Of `generate` and `chat`.
 ANSWERS: Conditions = {
-    "top_p min_p top_k": ("with a --temp above 0, since 0 takes the likeliest token", lambda o: o.temp),
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
     "chat_template_config": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
     "compare": ("with --adapter-path, since it asks the base beside the adapter", lambda o: o.adapter_path),
 }
-# Those that mlx_lm.lora has, too, and leaves unread: files that it takes hold them.
+# Those that mlx_lm.lora has, too, and leaves unread: files and command lines for it hold them.
 _MLX_LM = (
     "learning_rate", "test_batches", "steps_per_eval", "optimizer_config", "lr_schedule", "lr_schedule.warmup_init",
     "num_layers", "rank", "scale", "dropout", "keys", "project_name",
@@ -123,17 +122,17 @@ def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -
         run: The arguments of a condition.
 
     Returns:
-        A note for each option without a flag that mlx_lm.lora has, but does not read either.
+        A note for each option that mlx_lm.lora has, but does not read either.
 
     Raises:
         UserError: Another one is not read.
     """
     notes, refused = [], []
     for options, (words, holds) in conditions.items():
-        unread = [names[name] for name in options.split() if name in names and not holds(*run)]
-        if noted := [name for name in unread if name.replace(": ", ".") in _MLX_LM]:
+        unread = [name for name in options.split() if name in names and not holds(*run)]
+        if noted := [names[name] for name in unread if name in _MLX_LM]:
             notes.append(f"Note: {', '.join(noted)}: read only {words}; elsewhere, as here, this changes nothing.")
-        if wrong := [name for name in unread if name not in noted]:
+        if wrong := [names[name] for name in unread if name not in _MLX_LM]:
             refused.append(f"{', '.join(wrong)}: read only {words}, so this would change nothing here; leave it out.")
     if refused:
         raise UserError("\n".join(refused))

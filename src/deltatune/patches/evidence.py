@@ -25,8 +25,8 @@ from ..errors import UserError, first_line
 from ..machine import atomic_files, backend, environment
 from ..machine.compiling import not_compiled
 from ..ops import IMPLEMENTATIONS
+from ..ops.operator import candidates
 from ..ops.random_state import drawing_from
-from ..ops.trial import candidates
 from . import callers
 from .holders import attribute_of, defined_function, owner_of
 from .patch_record import SETTLED, Function, Patch

@@ -25,17 +25,16 @@ class Patch:
     """A record of one function to replace.
 
     Args:
-        package: The package that defines the function, by the name it is imported under.
         module: The module that defines the function.
         name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
-        signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
-            or with defaults that have no fixed text; `check` then decides alone.
+        replacement: Takes the original function and returns the one to put in its place.
         check: Compares the original with the replacement on a small case, forward and gradient. It returns None where
             they agree, SETTLED, or a sentence on the difference.
-        holders: Modules known to import the function. They are examined even if they belong to another package.
         reason: Why the function is replaced, for `deltatune doctor`.
         without: A sentence on the consequence where the function cannot be replaced, for warnings.
-        replacement: Takes the original function and returns the one to put in its place.
+        signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
+            or with defaults that have no fixed text; `check` then decides alone.
+        holders: Modules known to import the function. They are examined even if they belong to another package.
         needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
             Without any, the replacement saves time or memory alone.
         tried: The versions of the package that the record was tried with; TRIED's, unless others are given. They choose
@@ -43,21 +42,25 @@ class Patch:
         settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
-    package: str
     module: str
     name: str
-    signature: str
-    holders: tuple[str, ...]
-    reason: str
-    without: str
     replacement: Callable[[Function], Function]
     check: Check
+    reason: str
+    without: str
+    signature: str = ""
+    holders: tuple[str, ...] = ()
     needed_for: tuple[str, ...] = ()
     tried: str = ""
     settled: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tried", self.tried or TRIED[self.package])
+
+    @property
+    def package(self) -> str:
+        """The package that defines the function, by the name it is imported under."""
+        return self.module.partition(".")[0]
 
     @property
     def target(self) -> str:
@@ -68,27 +71,3 @@ class Patch:
     def attribute(self) -> str:
         """The last part of the target's name."""
         return self.name.rpartition(".")[2]
-
-
-def core_record(
-    name: str,
-    replacement: Function,
-    check: Check,
-    *,
-    reason: str,
-    without: str,
-    needed_for: tuple[str, ...] = (),
-) -> Patch:
-    """The record of a function of mlx.core. Those are compiled and show no signature, so `check` decides alone."""
-    return Patch(
-        package="mlx",
-        module="mlx.core",
-        name=name,
-        signature="",
-        holders=(),
-        reason=reason,
-        without=without,
-        replacement=replacement,
-        check=check,
-        needed_for=needed_for,
-    )

@@ -18,9 +18,9 @@ from ..machine import backend
 from ..ops.gated_delta import gated_delta
 from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
+from ..ops.operator import candidates
 from ..ops.pointwise import gating
 from ..ops.tracing import trace
-from ..ops.trial import candidates
 from . import callers
 from .whole_rows import PROMPT_TOKENS
 

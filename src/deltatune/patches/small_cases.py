@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..ops.functional import as_list, is_floating
+from ..ops.operator.measure import largest_error
 from ..ops.recomputation import cheap_recomputed, small_cases
 from ..ops.tracing import trace
-from ..ops.trial.measure import largest_error
 from .patch_record import Check, Function
 from .whole_rows import whole_rows
 

@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import LayerInfo, describe, gated_delta_layers, logits_of
+from ..ops.operator.foresight import foreseen
 from ..ops.tracing.trace import NotedCall
-from ..ops.trial.foresight import foreseen
 from . import callers
 from .whole_rows import whole_rows
 

@@ -24,9 +24,9 @@ from ..ops.attention.choice import OPERATOR
 from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating
+from ..ops.operator import candidates
 from ..ops.tracing import trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
-from ..ops.trial import candidates
 from . import callers
 
 Function = Callable[..., Any]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from ..machine import backend
-from ..ops.trial import candidates
-from ..ops.trial.operator import Operator, OperatorWorkload
+from ..ops.operator import candidates
+from ..ops.operator.operator import Operator, OperatorWorkload
 from .outcome import FAILED, Check, Outcome, not_run, tried
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops import operators
-from ..ops.trial.kernel_operator import KernelOperator, KernelWorkload
+from ..ops.operator.kernel_operator import KernelOperator, KernelWorkload
 from .outcome import Check, Outcome, not_run, tried
 
 _NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16"}

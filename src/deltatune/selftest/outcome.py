@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import first_line
-from ..ops.trial.case import Case, Tried, measured
-from ..ops.trial.verdicts import part
+from ..ops.operator.case import Case, Tried, measured
+from ..ops.operator.verdicts import part
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..doctor import inventory
 from ..machine import atomic_files, backend, packages
-from ..ops.trial import verdicts
+from ..ops.operator import verdicts
 from ..plan.device_limits import device_limits
 from .examined import examination
 from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome

@@ -22,8 +22,8 @@ from ..demo import task
 from ..demo.assets import MODEL
 from ..machine import backend
 from ..models.load import load
+from ..ops.operator.measure import as_float64, relative_norm
 from ..ops.operators import GATED_DELTA
-from ..ops.trial.measure import as_float64, relative_norm
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Trainer
 from ..train.reports.screen import Screen

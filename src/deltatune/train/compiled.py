@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..ops.operator.foresight import foreseen
 from ..ops.tracing import trace
-from ..ops.trial.foresight import foreseen
 from .tree import leaves
 
 # MLX's message where a function that it compiles reads the values of an array.

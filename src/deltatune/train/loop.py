@@ -21,8 +21,8 @@ from ..machine.awake import awake
 from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
+from ..ops.operator.rankings import Rankings
 from ..ops.recomputation import Checkpoints
-from ..ops.trial.rankings import Rankings
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of

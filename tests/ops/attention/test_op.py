@@ -12,8 +12,8 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op
 from deltatune.ops.attention.call import AttentionCall
-from deltatune.ops.trial import candidates, verdicts
-from deltatune.ops.trial.candidates import ImplementationWarning
+from deltatune.ops.operator import candidates, verdicts
+from deltatune.ops.operator.candidates import ImplementationWarning
 
 SHAPES = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 6)}
 

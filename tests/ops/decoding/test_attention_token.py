@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.decoding.attention_token import BOUNDS, KERNEL, attention_token, covers, serves, trial_case
-from deltatune.ops.trial.case import judged
+from deltatune.ops.operator.case import judged
 
 # Heads, key heads and sizes: heads in blocks of one, two, three of four, and four.
 CASES = [(4, 4, 32), (4, 2, 64), (6, 1, 128), (8, 2, 256)]

@@ -20,8 +20,8 @@ from deltatune.ops.decoding.delta_token import (
 )
 from deltatune.ops.gated_delta import float64
 from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.operator.case import judged
 from deltatune.ops.pointwise.conv import NormedHeads
-from deltatune.ops.trial.case import judged
 
 
 def layer_of(key_heads: int, value_heads: int, key_size: int, value_size: int) -> DeltaToken:

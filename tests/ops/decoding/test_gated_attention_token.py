@@ -18,7 +18,7 @@ from deltatune.ops.decoding.gated_attention_token import (
     trial_case,
 )
 from deltatune.ops.kernels.launch import Launch
-from deltatune.ops.trial.case import judged
+from deltatune.ops.operator.case import judged
 
 
 def layer_of(heads: int, key_heads: int, size: int, rotary_dims: int) -> GatedAttention:

@@ -22,7 +22,7 @@ from deltatune.ops.decoding.linear_token import (
     trial_case,
 )
 from deltatune.ops.kernels.launch import Launch
-from deltatune.ops.trial.case import judged
+from deltatune.ops.operator.case import judged
 
 
 @pytest.mark.parametrize("parts", list(itertools.product([False, True], repeat=4)), ids=str)

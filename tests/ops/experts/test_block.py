@@ -15,8 +15,8 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU
+from deltatune.ops.operator.measure import ROUNDING
 from deltatune.ops.pointwise import scored_swiglu, unpacking
-from deltatune.ops.trial.measure import ROUNDING
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
 from poison import poison
 

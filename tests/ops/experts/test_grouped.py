@@ -15,7 +15,7 @@ from deltatune.ops.experts import grouped
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.tiles import Chunk, Sorted
 from deltatune.ops.experts.tolerances import NARROW_NORM
-from deltatune.ops.trial import first_use
+from deltatune.ops.operator import first_use
 from dense_experts import LEAVES, Case, block, errors, expected, value_and_gradients
 from layouts import has_gaps
 

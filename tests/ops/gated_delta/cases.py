@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltatune.ops.gated_delta.tolerances import EASY, OVERSHOOTING, REPEATED_KEY
-from deltatune.ops.trial.measure import ROUNDING
+from deltatune.ops.operator.measure import ROUNDING
 
 __all__ = ["CASES", "EASY", "OVERSHOOTING", "REPEATED_KEY", "ROUNDING", "Case"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from beside import load
 from deltatune.ops.gated_delta import float64 as oracle
-from deltatune.ops.trial.measure import relative_norm
+from deltatune.ops.operator.measure import relative_norm
 from poison import poison
 
 cases = load(Path(__file__).with_name("cases.py"))

@@ -19,10 +19,10 @@ from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, tr
 from deltatune.ops.gated_delta.choice import OPERATOR, Call
 from deltatune.ops.gated_delta.native import gated_delta_native
 from deltatune.ops.gated_delta.trial_case import Arguments, ShapeClass
-from deltatune.ops.trial import candidates, verdicts
-from deltatune.ops.trial.candidates import ImplementationWarning
-from deltatune.ops.trial.case import judged
-from deltatune.ops.trial.operator import Candidate
+from deltatune.ops.operator import candidates, verdicts
+from deltatune.ops.operator.candidates import ImplementationWarning
+from deltatune.ops.operator.case import judged
+from deltatune.ops.operator.operator import Candidate
 
 choose = partial(candidates.choose, OPERATOR)
 

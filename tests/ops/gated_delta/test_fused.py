@@ -16,7 +16,7 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused
 from deltatune.ops.gated_delta.tolerances import FUSED_NORM, OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
-from deltatune.ops.trial import candidates, verdicts
+from deltatune.ops.operator import candidates, verdicts
 
 pytestmark = pytest.mark.skipif(backend.device() == "cpu", reason="needs a GPU")
 

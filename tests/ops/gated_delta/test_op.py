@@ -10,7 +10,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
-from deltatune.ops.trial import candidates
+from deltatune.ops.operator import candidates
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
 

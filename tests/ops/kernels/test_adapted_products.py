@@ -13,13 +13,13 @@ import pytest
 from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
+from deltatune.ops.operator import first_use
 from deltatune.ops.products import low_rank, quantized_product
 from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.products.low_rank import add_products, columns_products, rows_products
 from deltatune.ops.products.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
 from deltatune.ops.products.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
-from deltatune.ops.trial import first_use
 
 of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
 TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide

@@ -14,7 +14,7 @@ from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.grouped_product import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
-from deltatune.ops.trial import first_use
+from deltatune.ops.operator import first_use
 
 # Tiles (rows, columns, depth, groups across): small ones, so that few rows make many, and those that a GPU uses.
 SMALL, TALL = (32, 32, 16, 2), (64, 32, 32, 1)

@@ -18,7 +18,7 @@ from deltatune.ops.experts.grouped_hopper import HopperTile
 from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
-from deltatune.ops.trial import first_use
+from deltatune.ops.operator import first_use
 
 HERE = Path(__file__).parent
 HOPPER = load(HERE / "host_machine.py").cuda_text(grouped_hopper.PRODUCT)

@@ -14,10 +14,10 @@ from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.operator import first_use
 from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
 from deltatune.ops.products.low_rank_kernels import ROWS, BothKernel, ColumnsKernel, RowsKernel, WideKernel
-from deltatune.ops.trial import first_use
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(ROWS)
 SCALE = 1.75

@@ -10,10 +10,10 @@ from host_machine import HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operator import first_use
+from deltatune.ops.operator.case import Case
 from deltatune.ops.pointwise import adam, stored_moments
 from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
-from deltatune.ops.trial import first_use
-from deltatune.ops.trial.case import Case
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
+from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import ROUNDING
 from deltatune.ops.pointwise import adam
-from deltatune.ops.trial import first_use
-from deltatune.ops.trial.measure import ROUNDING
 from deltatune.train.updates import optimizer as updates
 
 KINDS = {

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu
 from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
 from deltatune.ops.pointwise.passes import Passes
-from deltatune.ops.trial import first_use
 from pass_definitions import reference_heads
 from two_dtypes import in_two_dtypes
 

@@ -12,10 +12,10 @@ from host_machine import HostError, HostMachine
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import heads, times_gate, turned_heads
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
-from deltatune.ops.trial import first_use
 from pass_definitions import reference_turned_heads
 from two_dtypes import in_two_dtypes
 

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import joining
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.pass_launch import Pass
-from deltatune.ops.trial import first_use
 
 SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
 

@@ -12,10 +12,10 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops import recomputation
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, norm, norm_and_gate, norms, silu, swiglu
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
-from deltatune.ops.trial import first_use
 from pass_definitions import inverse_rms, reference_conv, reference_gates
 
 # The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.

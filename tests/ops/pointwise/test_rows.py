@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
-from deltatune.ops.trial import first_use
 from two_dtypes import in_two_dtypes
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]

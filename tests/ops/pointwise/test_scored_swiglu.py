@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import scored_swiglu
-from deltatune.ops.trial import first_use
 
 ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 

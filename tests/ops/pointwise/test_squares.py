@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import squares
 from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.squares import sum_of_squares
-from deltatune.ops.trial import first_use
 
 SHAPES = [(3, 50), (1,), (7,), (131, 67), (8, 16)]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import stored_moments
 from deltatune.ops.pointwise.adam import AdamStep
 from deltatune.ops.pointwise.stored_moments import EightBitStep, dequantized, quantized
-from deltatune.ops.trial import first_use
 from deltatune.train.updates import optimizer as updates
 from deltatune.train.updates.optimizer import OPTIMIZERS
 

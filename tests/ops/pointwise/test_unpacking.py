@@ -12,11 +12,11 @@ from host_machine import HostMachine
 from deltatune.machine import backend
 from deltatune.ops import functional
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
 from deltatune.ops.products.quantized_product import Quantization, packed_product, unpacked
-from deltatune.ops.trial import first_use
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 # The share of a number by which it may be off: one rounding, and those of the product and the sum in fp32.

@@ -16,9 +16,9 @@ from deltatune.machine import backend
 from deltatune.ops import cross_entropy
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
 from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_at_targets, vocabulary_losses
-from deltatune.ops.trial import first_use
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
 from pretended import pretended

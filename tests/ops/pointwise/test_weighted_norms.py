@@ -11,9 +11,9 @@ from host_machine import HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.ops.pointwise.weighted_norms import FILES, WIDEST, branch_norm, sum_norm, weighted_norm
-from deltatune.ops.trial import first_use
 from pretended import pretended
 from two_dtypes import in_two_dtypes
 

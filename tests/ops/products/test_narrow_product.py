@@ -9,9 +9,9 @@ import pytest
 
 from deltatune.lora import DoRALinear, LoRALinear
 from deltatune.machine import backend
+from deltatune.ops.operator.measure import ROUNDING, as_float64, largest_error, poison
 from deltatune.ops.products import quantized_product
 from deltatune.ops.products.narrow_product import dense_product, narrow_product, serves
-from deltatune.ops.trial.measure import ROUNDING, as_float64, largest_error, poison
 from deltatune.patches import patched
 from deltatune.patches.tables import narrow_products
 

@@ -13,11 +13,11 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header
+from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, gating, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.segments import segments
-from deltatune.ops.trial import first_use
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm
 from last_place import parameters_one_unit_off

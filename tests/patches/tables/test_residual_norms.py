@@ -8,7 +8,7 @@ import pytest
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.ops.trial import first_use
+from deltatune.ops.operator import first_use
 from deltatune.patches import patched
 from deltatune.patches.tables import residual_norms
 from deltatune.patches.whole_rows import whole_rows

@@ -125,12 +125,12 @@ def slow(plain, seconds):
 if place == "evaluation":
     evaluate.Evaluation.__call__ = ending(evaluate.Evaluation.__call__, 2)
 if place == "samples":
-    plain_main, plain_answer = World.do_on_main, Samples._answer
+    plain_main, plain_answers = World.do_on_main, Samples.answers
     def do_on_main(self, call, task):
         return (at_samples if task == "answer sample_prompts" else plain_main)(self, call, task)
-    def answer(self, prompt, ended):
-        return plain_answer(self, prompt, slow(ended, 2))
-    at_samples, World.do_on_main, Samples._answer = ending(plain_main, 2), do_on_main, answer
+    def answers(self, ended):
+        return plain_answers(self, slow(ended, 2))
+    at_samples, World.do_on_main, Samples.answers = ending(plain_main, 2), do_on_main, answers
 if place == "update":
     Step.update = ending(Step.update, 3)
 if place == "save":

@@ -6,8 +6,8 @@ import pytest
 
 from deltatune.machine import backend, compiling
 from deltatune.ops.gated_delta import choice, gated_delta_chunk
-from deltatune.ops.trial import timing, verdicts
-from deltatune.ops.trial.operator import Candidate
+from deltatune.ops.operator import timing, verdicts
+from deltatune.ops.operator.operator import Candidate
 from deltatune.train.saved import state
 from killed_runs import adapters
 

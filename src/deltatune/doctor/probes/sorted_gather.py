@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ...errors import first_line
 from ...machine import backend, environment
-from ...ops.trial.measure import relative_error
+from ...ops.operator.measure import relative_error
 from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, TF32_BOUND, Fault
 
 FORWARD = "sorted gather from [T, 1, K]"

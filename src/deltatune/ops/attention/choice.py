@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ...machine import backend
 from .. import IMPLEMENTATIONS
+from ..operator.operator import Candidate, Operator
 from ..tracing import trace
-from ..trial.operator import Candidate, Operator
 from . import fused_op, trial_case, workloads
 from .blocked import attention_blocked
 from .call import AttentionCall

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..trial import candidates
+from ..operator import candidates
 from .call import AttentionCall
 from .choice import OPERATOR
 

@@ -6,7 +6,7 @@ tests limit the norm of the error relative to the norm of the truth, which is co
 
 from __future__ import annotations
 
-from ..trial.measure import ROUNDING
+from ..operator.measure import ROUNDING
 
 # For fp32, scores of usual size, and sums of up to a thousand products and weights.
 NORMAL = 2e-6

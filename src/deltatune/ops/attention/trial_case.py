@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..trial.case import Case
-from ..trial.measure import as_float64
+from ..operator.case import Case
+from ..operator.measure import as_float64
 from .float64 import NAMES, attention64
 from .tolerances import fused_bound
 

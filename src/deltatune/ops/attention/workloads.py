@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...machine import backend
-from ..trial.case import Case, judged
-from ..trial.measure import relative_norm
-from ..trial.verdicts import Verdict
+from ..operator.case import Case, judged
+from ..operator.measure import relative_norm
+from ..operator.verdicts import Verdict
 from .blocked import attention_blocked
 from .call import AttentionCall
 from .tolerances import NORMAL, half_norm

@@ -11,10 +11,10 @@ import math
 import mlx.core as mx
 
 from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import random_arrays
 from ..recomputation import is_small_case
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import random_arrays
 
 # The supported head sizes: the lanes of a key, eight elements each, are a power of two within a group of 32.
 SIZES = (32, 64, 128, 256)

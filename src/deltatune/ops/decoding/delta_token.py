@@ -14,12 +14,12 @@ import mlx.core as mx
 from ..causal_conv import causal_conv
 from ..gated_delta.naive import gated_delta_naive
 from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import random_arrays
 from ..pointwise import gating
 from ..pointwise.conv import TAPS, NormedHeads
 from ..recomputation import is_small_case, note
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import random_arrays
 
 # The supported sizes of a key's head: its lanes, eight elements each, are a power of two within a group of 32.
 KEY_SIZES = (16, 32, 64, 128, 256)

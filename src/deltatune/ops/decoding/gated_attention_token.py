@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..kernels.launch import Execute, Kernel, Launch, Values
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import random_arrays
 from ..pointwise.heads import ROTARY, frequencies
 from ..recomputation import is_small_case
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import random_arrays
 from .attention_token import MOST_HEADS, SIZES
 
 # Groups of 32 lanes in a block.

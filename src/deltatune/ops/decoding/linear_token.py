@@ -13,10 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Values
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import random_arrays
 from ..recomputation import is_small_case, note
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import random_arrays
 
 # The most rows with products that are faster this way than MLX's. A block can compute them all.
 MOST_ROWS = 64

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Execute, Launch
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import as_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
 from .grouped_hopper import HopperTile

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 from ...machine import backend
 from .. import IMPLEMENTATIONS
-from ..trial.operator import Candidate, Operator
+from ..operator.operator import Candidate, Operator
 from . import fused_op, native, trial_case, workloads
 from .call import Call
 from .chunk import gated_delta_chunk

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..trial import candidates
+from ..operator import candidates
 from .call import Call
 from .choice import OPERATOR
 

@@ -5,7 +5,7 @@ Unless a comment says otherwise, an error is the largest of an output or gradien
 
 from __future__ import annotations
 
-from ..trial.measure import ROUNDING
+from ..operator.measure import ROUNDING
 
 # fp32 against float64, for usual inputs, for one repeated key, and for beta near 2 with gates of 1, where errors grow.
 EASY, REPEATED_KEY, OVERSHOOTING = 2e-6, 2e-5, 5e-5

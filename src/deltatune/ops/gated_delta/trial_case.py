@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..trial.case import Case
-from ..trial.measure import ROUNDING, as_float64
+from ..operator.case import Case
+from ..operator.measure import ROUNDING, as_float64
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, SLOW, fused_bound

@@ -8,9 +8,9 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from ..trial.case import Case, judged
-from ..trial.measure import relative_norm
-from ..trial.verdicts import Verdict
+from ..operator.case import Case, judged
+from ..operator.measure import relative_norm
+from ..operator.verdicts import Verdict
 from .call import Call
 from .chunk import gated_delta_chunk
 from .float64 import INPUTS, recurrence

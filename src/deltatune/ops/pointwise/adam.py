@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.optimizers
 
 from ..kernels.launch import Arrays, Outputs, numbers
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from ..trial.measure import ROUNDING, in_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.measure import ROUNDING, in_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 
 # How many elements one lane holds.

@@ -14,8 +14,8 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import ABSENT, Outputs
-from ..trial.kernel_operator import KernelWorkload
-from ..trial.measure import Kind
+from ..operator.kernel_operator import KernelWorkload
+from ..operator.measure import Kind
 from .pass_launch import Execute, Pass
 from .passes import LEAST, Arrays, Passes, wide
 

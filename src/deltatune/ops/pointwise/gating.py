@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..trial.kernel_operator import KernelWorkload
+from ..operator.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, size_of
 from .passes import Arrays, Passes, wide
 

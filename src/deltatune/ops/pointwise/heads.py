@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import ABSENT, Outputs
+from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from ..trial.kernel_operator import KernelWorkload
 from .norms import WIDTHS
 from .pass_launch import Execute, Pass
 from .passes import Arrays, Passes

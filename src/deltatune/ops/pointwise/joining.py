@@ -10,8 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from .pass_launch import Execute, Pass, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)

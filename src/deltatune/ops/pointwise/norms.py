@@ -7,8 +7,8 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels.launch import Outputs, numbers
+from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from ..trial.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, pieces_of
 from .passes import Arrays, Passes, wide
 

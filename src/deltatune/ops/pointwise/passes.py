@@ -10,10 +10,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.measure import Kind, in_float64, random_arrays
 from ..recomputation import is_small_case, note
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from ..trial.measure import Kind, in_float64, random_arrays
 from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.

@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Arrays, Outputs
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.measure import as_float64, random_arrays
 from ..recomputation import is_small_case, note
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from ..trial.measure import as_float64, random_arrays
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..kernels.launch import Arrays, Outputs
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import in_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import in_float64, random_arrays
 from .pass_launch import Execute, Pass
 from .passes import BOUNDS, LEAST, wide
 

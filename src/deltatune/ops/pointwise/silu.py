@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..kernels.launch import Outputs
+from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from ..trial.kernel_operator import KernelWorkload
 from .pass_launch import Execute, Pass, pieces_of
 from .passes import Arrays, Passes
 

@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Arrays
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import as_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import as_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS
 

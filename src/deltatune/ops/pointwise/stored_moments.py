@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Arrays, Outputs
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator
-from ..trial.measure import random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator
+from ..operator.measure import random_arrays
 from .adam import BOUNDS, AdamStep, tried_steps
 from .pass_launch import Execute, Pass, size_of
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..functional import not_differentiated_again
 from ..kernels.launch import Arrays, Outputs
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator, KernelWorkload
-from ..trial.measure import in_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator, KernelWorkload
+from ..operator.measure import in_float64, random_arrays
 from .pass_launch import Execute, Pass, size_of
 from .passes import BOUNDS, LEAST
 

@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from ..trial.measure import as_float64, random_arrays
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.measure import as_float64, random_arrays
 from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.

@@ -15,10 +15,10 @@ import mlx.core as mx
 
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs, Values
+from ..operator.case import Case
+from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.measure import in_float64, random_arrays
 from ..recomputation import is_small_case, large_enough, note
-from ..trial.case import Case
-from ..trial.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from ..trial.measure import in_float64, random_arrays
 from .passes import BOUNDS
 
 # Groups of 32 lanes in a block, which takes one row each above this width, and all the same row beyond.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..trial.kernel_operator import KernelWorkload
+from ..operator.kernel_operator import KernelWorkload
 from . import conv, gating, heads, norms, passes, silu
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..kernels.launch import Execute, Launch
+from ..operator.case import Case
+from ..operator.kernel_operator import KernelOperator, KernelWorkload
+from ..operator.measure import in_float64, random_arrays
 from ..pointwise.passes import LEAST
-from ..trial.case import Case
-from ..trial.kernel_operator import KernelOperator, KernelWorkload
-from ..trial.measure import in_float64, random_arrays
 from .low_rank_kernels import (
     STRIPE,
     BothKernel,

@@ -82,10 +82,10 @@ class Trace:
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
             small cases of patches.
         trials: Whether an implementation may serve that has to be tried on this machine before.
-        rankings: Which implementation of an operator serves which class of calls in a run (ops/trial/rankings.py); None
-            outside a run.
+        rankings: Which implementation of an operator serves which class of calls in a run, by operator/rankings.py;
+            None outside a run.
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
-        foreseen: The trials of kernels that are being built for foreseen calls (ops/trial/foresight.py); None where
+        foreseen: The trials of kernels that are being built for foreseen calls (ops/operator/foresight.py); None where
             calls are made.
         known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """

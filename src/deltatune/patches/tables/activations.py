@@ -67,10 +67,9 @@ def _other_rows() -> mx.array:
 IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
 _REASON = "its gradient keeps arrays that are cheap to compute again, and it passes over memory often"
 _WITHOUT = "Training is slower then, or needs more memory; nothing else changes."
-_RECORD: dict[str, Any] = {"holders": (), "reason": _REASON, "without": _WITHOUT}
+_RECORD: dict[str, Any] = {"reason": _REASON, "without": _WITHOUT}
 _SWIGLU: dict[str, Any] = _RECORD | {
     "name": "swiglu",
-    "signature": "",
     "replacement": _swiglu,
     "check": alike(layer_input, _other_rows),
 }
@@ -83,33 +82,28 @@ _GATED_NORM: dict[str, Any] = _RECORD | {
 PATCHES = (
     Patch(
         **_RECORD,
-        package="mlx",
         module="mlx.nn.layers.activations",
         name="silu",
-        signature="",
         replacement=_silu,
         check=IS_SILU,
     ),
-    Patch(**_SWIGLU, package="mlx_lm", module="mlx_lm.models.activations"),
+    Patch(**_SWIGLU, module="mlx_lm.models.activations"),
     Patch(
         **_GATED_NORM,
-        package="mlx_lm",
         module="mlx_lm.models.qwen3_next",
         name="Qwen3NextRMSNormGated.__call__",
     ),
     Patch(
         **_GATED_NORM | {"signature": "(self, x, gate)"},
-        package="mlx_lm",
         module="mlx_lm.models.olmo_hybrid",
         name="RMSNormGated.__call__",
     ),
 )
 # Those of mlx-vlm, which are not tried on NVIDIA GPUs.
 OF_MLX_VLM = (
-    Patch(**_SWIGLU, package="mlx_vlm", module="mlx_vlm.models.activations"),
+    Patch(**_SWIGLU, module="mlx_vlm.models.activations"),
     Patch(
         **_GATED_NORM,
-        package="mlx_vlm",
         module="mlx_vlm.models.qwen3_5.language",
         name="Qwen3_5RMSNormGated.__call__",
     ),

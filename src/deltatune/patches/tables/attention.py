@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...ops.attention import attention_naive
-from ..patch_record import Function, Patch, core_record
+from ..patch_record import Function, Patch
 from ..small_cases import alike, describe_difference, drawn, results
 from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
 
@@ -140,38 +140,37 @@ _MARK: dict[str, Any] = {
 _MASK: dict[str, Any] = {
     "name": "create_causal_mask",
     "signature": "(N, offset=0, window_size=None, right_padding=None, left_padding=None)",
-    "holders": (),
     "reason": "deltatune's attention needs to know the window, and not the mask",
     "without": _READ,
     "replacement": remembering,
     "check": _is_window,
 }
 _TOWER: dict[str, Any] = {
-    "package": "mlx_vlm",
     "module": "mlx_vlm.models.base",
-    "signature": "",
-    "holders": (),
     "reason": "it is compiled, and would keep the attention that it is traced with",
     "without": "Vision towers that call it then train with MLX's own attention.",
 }
 
 PATCHES = (
-    core_record(
-        "fast.scaled_dot_product_attention", attending, _is_softmax_attention, reason=_REASON, without=_UNMARKED
+    Patch(
+        "mlx.core",
+        "fast.scaled_dot_product_attention",
+        attending,
+        _is_softmax_attention,
+        reason=_REASON,
+        without=_UNMARKED,
     ),
-    core_record("value_and_grad", marking, _differentiates_alike, **_MARK),
-    core_record("grad", marking, _differentiates_alike, **_MARK),
-    core_record("vjp", whole, _vjp_alike, **_MARK),
-    Patch(**_MASK, package="mlx_lm", module="mlx_lm.models.base"),
-    Patch(**_MASK, package="mlx_vlm", module="mlx_vlm.models.cache"),
+    Patch("mlx.core", "value_and_grad", marking, _differentiates_alike, **_MARK),
+    Patch("mlx.core", "grad", marking, _differentiates_alike, **_MARK),
+    Patch("mlx.core", "vjp", whole, _vjp_alike, **_MARK),
+    Patch(**_MASK, module="mlx_lm.models.base"),
+    Patch(**_MASK, module="mlx_vlm.models.cache"),
     Patch(**_TOWER, name="ensure_fused_sdpa", replacement=_without_padding, check=_attends(None)),
     Patch(**_TOWER, name="chunked_attention", replacement=_in_one_piece, check=_attends(2)),
     Patch(
-        package="mlx_lm",
         module="mlx_lm.tuner.trainer",
         name="evaluate",
         # Its defaults are functions, which have no fixed text.
-        signature="",
         holders=("mlx_lm.lora",),
         reason="a validation has to fit into memory where the training does",
         without="Validation then holds the scores of all pairs of positions of one layer at a time.",

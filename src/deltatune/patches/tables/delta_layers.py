@@ -204,11 +204,9 @@ def _same_next_token(upstream: Function, ours: Function) -> str | None:
 
 def _record(module: str, name: str, project: Callable[[Any, mx.array], _Projected]) -> Patch:
     return Patch(
-        package="mlx_lm",
         module=f"mlx_lm.models.{module}",
         name=f"{name}.__call__",
         signature="(self, inputs, mask=None, cache=None)",
-        holders=(),
         reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
         without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
         replacement=_layer(project),

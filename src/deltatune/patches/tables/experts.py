@@ -210,12 +210,9 @@ def _combining_switch(upstream: Function) -> Function:
 
 
 _RECORD: dict[str, Any] = {
-    "holders": (),
     "reason": "three gathered products keep all their intermediates: slow on a CPU, and memory grows with tokens x k",
     "without": "These experts then train with upstream's code: right, but slow on a CPU, and it needs more memory.",
 }
-_LM: dict[str, Any] = {**_RECORD, "package": "mlx_lm"}
-_VLM: dict[str, Any] = {**_RECORD, "package": "mlx_vlm"}
 _CALL = "(self, x, indices)"
 _COMBINING_CALL = "(self, x, indices, weights=None, shared=None, residual=None)"
 
@@ -242,9 +239,9 @@ _VLM_BLOCKS = {
 _VLM_TRIED = dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_vl_moe"), ">=0.7.5,<=0.7.10")
 
 
-def _block_record(base: dict[str, Any], module: str, name: str, **more: Any) -> Patch:
+def _block_record(module: str, name: str, **more: Any) -> Patch:
     reason = "the outputs of all k experts of a token are held before they are weighted and summed"
-    record = {**base, "reason": reason, "module": module, "name": f"{name}.__call__", **more}
+    record = {**_RECORD, "reason": reason, "module": module, "name": f"{name}.__call__", **more}
     return Patch(**record, signature="(self, x)", replacement=weighted_block, check=same_layer(layer_input))
 
 
@@ -260,11 +257,9 @@ def _same_experts(*more: Callable[[], mx.array | None]) -> Check:
 _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
 
-def _switch_records(
-    base: dict[str, Any], module: str, signature: str, glu: Callable[[Function], Function], **more: Any
-) -> tuple[Patch, ...]:
+def _switch_records(module: str, signature: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
     """The records of SwitchGLU, with this signature of __call__ and the replacement `glu`, and of SwitchMLP."""
-    shared = {**base, "module": module, **more}
+    shared = {**_RECORD, "module": module, **more}
     alike = _same_experts(*(_COMBINED if signature == _COMBINING_CALL else ()))
     mlp: dict[str, Any] = {"signature": _CALL, "replacement": _switch("fc1", "fc2"), "check": _same_experts()}
     return (
@@ -276,12 +271,12 @@ def _switch_records(
 _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 
 PATCHES: tuple[Patch, ...] = (
-    *_switch_records(_LM, "mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
-    *(_block_record(_LM, f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM, _VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
-    *_switch_records(_VLM, _VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried=">=0.7.1,<=0.7.10"),
+    *_switch_records("mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
+    *(_block_record(f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
+    *_switch_records(_VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
+    *_switch_records(_VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried=">=0.7.1,<=0.7.10"),
     *(
-        _block_record(_VLM, f"mlx_vlm.models.{module}.language", name, tried=_VLM_TRIED.get(module, ""))
+        _block_record(f"mlx_vlm.models.{module}.language", name, tried=_VLM_TRIED.get(module, ""))
         for module, name in _VLM_BLOCKS.items()
     ),
 )

@@ -30,7 +30,6 @@ def _with_mask_of_rows(upstream: Function) -> Function:
 _RECORD: dict[str, Any] = {
     "name": "Attention.__call__",
     "signature": "(self, x, mask=None, cache=None)",
-    "holders": (),
     "reason": "the mask of packed documents belongs to rows, and not to groups of heads",
     "without": "Gemma 2 then cannot train on packed documents in batches of several rows.",
     "needed_for": (PACKING,),
@@ -39,6 +38,6 @@ _RECORD: dict[str, Any] = {
 }
 
 PATCHES = (
-    Patch(**_RECORD, package="mlx_lm", module="mlx_lm.models.gemma2"),
-    Patch(**_RECORD, package="mlx_vlm", module="mlx_vlm.models.gemma2.language"),
+    Patch(**_RECORD, module="mlx_lm.models.gemma2"),
+    Patch(**_RECORD, module="mlx_vlm.models.gemma2.language"),
 )

@@ -86,9 +86,7 @@ def _bailing(self: Any, x: mx.array, mask: Any) -> mx.array:
 
 
 _RECORD: dict[str, Any] = {
-    "package": "mlx_lm",
     "signature": "(self, x, mask=None, cache=None)",
-    "holders": (),
     "reason": "a part of its scores is a mask of floats, whose gradient is a matrix of all pairs for each head",
     "check": same_layer(layer_input, causal, inside=whole_rows),
     "without": "Memory of these layers then grows with the square of the length.",

@@ -53,11 +53,9 @@ def _loads_alike(upstream: Function, ours: Function) -> str | None:
 
 PATCHES = (
     Patch(
-        package="mlx",
         module="mlx.nn.layers.base",
         name="Module.load_weights",
         signature="(self, file_or_weights, strict=True)",
-        holders=(),
         reason="MLX's products on CUDA multiply with other experts' matrices if there are gaps between them",
         without="Mixtures of experts whose files hold gate and up in one array then compute wrong results on this GPU.",
         needed_for=ALWAYS,

@@ -135,7 +135,6 @@ def _causal_conv(cls: Any) -> Any:
 ATTENTION_MASK: dict[str, Any] = {
     "name": "create_attention_mask",
     "signature": "(h, cache=None, window_size=None, return_array=False)",
-    "holders": (),
     "reason": "packed documents must not attend to one another",
     "without": MIXED,
     "needed_for": (PACKING,),
@@ -145,7 +144,6 @@ ATTENTION_MASK: dict[str, Any] = {
 
 PATCHES = (
     Patch(
-        package="mlx_lm",
         module="mlx_lm.models.gated_delta",
         name="gated_delta_update",
         without=LOOP,
@@ -161,15 +159,12 @@ PATCHES = (
     ),
     Patch(
         **ATTENTION_MASK,
-        package="mlx_lm",
         module="mlx_lm.models.base",
     ),
     Patch(
-        package="mlx",
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
         signature="(self, x)",
-        holders=(),
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=MIXED,
         needed_for=(PACKING,),

@@ -23,7 +23,6 @@ def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> 
     """The record of a gated_delta_update. `more`: its signature after the parameters that all have."""
     bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
     return Patch(
-        package="mlx_vlm",
         tried=versions,
         module=module,
         name="gated_delta_update",
@@ -49,7 +48,7 @@ PATCHES = (
     _update(QWEN3_5, ">=0.7.1,<=0.7.10", _STEPS, _QWEN3_5_HOLDERS),
     _update(SHARED, "==0.7.0", _BOUND, _SHARED_HOLDERS),
     _update(SHARED, ">=0.7.1,<=0.7.10", f"{_BOUND}{_STEPS}", _SHARED_HOLDERS),
-    Patch(**ATTENTION_MASK, package="mlx_vlm", module="mlx_vlm.models.base"),
+    Patch(**ATTENTION_MASK, module="mlx_vlm.models.base"),
     *mlx_vlm_experts.PATCHES,
     *mlx_vlm_vision.PATCHES,
 )

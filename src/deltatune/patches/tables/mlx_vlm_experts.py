@@ -72,13 +72,11 @@ def _experts_alone(upstream: Function) -> Function:
 
 def _record(versions: str, module: str, name: str, signature: str, replacement: Any) -> Patch:
     return Patch(
-        package="mlx_vlm",
         tried=versions,
         settled=">=0.7.5",
         module=f"mlx_vlm.models.{module}.language",
         name=f"{name}.__call__",
         signature=signature,
-        holders=(),
         reason="gradients reach the indices of the chosen experts, which mlx >= 0.32.1 refuses",
         without="Training these experts then fails with mlx >= 0.32.1, and uses upstream's code with 0.32.0.",
         needed_for=(TRAINING,),

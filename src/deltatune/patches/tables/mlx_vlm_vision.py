@@ -72,9 +72,7 @@ def _adds_features(upstream: Function, ours: Function) -> str | None:
 
 
 _DEEPSTACK: dict[str, Any] = {
-    "package": "mlx_vlm",
     "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
-    "holders": (),
     "reason": "upstream looks for the image tokens on the host, which a compiled step cannot do",
     "without": "deltatune cannot train this model on images then.",
     "needed_for": (TRAINING,),
@@ -82,10 +80,8 @@ _DEEPSTACK: dict[str, Any] = {
     "check": _adds_features,
 }
 _RECORD: dict[str, Any] = {
-    "package": "mlx_vlm",
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
     "signature": "(self, x)",
-    "holders": (),
     "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
     "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
     "needed_for": ALWAYS,

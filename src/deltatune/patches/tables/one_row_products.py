@@ -21,7 +21,7 @@ from ...machine import backend
 from ...machine.blas_fault import ProbeResult, probe
 from .. import patch
 from ..patch import PatchWarning
-from ..patch_record import ALWAYS, Check, Function, Patch, core_record
+from ..patch_record import ALWAYS, Check, Function, Patch
 from ..whole_rows import attending
 
 _WITHOUT = "One-row products of this kind can return NaN on this machine."
@@ -245,7 +245,7 @@ def _weight(*shape: int) -> mx.array:
 
 def _record(name: str, replacement: Function, call: Function) -> Patch:
     reason = "the BLAS of this machine leaves NaN in products of one row"
-    return core_record(name, replacement, _agrees(call), reason=reason, without=_WITHOUT, needed_for=ALWAYS)
+    return Patch("mlx.core", name, replacement, _agrees(call), reason=reason, without=_WITHOUT, needed_for=ALWAYS)
 
 
 def _gathered(function: Function, x: mx.array) -> mx.array:

@@ -143,7 +143,6 @@ def _rotary(rope: Any) -> tuple[int, float] | None:
 
 
 _RECORD: dict[str, Any] = {
-    "holders": (),
     "reason": "on an NVIDIA GPU it reads memory several times, forward and backward, where once is enough",
     "without": "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes.",
 }
@@ -151,7 +150,6 @@ _RECORD: dict[str, Any] = {
 PATCHES = (
     Patch(
         **_RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
-        package="mlx",
         module="mlx.nn.layers.embedding",
         name="Embedding.__call__",
         signature="(self, x)",
@@ -159,11 +157,9 @@ PATCHES = (
         check=same_layer(lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), inside=serving),
     ),
     Patch(
-        package="mlx",
         module="mlx.nn.layers.linear",
         name="Linear.__call__",
         signature="(self, x)",
-        holders=(),
         reason="on an NVIDIA GPU the launches around it take longer than the product when many prompts are answered",
         without="Answers to many prompts at once take longer on an NVIDIA GPU then; nothing else changes.",
         replacement=_linear,
@@ -171,7 +167,6 @@ PATCHES = (
     ),
     Patch(
         **_RECORD,
-        package="mlx_lm",
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
         signature="(q, k, *, inv_scale, eps)",
@@ -184,11 +179,9 @@ PATCHES = (
     ),
 )
 ATTENTION = Patch(
-    package="mlx_lm",
     module="mlx_lm.models.qwen3_next",
     name="Qwen3NextAttention.__call__",
     signature="(self, x, mask=None, cache=None)",
-    holders=(),
     reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
     without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
     replacement=_attention,

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.products.quantized_product import ROWS, Quantization, packed_product, serves
-from ..patch_record import Function, core_record
+from ..patch_record import Function, Patch
 from ..small_cases import describe_difference
 
 
@@ -40,7 +40,8 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
 
 
 PATCHES = (
-    core_record(
+    Patch(
+        "mlx.core",
         "quantized_matmul",
         _quantized_matmul,
         _agrees,

@@ -66,11 +66,9 @@ def _stale(build: Build, arguments: Callable[[Function], tuple[Any, ...]]) -> Ch
     return check
 
 
-def _records(package: str, module: str, model_signature: str) -> tuple[Patch, ...]:
+def _records(module: str, model_signature: str) -> tuple[Patch, ...]:
     shared: dict[str, Any] = {
-        "package": package,
         "module": module,
-        "holders": (),
         "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
         "without": "An evaluation between training steps then uses residual weights that are one step old, and a "
         "forgotten model.train() loses their gradient.",
@@ -95,6 +93,6 @@ def _records(package: str, module: str, model_signature: str) -> tuple[Patch, ..
 
 
 PATCHES = (
-    *_records("mlx_lm", "mlx_lm.models.kimi_k3", "(self, inputs, cache=None)"),
-    *_records("mlx_vlm", "mlx_vlm.models.kimi_k3.language", "(self, inputs, cache=None, inputs_embeds=None)"),
+    *_records("mlx_lm.models.kimi_k3", "(self, inputs, cache=None)"),
+    *_records("mlx_vlm.models.kimi_k3.language", "(self, inputs, cache=None, inputs_embeds=None)"),
 )

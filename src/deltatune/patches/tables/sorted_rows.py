@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...ops.experts.single_rows import single_rows
-from ..patch_record import ALWAYS, Function, core_record
+from ..patch_record import ALWAYS, Function, Patch
 from ..small_cases import describe_difference
 
 # Products may be computed in TF32, with a mantissa of 10 bits. A wrong row has a relative error above 1.
@@ -53,7 +53,8 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
 
 
 PATCHES = (
-    core_record(
+    Patch(
+        "mlx.core",
         "gather_mm",
         _gather_mm,
         _agrees,

@@ -18,7 +18,7 @@ from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
 from ...machine import backend, blas
 from ...ops import operators
-from ...ops.trial.rankings import Rankings
+from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
 from ...patches.verify import Serving
 from ..distributed import World

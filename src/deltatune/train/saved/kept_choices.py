@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ...ops.trial import rankings
-from ...ops.trial.rankings import Rankings
+from ...ops.operator import rankings
+from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
 from ..distributed import World
 from . import state

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...machine import blas
-from ...ops.trial.rankings import Rankings
+from ...ops.operator.rankings import Rankings
 from ..distributed import World
 from ..reports.reporting import Reporting
 from ..training_state import TrainingState

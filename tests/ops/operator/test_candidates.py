@@ -12,8 +12,8 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, choice, trial_case
 from deltatune.ops.attention.call import AttentionCall
-from deltatune.ops.trial import candidates, rankings, timing, verdicts
-from deltatune.ops.trial.operator import Candidate
+from deltatune.ops.operator import candidates, rankings, timing, verdicts
+from deltatune.ops.operator.operator import Candidate
 
 VARIABLE = "DELTATUNE_ATTENTION"
 SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}

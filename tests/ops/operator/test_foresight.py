@@ -15,10 +15,10 @@ from deltatune.machine import backend, environment
 from deltatune.ops.attention import choice
 from deltatune.ops.attention.call import AttentionCall
 from deltatune.ops.kernels import cubin, nvrtc
+from deltatune.ops.operator import candidates, first_use, verdicts
+from deltatune.ops.operator.foresight import foreseen
+from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.pointwise import silu, squares
-from deltatune.ops.trial import candidates, first_use, verdicts
-from deltatune.ops.trial.foresight import foreseen
-from deltatune.ops.trial.operator import Candidate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 gpu = load(Path(__file__).parents[1] / "kernels" / "pretended_gpu.py").gpu

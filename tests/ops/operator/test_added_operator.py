@@ -12,9 +12,9 @@ from deltatune.doctor import implementations
 from deltatune.errors import UserError
 from deltatune.machine import environment
 from deltatune.ops import IMPLEMENTATIONS, operators
-from deltatune.ops.trial import candidates, verdicts
-from deltatune.ops.trial.case import Case, judged
-from deltatune.ops.trial.operator import Candidate, Operator
+from deltatune.ops.operator import candidates, verdicts
+from deltatune.ops.operator.case import Case, judged
+from deltatune.ops.operator.operator import Candidate, Operator
 from deltatune.selftest import run
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED
 from deltatune.train.reports import announce

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.trial import case as case_module
-from deltatune.ops.trial import first_use
-from deltatune.ops.trial.case import Case, judged, measured
+from deltatune.ops.operator import case as case_module
+from deltatune.ops.operator import first_use
+from deltatune.ops.operator.case import Case, judged, measured
 
 INFINITE = float("inf")
 

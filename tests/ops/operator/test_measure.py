@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.trial import measure
+from deltatune.ops.operator import measure
 
 INFINITE = float("inf")
 
