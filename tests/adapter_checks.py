@@ -1,4 +1,4 @@
-"""What the tests of every kind of adapter share: random adapters, float64 references and mlx-lm's own layer."""
+"""Shared by the tests of every kind of adapter: random adapters, float64 references and mlx-lm's own layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 
 def adapted(kind: Any, base: nn.Module, rank: int, scale: float, dropout: float = 0.0) -> Any:
-    """An adapter whose factors and magnitudes are random, so that its update is not zero."""
+    """An adapter with random factors and magnitudes, so that its update is not zero."""
     adapter = kind.from_base(base, rank=rank, scale=scale, dropout=dropout)
     adapter.lora_b = 0.2 * mx.random.normal(adapter.lora_b.shape)
     if "m" in adapter:
@@ -51,7 +51,7 @@ def assert_agree(found: dict[str, mx.array], expected: dict[str, Any]) -> None:
 
 
 def upstream_twin(adapter: nn.Module, upstream: Any, rank: int, scale: float) -> nn.Module:
-    """mlx-lm's adapter with the same parameters, whose names, shapes and dtypes must be those of ours."""
+    """mlx-lm's adapter with the same parameters; their names, shapes and dtypes must be those of ours."""
     theirs = upstream.from_base(adapter.base, r=rank, scale=scale)
     ours = dict(tree_flatten(adapter.parameters()))
     assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {

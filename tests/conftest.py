@@ -68,7 +68,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What is said to be tested is tested: OPENBLAS_CORETYPE alone would be overlooked where OpenBLAS cannot follow."""
+    """The forced BLAS kernels really run: OPENBLAS_CORETYPE would be overlooked where OpenBLAS cannot follow."""
     wanted, found = session.config.getoption("kernels"), blas.status().kernels
     if wanted is not None and found != wanted:
         raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
@@ -76,7 +76,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test and its fixtures draw does not depend on the tests before it."""
+    """The random numbers of a test and its fixtures do not depend on the tests before it."""
     mx.random.seed(0)
 
 
@@ -230,7 +230,7 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
     """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
 
     MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
-    operations ahead, as far as the machine has time for. What it gives back late is one operation's at most.
+    operations ahead, as far as the machine has time for. Memory given back late is one operation's at most.
     """
 
     def measure(make: Callable[[], object]) -> int:
@@ -250,7 +250,7 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 @pytest.fixture(scope="session")
 def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The host machine's compiled kernels, kept between sessions by what they were compiled from."""
+    """The host machine's compiled kernels, kept between sessions by their text and compiler."""
     cache = getattr(request.config, "cache", None)
     return cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
 

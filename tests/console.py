@@ -1,7 +1,7 @@
 """Starts the installed console script in a process of its own, as a user does, or calls a command within this one.
 
-A call does not see what start-up does: which modules are imported, what the environment holds, which signals are
-inherited. It saves the second of processor time that a process needs for its imports.
+A call does not see the effects of start-up: imported modules, the environment, inherited signals. It saves the second
+of processor time that a process needs for its imports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def deltatune(
     Args:
         arguments: The command and its flags; each is given to str.
         cwd: The directory in which it runs; this process's own by default.
-        input: What stands on its standard input; this process's own by default.
+        input: The text on its standard input; this process's own by default.
         timeout: Seconds after which the process is ended and the test fails.
         variables: Environment variables, beside those of this process.
     """
@@ -41,7 +41,7 @@ def deltatune(
 
 
 def called(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `deltatune ARGUMENT ...` within this process, for tests of what a command does; return what it does too."""
+    """Run `deltatune ARGUMENT ...` within this process, for tests of a command's function; return its outcome too."""
     from deltatune import cli
 
     words, out, err = [*map(str, arguments)], io.StringIO(), io.StringIO()
@@ -64,11 +64,11 @@ print(json.dumps([vars(called(*words)) for words in json.loads(sys.argv[1])]))
 def called_elsewhere(
     *commands: Sequence[object], PYTHONPATH: str, **variables: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run commands of deltatune one after another in one process of their own, whose environment differs.
+    """Run commands of deltatune one after another in one process of their own, with another environment.
 
     Args:
         commands: The words of each command.
-        PYTHONPATH: What that process imports from before all else.
+        PYTHONPATH: The folder from which that process imports before all others.
         variables: Environment variables, beside those of this process.
     """
     given = json.dumps([[str(word) for word in words] for words in commands])
@@ -87,7 +87,7 @@ def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Po
 
     Args:
         command: The program and its arguments; each is given to str.
-        options: What Popen gets besides; pipes for output and errors, and text, by default.
+        options: Further arguments of Popen; pipes for output and errors, and text, by default.
     """
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     with subprocess.Popen([str(word) for word in command], **options) as process:

@@ -1,4 +1,4 @@
-"""Programs that train and kill themselves with SIGKILL, and what a run leaves that must have the same bits."""
+"""Programs that train and kill themselves with SIGKILL, and the files of a run that must have the same bits."""
 
 from __future__ import annotations
 

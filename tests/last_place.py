@@ -1,4 +1,4 @@
-"""What roundings do to a model's results: the most that a test may ask of them."""
+"""The effect of roundings on a model's results: the most that a test may ask of them."""
 
 from __future__ import annotations
 

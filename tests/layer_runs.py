@@ -41,7 +41,7 @@ def batch(packed=False, seed=0):
 
 
 def loaded(folder, config, image=None):
-    """A model whose adapters change something, and which of its arrays lie in the files."""
+    """A model with adapters that change something, and the store of its arrays in files."""
     model = load(folder, lazy=True, image=image).model
     stored = StoredWeights(folder, model)
     prepare(model, config)
@@ -75,9 +75,9 @@ def whole(folder, config, given, image=None):
 
 
 def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
-    """The same by layers, computed twice, and what has been read.
+    """The same by layers, computed twice, and the store's counts of reads.
 
-    Layers' inputs stay in memory, or go to the folder `inputs`, or to what that returns for a DiskTime.
+    Layers' inputs stay in memory, or go to the folder `inputs`, or to the store that `inputs` makes for a DiskTime.
     """
     model, stored = loaded(folder, config, image)
     with training(model, config, compare=False) as trained:

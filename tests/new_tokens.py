@@ -1,4 +1,4 @@
-"""Copies of checkpoints whose tokenizer has tokens that the embedding has no row for, and data that use them."""
+"""Copies of checkpoints with tokens that the embedding has no row for, and data that use them."""
 
 from __future__ import annotations
 

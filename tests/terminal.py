@@ -1,4 +1,4 @@
-"""Runs the console script on a pseudo-terminal, and shows what a person sees there."""
+"""Runs the console script on a pseudo-terminal, and shows the screen that a person sees there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PARTS = re.compile(
 
 @dataclass
 class Seen:
-    """What was on a terminal.
+    """The contents of a terminal.
 
     Attributes:
         code: The exit code of the program.
-        raw: What the program wrote.
+        raw: The program's output.
         lines: The lines that are there at the end.
         widest: The characters of the widest line that was ever written, even if another took its place.
     """
@@ -71,7 +71,7 @@ def on_terminal(*arguments: object, columns: int, cwd: Path, typed: str = "", **
         arguments: The command and its flags; each is given to str.
         columns: The characters of a line.
         cwd: The directory in which it runs.
-        typed: What is typed, which the terminal keeps until it is read.
+        typed: The typed text, which the terminal keeps until it is read.
         variables: Environment variables, beside those of this process.
     """
     ours, theirs = pty.openpty()

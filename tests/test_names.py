@@ -38,7 +38,7 @@ def with_many_arguments(text: str) -> dict[str, int]:
 
 
 def vague_names(text: str) -> list[str]:
-    """Return the variables and arguments in `text` whose names are in VAGUE, with their lines."""
+    """Return the variables and arguments in `text` with names in VAGUE, and their lines."""
     nodes = ast.walk(ast.parse(text))
     named = [(getattr(node, "id", None) or getattr(node, "arg", None), node) for node in nodes]
     return [f"{node.lineno}: {name}" for name, node in named if name in VAGUE]

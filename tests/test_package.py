@@ -1,4 +1,4 @@
-"""The package root: what it exports, and what importing it does not drag in."""
+"""The package root: its exports, and modules that importing it does not drag in."""
 
 import subprocess
 import sys

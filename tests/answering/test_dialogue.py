@@ -35,7 +35,7 @@ def loaded():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the model is asked, as text; it answers with two pieces."""
+    """The prompts of the model, as text; it answers with two pieces."""
     found = []
 
     def stream(loaded, prompt, max_tokens, sampling):

@@ -27,7 +27,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def peer(tmp_path):
-    """peer(text): a folder for PYTHONPATH with what FlashQLA needs; its PyTorch, imported first, is this text."""
+    """peer(text): a folder for PYTHONPATH with FlashQLA's needs; its PyTorch, imported first, is this text."""
 
     def made(text):
         for name in ("flash_qla", "tilelang", "torch"):

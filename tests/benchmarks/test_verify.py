@@ -1,4 +1,4 @@
-"""The parity check before every timing passes right implementations and names what is wrong in others."""
+"""The parity check before every timing passes right implementations and names the errors of others."""
 
 import mlx.core as mx
 import numpy as np

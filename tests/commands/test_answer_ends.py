@@ -21,7 +21,7 @@ def base(checkpoint, tmp_path_factory):
 
 
 def changed(checkpoint, folder, of_tokenizer):
-    """Copy a checkpoint whose configs name <|endoftext|> and whose tokenizer names this end token."""
+    """Copy a checkpoint with configs that name <|endoftext|> and a tokenizer that names this end token."""
     folder.mkdir()
     for file in checkpoint.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())

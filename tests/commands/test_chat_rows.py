@@ -1,4 +1,4 @@
-"""Rows of chats, as programs and people write them, through the console script: what counts, what is refused."""
+"""Rows of chats, as programs and people write them, through the console script: target tokens and refusals."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Formats of data in the commands that read it: a part of what scripts/data_formats.py tries from a wheel.
+"""Formats of data in the commands that read it: a part of the trials that scripts/data_formats.py makes from a wheel.
 
 The first goes through the installed console script; a process starts in the same way whatever it reads.
 """

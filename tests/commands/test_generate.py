@@ -1,4 +1,4 @@
-"""What `deltatune generate` refuses before it loads a model, and what it can only refuse afterwards."""
+"""The refusals of `deltatune generate` before it loads a model, and those that are only possible afterwards."""
 
 import io
 import shutil

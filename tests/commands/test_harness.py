@@ -102,7 +102,7 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """The folder of an adapter that changes what the model says."""
+    """The folder of an adapter that changes the model's answers."""
     folder = tmp_path_factory.mktemp("adapter")
     model = load(checkpoint).model
     mx.random.seed(0)

@@ -1,4 +1,4 @@
-"""A result that is not a number is never a result: finite weights whose layers overflow end with their layer's name."""
+"""A result that is not a number is never a result: finite weights with overflowing layers end with a layer's name."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def overflowing(tiny_checkpoint, tmp_path_factory):
-    """A model in float16 of finite weights, whose last layer gives more than 65,504."""
+    """A model in float16 of finite weights, with a last layer that gives more than 65,504."""
     source = tiny_checkpoint("qwen3_5", dtype=mx.float16, num_hidden_layers=2, full_attention_interval=2)
     folder = shutil.copytree(source, tmp_path_factory.mktemp("overflow") / "model")
     tensors = mx.load(str(folder / "model.safetensors"))

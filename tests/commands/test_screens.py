@@ -1,4 +1,4 @@
-"""What `deltatune train` and `deltatune plan` show on terminals of 80 and 120 columns, without colour, and in pipes."""
+"""The screens of `deltatune train` and `deltatune plan` in 80 and 120 columns, without colour, and in pipes."""
 
 import json
 import re

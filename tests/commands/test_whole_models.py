@@ -1,4 +1,4 @@
-"""What a full fine-tuning on text writes is used by the commands as its base is, pictures included."""
+"""The commands use the result of a full fine-tuning on text as they use its base, pictures included."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the checks have in common: families, a loss of text or of images, gradients and how far apart two are."""
+"""The parts that the checks share: families, a loss of text or of images, gradients and how far apart two are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(length: int, seed: int = 0) -> mx.array:
 
 
 def images(model: Any) -> tuple[mx.array, dict[str, mx.array]]:
-    """A row [1, T] with four images of unequal shapes, and what upstream's call takes with it."""
+    """A row [1, T] with four images of unequal shapes, and the other arguments of upstream's call."""
     row, pictures = _example(vision_spec(model))
     grids = [picture.grid for picture in pictures]
     pixels = np.concatenate([picture.patches for picture in pictures])

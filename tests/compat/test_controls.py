@@ -1,4 +1,4 @@
-"""What is wrong without the patches is seen, and gone with them: the loop over tokens, and experts that refuse grad."""
+"""Faults without the patches are seen, and gone with them: the loop over tokens, and experts that refuse grad."""
 
 from __future__ import annotations
 

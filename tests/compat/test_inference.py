@@ -13,7 +13,7 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture(autouse=True)
 def upstream_reads_prompts(monkeypatch):
-    """Leave prompts to upstream: off Metal deltatune computes long ones itself, whose bits are others."""
+    """Leave prompts to upstream: off Metal deltatune computes long ones itself, with other bits."""
     monkeypatch.setattr(recurrence, "PROMPT_TOKENS", 1000)
 
 

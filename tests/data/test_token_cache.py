@@ -1,4 +1,4 @@
-"""Tokens are kept between starts: the same examples come back, and any change of what they depend on makes new ones."""
+"""Tokens are kept between starts: the same examples come back, and any change of their sources makes new ones."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every part of a shortened demo runs and prints what it should; the demo itself checks how well the model learns."""
+"""Every part of a shortened demo runs and prints its lines; the demo itself checks how well the model learns."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and what stands in their code blocks."""
+"""The pages of the documentation, and the contents of their code blocks."""
 
 import re
 from dataclasses import dataclass

@@ -81,7 +81,7 @@ def write_lines(folder: Path, rows: list[dict], *names: str) -> Path:
 
 @pytest.fixture(scope="module")
 def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[str, Path]:
-    """What the pages name, by the name that they give it."""
+    """The files and models that the pages name, by these names."""
     folder = tmp_path_factory.mktemp("places")
     dense, packed = tiny_checkpoint("qwen3_5"), tiny_checkpoint("qwen3_5", quantize={})
     rows = pairs(64)
@@ -115,7 +115,7 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
 
 @pytest.fixture
 def desk(places, tmp_path, monkeypatch):
-    """desk(page) -> goes to a folder that holds what the page names."""
+    """desk(page) -> goes to a folder with the files and models that the page names."""
 
     def sit(page: Path) -> Path:
         # What only one page means by a name comes last, and so replaces what the others mean.
@@ -160,7 +160,7 @@ def trained(tmp_path_factory):
 
 
 def make_needed(words: list[str], trained) -> None:
-    """Make what a command reads, as the commands above it on the page do."""
+    """Make the files that a command reads, as the commands above it on the page do."""
     model = words[words.index("--model") + 1]
     data = "DIR" if Path("a.png").exists() else "my-data"
     if "--resume" in words:

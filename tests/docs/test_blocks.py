@@ -1,4 +1,4 @@
-"""The commands, options and Python in the documentation do what they say, against the code as it is."""
+"""The commands, options and Python in the documentation agree with the code."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""docs/reference/checks.md equals what scripts/checks_table.py makes of the tests that are marked `bad_input`."""
+"""docs/reference/checks.md equals the output of scripts/checks_table.py for the tests marked `bad_input`."""
 
 import subprocess
 import sys

@@ -55,7 +55,7 @@ def called(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @dataclasses.dataclass
 class Shop:
-    """The folder in which the commands ran, what each of them printed, and the records and files that they left."""
+    """The folder in which the commands ran, the output of each, and the records and files that they left."""
 
     folder: Path
     said: dict[str, subprocess.CompletedProcess[str]] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ def prompt_tokens(shop: Shop, name: str) -> int:
 
 
 def reports(shop: Shop, key: str, name: str = "full") -> list[int]:
-    """The iterations whose records have a key."""
+    """The iterations with a key in their records."""
     return [record["iteration"] for record in shop.records[name] if key in record]
 
 

@@ -16,7 +16,7 @@ def messages():
 
 
 def texts() -> str:
-    """All strings of the package, with a mark in place of what is written into them, joined as Python joins them."""
+    """All strings of the package, with a mark in place of inserted values, joined as Python joins them."""
     found = []
     for path in (ROOT / "src/deltatune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -23,7 +23,7 @@ def small(monkeypatch, tmp_path):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """on_a_gpu(function): a device whose fused implementation is `function`."""
+    """on_a_gpu(function): a device with `function` as its fused implementation."""
 
     def prepare(function):
         fused = lambda call: Candidate(function, call.shape_class(), function)  # noqa: E731
@@ -35,7 +35,7 @@ def on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def wrong():
-    """An implementation whose y is 1 % off that of gated_delta_chunk."""
+    """An implementation with a y that is 1 % off that of gated_delta_chunk."""
 
     def function(*arrays, **options):
         y, state = gated_delta_chunk(*arrays, **options)

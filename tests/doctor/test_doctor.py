@@ -1,4 +1,4 @@
-"""What the doctor prints, as text and as JSON, and when it exits with 1."""
+"""The doctor's output, as text and as JSON, and its exit code."""
 
 import dataclasses
 import importlib
@@ -33,7 +33,7 @@ MEASURED += ((probes, "faults"),)
 
 @pytest.fixture(scope="module")
 def measured():
-    """What was measured once for all tests that change nothing of it, by name."""
+    """The measurements that are made once for all tests that do not change them, by name."""
     return {}
 
 
@@ -52,7 +52,7 @@ def quick(request, monkeypatch, measured):
 
 @pytest.fixture
 def anew():
-    """For a test whose defect shows in what is measured."""
+    """For a test with a defect that shows in the measurements."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def found(monkeypatch):
 
 @pytest.fixture
 def doctor(capsys):
-    """doctor(*flags, code=0) runs it, and returns what it prints, with every run of white space as one blank."""
+    """doctor(*flags, code=0) runs it, and returns its output, with every run of white space as one blank."""
 
     def run(*flags, code=0):
         assert cli.main(["doctor", *map(str, flags)]) == code
@@ -204,7 +204,7 @@ def test_a_model_that_is_none_is_bad_input(tmp_path, capsys):
 
 @pytest.fixture
 def planted(monkeypatch, swept, tiny_model):
-    """Gives the doctor a model whose first layer runs a kernel that has no gradient."""
+    """Gives the doctor a model with a first layer that runs a kernel without a gradient."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("planted_kernel")
     model = module.Model(tiny_model("qwen3", num_hidden_layers=1).args)

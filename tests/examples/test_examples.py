@@ -1,4 +1,4 @@
-"""Every example runs on the bundled models, in a process and a folder of its own, and shows what it says it shows."""
+"""Every example runs on the bundled models, in a process and a folder of its own, and shows the promised results."""
 
 import json
 import os

@@ -42,7 +42,7 @@ def test_the_server_answers_with_the_adapter(tiny_checkpoint, tmp_path):
 
 
 def answer(words: list[str]) -> str:
-    """Start mlx_lm.server with these words, and return what it makes of PROMPT."""
+    """Start mlx_lm.server with these words, and return its answer to PROMPT."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

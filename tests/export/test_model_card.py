@@ -1,4 +1,4 @@
-"""The card says what was trained on what, and how well."""
+"""The card names the model, the training, the data and the losses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The Modelfile beside a GGUF file: what Ollama writes with it is what the chat template writes, or it says nothing."""
+"""The Modelfile beside a GGUF file: Ollama's text with it is that of the chat template, or it has no template."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def tokenizer():
 
 
 def as_ollama(template, messages):
-    """What Ollama writes: Go's templates, as far as a Modelfile of ours uses them."""
+    """Ollama's text: Go's templates, as far as a Modelfile of ours uses them."""
     cases, opening = re.fullmatch(
         r"\{\{ range .Messages \}\}((?:\{\{ if eq .Role .*?\{\{ end \}\})+)\{\{ end \}\}(.*)", template, re.DOTALL
     ).group(1, 2)

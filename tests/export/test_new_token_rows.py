@@ -1,4 +1,4 @@
-"""Rows for new tokens go to PEFT and come back; what an adapter of MLX cannot hold is refused by name.
+"""Rows for new tokens go to PEFT and come back; rows that an adapter of MLX cannot hold are refused by name.
 
 tests/oracle/test_new_tokens.py does the same with PEFT itself, live.
 """
@@ -77,7 +77,7 @@ def test_there_and_back(family, tables, tiny_checkpoint, tmp_path, capsys):
 
 @pytest.fixture
 def export(tiny_checkpoint, tmp_path):
-    """(base, folder with an export, the model) of a model whose head is tied to its embedding."""
+    """(base, folder with an export, the model) of a model with a head tied to its embedding."""
     base = tiny_checkpoint("qwen3_5")
     model = grown(base, tmp_path)
     assert exported(base, tmp_path) == 0

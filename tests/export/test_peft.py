@@ -1,4 +1,4 @@
-"""An adapter goes to PEFT's format and comes back as it was; what one side cannot express is refused by name.
+"""An adapter goes to PEFT's format and comes back as it was; updates that one side cannot express are refused by name.
 
 tests/oracle/test_peft.py compares logits with PEFT itself, live.
 """

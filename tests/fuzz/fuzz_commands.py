@@ -22,7 +22,7 @@ _WAITS = 40
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit code, what it wrote to the two streams, and the files that it opened to write."""
+    """How a command ended: its exit code, its output on the two streams, and the files that it opened to write."""
 
     argv: list[str]
     code: int | None

@@ -1,4 +1,4 @@
-"""What is thrown at the commands: options, YAML, rows of data, chat templates, and damage done to files."""
+"""The random input of the commands: options, YAML, rows of data, chat templates, and damage done to files."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ KINDS = ("cut", "flip", "empty", "noise", "gone", "folder", "json", "json", "jso
 
 
 def damage(path: Path, kind: str, seed: int) -> None:
-    """Damage a file: cut it, flip a bit, empty it, fill it with noise, remove it, or change what its JSON holds."""
+    """Damage a file: cut it, flip a bit, empty it, fill it with noise, remove it, or change values of its JSON."""
     chance = random.Random(seed)
     content = path.read_bytes()
     if kind == "gone" or kind == "folder":

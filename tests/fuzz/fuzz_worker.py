@@ -1,7 +1,6 @@
-"""Runs commands of deltatune, as this Python has it, in one process; says how each ended and what it opened to write.
+"""Runs commands of deltatune, as this Python has it, in one process; reports each one's end and its opened files.
 
-The parent (fuzz_commands.py) writes a line of JSON for each command, and reads one. A crash or a hang of this process
-is the parent's finding.
+The parent (fuzz_commands.py) writes a line of JSON for each command, and reads one. It reports a crash or a hang.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class _Terminal(io.TextIOWrapper):
-    """What a command writes, kept as text."""
+    """The output of a command, kept as text."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)

@@ -54,7 +54,7 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 
 def test_a_model_that_skips_the_constructor_of_its_base_class_takes_its_adapter(other_model, tmp_path):
-    """mlx-lm's recurrent_gemma, whose modules cannot be frozen as they are made."""
+    """mlx-lm's recurrent_gemma: its modules cannot be frozen as they are made."""
     first, second = other_model("recurrent_gemma"), other_model("recurrent_gemma")
     assert not hasattr(second, "_no_grad")
     second.update(first.parameters())

@@ -1,4 +1,4 @@
-"""Which parameters a conversion makes trainable, what it reports, and merging the adapters again."""
+"""The parameters that a conversion makes trainable, its report, and merging the adapters again."""
 
 from __future__ import annotations
 

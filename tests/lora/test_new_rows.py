@@ -32,7 +32,7 @@ EMBEDDING = "language_model.model.embed_tokens"
 
 
 def grown(kind: type, packing: dict | None = None, bias: bool = False) -> nn.Module:
-    """A table whose new rows are random."""
+    """A table with random new rows."""
     mx.random.seed(0)
     base = nn.Embedding(OLD, DIMS) if kind is GrownEmbedding else nn.Linear(DIMS, OLD, bias=bias)
     table = kind(base if packing is None else base.to_quantized(32, **packing), NEW)

@@ -31,7 +31,7 @@ def on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def casts(monkeypatch) -> list[mx.array]:
-    """A list that grows by the lora_a of each adapter whose factors are cast to be kept."""
+    """A list that grows by the lora_a of each adapter with factors that are cast and kept."""
     made: list[mx.array] = []
     cast = next_token._cast
 

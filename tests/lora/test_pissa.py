@@ -1,4 +1,4 @@
-"""PiSSA: its start, its gradients, and that what is saved works on the original base."""
+"""PiSSA: its start, its gradients, and the saved adapter on the original base."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ RANK, SCALE = 4, 2.5
 
 
 def linear(kind="dense", inputs=96, outputs=64):
-    """A layer whose weight has singular values that fall by a tenth each, so that its principal part is well known."""
+    """A layer with a weight of singular values that fall by a tenth each, so that its principal part is well known."""
     draw = np.random.default_rng(0)
     u, _ = np.linalg.qr(draw.standard_normal((outputs, outputs)))
     v, _ = np.linalg.qr(draw.standard_normal((inputs, outputs)))

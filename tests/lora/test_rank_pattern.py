@@ -79,7 +79,7 @@ def test_scales_of_two_ranks(tiny_model, options, scales):
 
 
 def test_gradients_equal_those_of_one_rank_with_zero_rows(saved):
-    """Such adapters are what is saved; mlx-lm loads them with one rank."""
+    """Such adapters are saved; mlx-lm loads them with one rank."""
     path, folder, model = saved
     padded = mlx_lm.utils.load(str(path), adapter_path=str(folder))[0]
     padded.freeze()

@@ -1,4 +1,4 @@
-"""What quantising a merged matrix again costs, against float64."""
+"""The error of quantising a merged matrix again, against float64."""
 
 from __future__ import annotations
 

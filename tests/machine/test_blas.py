@@ -44,7 +44,7 @@ def cache(tmp_path_factory):
 
 
 def bound(folder: Path, cache: Path, **environment: str) -> set[str]:
-    """Return the libraries whose cblas_sgemm libmlx calls, as the dynamic linker reports them."""
+    """Return the libraries of the cblas_sgemm that libmlx calls, as the dynamic linker reports them."""
     probe(cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(folder / "linker"), **environment)
     lines = [line for file in folder.glob("linker.*") for line in file.read_text(errors="replace").splitlines()]
     calls = [line for line in lines if "libmlx" in line.partition(" to ")[0] and line.endswith("`cblas_sgemm'")]

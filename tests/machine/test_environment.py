@@ -99,7 +99,7 @@ def test_each_rank_sees_a_gpu_of_its_own(monkeypatch, given, gpus, seen):
 
 @pytest.fixture
 def homeless(monkeypatch):
-    """As in a container whose user has a number alone."""
+    """As in a container with a user that has only a number."""
 
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")

@@ -1,4 +1,4 @@
-"""Tests what is said of the host's free memory, and what NVIDIA's driver is told of arrays that stay there."""
+"""Tests the host's free memory, and the advice to NVIDIA's driver on arrays that stay there."""
 
 import ctypes
 
@@ -72,7 +72,7 @@ class Driver:
 
 
 class Card:
-    """A driver whose GPU has 20 GB free; each call returns `status` if it is the one named."""
+    """A driver with a GPU that has 20 GB free; each call returns `status` if it is the one named."""
 
     def __init__(self, refused=""):
         self.refused, self.calls = refused, []
@@ -91,7 +91,7 @@ class Card:
     "refused", ["", "cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"]
 )
 def test_a_plan_for_cuda_counts_free_memory(monkeypatch, refused):
-    """Another program, or a screen, has the rest of the card; what this process has taken serves the run."""
+    """Another program, or a screen, has the rest of the card; memory of this process serves the run."""
     card = Card(refused)
     monkeypatch.setattr(nvidia, "_driver", lambda: card)
     monkeypatch.setattr(backend, "device", lambda: "cuda")

@@ -8,7 +8,7 @@ from deltatune.machine import nvidia
 
 
 class Driver:
-    """Stands in for libcuda: `status` is what each query returns, `values` the attributes."""
+    """Stands in for libcuda: `status` is the result of each query, `values` the attributes."""
 
     def __init__(self, status=0, values=None):
         self.status, self.values = status, values or {97: 101_376, 16: 170}

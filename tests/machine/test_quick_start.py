@@ -1,4 +1,4 @@
-"""What makes started programs quicker (tests/quick_start) changes nothing that they find or print."""
+"""Quicker starts of programs (tests/quick_start) change nothing that they find or print."""
 
 import importlib.util
 import os

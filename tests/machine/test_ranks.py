@@ -1,4 +1,4 @@
-"""Two ranks under mlx.launch say what is the same once, and what one of them met with its number."""
+"""Two ranks under mlx.launch print a shared message once, and one of a single rank with its number."""
 
 import json
 import os

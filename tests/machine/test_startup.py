@@ -1,4 +1,4 @@
-"""What is wrong before a command starts: unknown values of environment variables, and an MLX that cannot be loaded."""
+"""Faults before a command starts: unknown values of environment variables, and an MLX that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_process_ends_with_one_message_and_a_script_with_an_exception(name, va
 
 @pytest.fixture
 def without_mlx(tmp_path):
-    """The search path of an environment whose mlx has no library, as `pip install deltatune` leaves it on Linux."""
+    """The search path of an environment where mlx lacks its library, as `pip install deltatune` leaves it on Linux."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("")
     (tmp_path / "mlx" / "core.py").write_text('raise ImportError("libmlx.so: cannot open shared object file")')

@@ -30,7 +30,7 @@ def train(model, data, folder):
 
 
 def words(command, model, data, folder, adapter=None):
-    """The command line of `command`; what it writes goes to `out` or `merged` in `folder`."""
+    """The command line of `command`; its output goes to `out` or `merged` in `folder`."""
     added = [] if adapter is None else ["--adapter-path", adapter]
     return {
         "train": train(model, data, folder / "out"),

@@ -1,6 +1,6 @@
 """Layers that share caches, have none, or return more than their rows train in every way, with plain gradients.
 
-scripts/families tries all model types; these are those whose layers are unusual.
+scripts/families tries all model types; these have unusual layers.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that says what is wrong and where."""
+"""A right checkpoint loads as mlx-lm loads it; a wrong one gets one message that names the fault and its place."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A merged checkpoint computes what the adapted model computes, and is the base in everything else."""
+"""A merged checkpoint agrees with the adapted model, and is the base in everything else."""
 
 import json
 import os

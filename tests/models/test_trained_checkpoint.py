@@ -32,7 +32,7 @@ def difference(model, other):
 
 
 def trained(model, parts=("language",)):
-    """Make the model train as a whole, and change what trains."""
+    """Make the model train as a whole, and change its parameters."""
     convert_to_lora(model, LoraConfig(), fine_tune_type="full", num_layers=2, parts=parts)
     change(model)
     return model

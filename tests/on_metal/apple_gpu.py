@@ -1,4 +1,4 @@
-"""What mlx says of an Apple GPU and of the default device of a Mac, for stand-ins of Metal on other machines.
+"""mlx's answers on an Apple GPU and on the default device of a Mac, for stand-ins of Metal on other machines.
 
 `declare()` changes mlx.core so that devices, streams, limits and the operations that no GPU has behave as those of mlx
 0.32.4 on a Mac with an M3. Arrays are computed on this machine's CPU.

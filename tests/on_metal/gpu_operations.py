@@ -1,4 +1,4 @@
-"""Operations of MLX that give on an Apple GPU what they do not give on this machine's CPU.
+"""Operations of MLX with other results on an Apple GPU than on this machine's CPU.
 
 `declare()` changes mlx.core: experts' products in 16 bits, which MLX's CPU lacks; products with packed matrices, which
 the GPU rounds once and the CPU after each addition; and float64, which the GPU refuses.

@@ -1,8 +1,8 @@
-"""Smaller sizes for programs on the stand-in, whose kernels run a thousand times slower than a GPU's.
+"""Smaller sizes for programs on the stand-in: its kernels run a thousand times slower than a GPU's.
 
 A kernel's time goes with tokens x heads x head size squared. The doctor's classes have up to 32 heads of 128, for
-which the host machine needs minutes each; these have two of 16. What is compiled into a kernel stays: dtypes, masks,
-segments, gates per channel, grouped heads, windows, sinks, unequal sizes. Of the self-test each kind of gate, of
+which the host machine needs minutes each; these have two of 16. Values that are compiled into a kernel stay: dtypes,
+masks, segments, gates per channel, grouped heads, windows, sinks, unequal sizes. Of the self-test each kind of gate, of
 dtype, and packed rows stay; the thirty steps against transformers do not. `make on-metal` runs the real sizes and all.
 """
 

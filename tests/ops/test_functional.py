@@ -1,4 +1,4 @@
-"""What a training step's graph leaves out, and what it keeps."""
+"""The rules that a training step's graph leaves out, and those that it keeps."""
 
 from __future__ import annotations
 

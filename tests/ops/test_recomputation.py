@@ -72,7 +72,7 @@ def adapters() -> list[LoRALinear]:
 
 
 def gradients(layers: list[LoRALinear], x: mx.array) -> list[mx.array]:
-    """The gradients of a loss of adapters, of which each reads an activation of what comes before it."""
+    """The gradients of a loss of adapters, each of which reads an activation of the adapter before it."""
     factors = [layer[name] for layer in layers for name in ("lora_a", "lora_b")]
 
     def loss(*factors: mx.array) -> mx.array:

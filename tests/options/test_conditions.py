@@ -108,7 +108,7 @@ def test_every_option_is_always_read_or_has_a_condition():
 
 @pytest.fixture
 def told(run, tmp_path):
-    """told(name, value, others, flags) -> what `deltatune train` prints of a YAML file, with an option as a flag."""
+    """told(name, value, others, flags) -> the output of `deltatune train` for a YAML file, with an option as a flag."""
 
     def tell(name, value, others, as_flag=False):
         content = {"model": "nowhere", "data": str(tmp_path / "nothing")} | others

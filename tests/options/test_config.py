@@ -1,4 +1,4 @@
-"""The options of a run: what each may be, and the one message for anything else."""
+"""The options of a run: the values of each, and the one message for anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a YAML file may hold, and the one message where it holds something else."""
+"""The contents of a YAML file, and the one message for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live comparisons run under `pytest -m oracle` alone; the replays of what they recorded, always."""
+"""Live comparisons run under `pytest -m oracle` alone; the replays of their recordings, always."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def request(*arguments):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny Llama as transformers saves it, whose logits differ much from token to token."""
+    """A tiny Llama as transformers saves it, with logits that differ much from token to token."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

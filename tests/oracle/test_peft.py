@@ -1,4 +1,4 @@
-"""transformers + PEFT load what deltatune exports, and deltatune what PEFT saves: the logits are the same. Live."""
+"""transformers + PEFT load deltatune's exports, and deltatune loads PEFT's files: the logits are the same. Live."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def adapted(folder: Path, adapter: Path, kind: str = "lora", **options) -> np.nd
 
 
 def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray, keys: str | None = None) -> None:
-    """PEFT with the export, and deltatune with what PEFT saves of that, compute the logits `ours`."""
+    """PEFT with the export, and deltatune with PEFT's files of that, compute the logits `ours`."""
     import peft
 
     theirs, mlx = folders

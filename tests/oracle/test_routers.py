@@ -1,4 +1,4 @@
-"""The losses of routers equal what transformers computes on the same model and the same padded rows. Live."""
+"""The losses of routers equal those of transformers on the same model and the same padded rows. Live."""
 
 from __future__ import annotations
 

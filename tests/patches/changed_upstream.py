@@ -38,7 +38,7 @@ def stand_in(
 ) -> str:
     """Write a package's files with changes into a folder, and return a PYTHONPATH under which they are imported.
 
-    What is on PYTHONPATH stays behind it.
+    The folders on PYTHONPATH stay behind it.
 
     Args:
         folder: Where the package is written.

@@ -100,7 +100,7 @@ FACTOR = {
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
-    """The PYTHONPATH of an mlx-lm whose recurrence has changed."""
+    """The PYTHONPATH of an mlx-lm with a changed recurrence."""
     return stand_in(tmp_path_factory.mktemp("changed"), "0.99.0", FACTOR)
 
 
@@ -152,7 +152,7 @@ def test_each_kind_of_change_is_applied_rightly_or_refused_by_name(tmp_path):
 
 @pytest.fixture(scope="module")
 def unread(checkpoint, tmp_path_factory):
-    """A checkpoint whose weights cannot be read."""
+    """A checkpoint with unreadable weights."""
     return without_weights(checkpoint, tmp_path_factory.mktemp("unread") / "model")
 
 

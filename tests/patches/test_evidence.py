@@ -1,4 +1,4 @@
-"""The evidence decides what is replaced, whatever version is installed, and is asked once."""
+"""The evidence decides about replacements, for any installed version, and is asked once."""
 
 from __future__ import annotations
 

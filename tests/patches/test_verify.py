@@ -1,4 +1,4 @@
-"""Each layer of a model is asked what serves it: gated delta, attention and experts."""
+"""The implementation of each layer of a model is found: gated delta, attention and experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prints as JSON the peaks of small graphs, simulated and counted in MLX's own allocator; test_simulate.py runs it.
 
-MLX's stream may free no buffer before the whole graph is queued, so that what MLX allocates does not depend on timing.
+MLX's stream may free no buffer before the whole graph is queued, so that MLX's allocations do not depend on timing.
 """
 
 import json

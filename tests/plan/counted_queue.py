@@ -1,6 +1,6 @@
 """Prints as JSON the peaks of a graph that queues sixty products, planned and counted, with and without a memory limit.
 
-Each product is summed at once, so what is alive at a time is what waits in MLX's queue. test_simulate.py runs it.
+Each product is summed at once, so the live arrays are those that wait in MLX's queue. test_simulate.py runs it.
 """
 
 import json
@@ -26,7 +26,7 @@ def main():
 
 
 def peaks(x, layout, limit):
-    """The planned and the counted peak in bytes; `limit` is the memory limit in bytes beside what is held already."""
+    """The planned and the counted peak in bytes; `limit` is the memory limit in bytes beside the memory in use."""
     total = sum(((x @ (x + number)).sum() for number in range(60)), mx.array(0.0))
     leaf = layout.address(x)
     machine, (out,) = Simulation(layout, PACES["cpu"], limit), read(layout, [total], {leaf})

@@ -1,4 +1,4 @@
-"""What a refusal says of smaller adapters and moments: typed as it stands there, it saves what is said, and fits."""
+"""A refusal's advice on smaller adapters and moments: typed as it stands there, it saves the stated bytes, and fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow 
 
 @pytest.fixture(scope="module")
 def mixture(tiny_checkpoint):
-    """A mixture whose adapters, gradients and moments are most of what a step holds."""
+    """A mixture with adapters, gradients and moments that are most of a step's memory."""
     return tiny_checkpoint(
         "qwen3_5_moe", num_experts=64, moe_intermediate_size=64, num_hidden_layers=2, full_attention_interval=2
     )
@@ -57,7 +57,7 @@ SAVING = re.compile(r"(--[\w-]+ (?:'[^']*'|\S+)) (?:takes|another) ([\d.]+) MB l
 
 
 def advised(said: str) -> tuple[list[tuple[str, float]], str | None]:
-    """The flags that a message names with the bytes that each saves, and what it says of all of them."""
+    """The flags in a message with the bytes that each saves, and its sentence on all of them."""
     found = ADVICE.search(said + " ")
     assert found, said
     return [(flags, float(saved) * 1e6) for flags, saved in SAVING.findall(found[1])], found[2]

@@ -1,4 +1,4 @@
-"""Tests how the operations of a graph's products are counted, and what a bounded run is told of them."""
+"""Tests how the operations of a graph's products are counted, and the lines of a bounded run on them."""
 
 import dataclasses
 

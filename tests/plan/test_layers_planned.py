@@ -1,4 +1,4 @@
-"""Tests the plan of a step by layers; benchmarks/layers_planned.py compares such plans with what MLX counts."""
+"""Tests the plan of a step by layers; benchmarks/layers_planned.py compares such plans with MLX's counts."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
-    """A queue as long as an NVIDIA GPU's holds what several layers of a whole step have computed."""
+    """A queue as long as an NVIDIA GPU's holds the results of several layers of a whole step."""
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
     model = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
     config = TrainConfig(num_layers=-1, grad_checkpoint=True)
@@ -52,7 +52,7 @@ def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("asked", ["a prompt", "tasks"])
 def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, asked):
-    """Where all fits, they are planned as they are computed, as a whole, and hold what the queue holds."""
+    """Where all fits, they are planned as they are computed, as a whole, and hold the queue's arrays."""
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
 

@@ -1,4 +1,4 @@
-"""The memory of a checkpointed step grows with the length by what is kept, as planned and as counted."""
+"""The memory of a checkpointed step grows with the length by its saved tensors, as planned and as counted."""
 
 import gc
 
@@ -27,7 +27,7 @@ LENGTHS = (256, 512)
 
 @pytest.fixture
 def model_and_config(tiny_model, monkeypatch):
-    """A model whose rows are cut into pieces of 128 tokens, for the loss too, and whose attention takes 32 queries."""
+    """A model with rows cut into pieces of 128 tokens, for the loss too, and with attention of 32 queries at a time."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setitem(blocked._SCORES, "cpu", 1)
     monkeypatch.setitem(layer_cut.PIECE_BYTES, "cpu", 128 * ACTIVATION)
@@ -42,7 +42,7 @@ def model_and_config(tiny_model, monkeypatch):
 
 
 def counted(model, config, before, length):
-    """The peak of a step after the first by MLX's own count, the lowest of two: what is freed late adds to it."""
+    """The peak of a step after the first by MLX's own count, the lowest of two: memory freed late adds to it."""
     with training(model, config, compare=False) as trained:
         model.train()
         step, batch = Step(model, build_optimizer(config), trained.loss, World()), blank_batch(1, length, False)

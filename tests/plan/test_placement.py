@@ -1,4 +1,4 @@
-"""Tests which layers a bounded run leaves on the disk, and what it is told."""
+"""Tests which layers a bounded run leaves on the disk, and its lines on them."""
 
 from itertools import pairwise
 from pathlib import Path

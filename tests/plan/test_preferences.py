@@ -42,7 +42,7 @@ def options(loss: str) -> TrainConfig:
 
 
 def counted(model, loss_function: LossFunction, pairs: int) -> int:
-    """The peak of a step after the first by MLX's own count, the lowest of two: what is freed late adds to it."""
+    """The peak of a step after the first by MLX's own count, the lowest of two: memory freed late adds to it."""
     # Plans, steps and earlier tests leave arrays behind that only a collection frees.
     gc.collect()
     before = mx.get_active_memory() - sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -55,7 +55,7 @@ def test_known_value_is_not_planned_again():
 
 
 def soon(known, peak=PEAKS["linear"], limit=9_000, *, within=6.0, most=4096, leap=4, **options):
-    """What a search finds and tries, from plans that took a tenth of a second for each unit of their value."""
+    """The results and trials of a search, from plans that took a tenth of a second for each unit of their value."""
     attempt, tried = planned(peak, seconds=lambda v: v / 10)
     plans = {value: attempt(value) for value in known}
     options["alike"] = {value: attempt(value) for value in options.get("alike", ())}

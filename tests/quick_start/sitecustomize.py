@@ -42,7 +42,7 @@ def keep(reader: ModuleType, folder: str = FOLDER) -> None:
 
 
 def wait(launcher: ModuleType) -> None:
-    """Let mlx.launch's module `launcher` wait for what its programs print alone; nothing is ever given to them."""
+    """Let mlx.launch's module `launcher` wait only for its programs' output; nothing is ever given to them."""
     launcher.select = lambda readable, _, failed, seconds: select([fd for fd in readable if fd], [], failed, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Every recipe is a file of known options, whose models and data may be changed and nothing else need be."""
+"""Every recipe is a file of known options: its model and data may be changed, and nothing else need be."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def words_of(value: object) -> object:
 
 
 def groups() -> list[list[str]]:
-    """The recipes by what they train of which kind of model; one of each is executed."""
+    """The recipes by the trained part and the kind of model; one of each is executed."""
     found: dict[str, list[str]] = {}
     for name, options in RECIPES.items():
         rest = {key: words_of(value) for key, value in options.items() if key != "model"}

@@ -269,7 +269,7 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def candidate(monkeypatch, tmp_path):
-    """candidate(name, function): a Mac whose implementation `name` is `function`, or a reason why there is none."""
+    """candidate(name, function): a Mac with `function` as its implementation `name`, or a reason why there is none."""
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "device", lambda: "metal")
 

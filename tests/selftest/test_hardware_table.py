@@ -1,4 +1,4 @@
-"""docs/hardware.md equals what scripts/hardware_table.py makes of the records in docs/hardware."""
+"""docs/hardware.md equals the output of scripts/hardware_table.py for the records in docs/hardware."""
 
 import importlib.util
 import json

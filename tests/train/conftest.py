@@ -77,7 +77,7 @@ def splits(options: dict[str, Any], checkpoint: Path) -> Splits:
 
 @pytest.fixture
 def screen_text() -> SimpleNamespace:
-    """A screen that records: `.screen` is for a trainer, and `.text()` returns what was printed."""
+    """A screen that records: `.screen` is for a trainer, and `.text()` returns its output."""
     console = Console(record=True, width=400, force_terminal=False, file=io.StringIO())
     return SimpleNamespace(screen=Screen(console=console), text=lambda: console.export_text())
 
@@ -140,7 +140,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 @pytest.fixture
 def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is traced once before, as on an NVIDIA GPU. Kernels that are only built return zeros there."""
+    """Compiled functions are traced once before, as on an NVIDIA GPU. Kernels that are only built return zeros."""
 
     @contextlib.contextmanager
     def foreseen(trace_calls: Callable[[], object]) -> Iterator[None]:

@@ -14,7 +14,7 @@ from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
 
 @pytest.fixture
 def shared(options, tmp_path):
-    """Options without dropout, whose draws differ between ranks, and with SGD: Adam makes a rounding a full step."""
+    """Options without dropout, as its draws differ between ranks, and with SGD: Adam makes a rounding a full step."""
     changes = {
         "lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.0},
         "optimizer": "sgd",

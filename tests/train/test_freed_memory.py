@@ -1,4 +1,4 @@
-"""What MLX may keep of freed memory during a run."""
+"""The limit of MLX's cache of freed memory during a run."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def in_python(config):
 
 
 def left(folder):
-    """What a run leaves: its weights, what it writes beside them, and its figures without times and memory."""
+    """The results of a run: its weights, the files beside them, and its figures without times and memory."""
     arrays = {path.name: mx.load(str(path)) for path in folder.glob("*.safetensors")}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("second", "memory", "time")

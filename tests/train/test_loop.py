@@ -1,4 +1,4 @@
-"""Tests whole runs: what they write, how they stop, and that a resumed run ends with the same bits."""
+"""Tests whole runs: their files, their stops, and the same bits after a resumed run."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""What the options alone say is said before a model is loaded."""
+"""Mistakes that the options alone show are reported before a model is loaded."""
 
 import pytest
 

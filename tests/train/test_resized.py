@@ -47,7 +47,7 @@ def train(run, data, tmp_path):
 def put_exact_weights(merged, adapted):
     """Compare the weights that a merge of mxfp4 has rounded to bf16 with float64, and put fp32 ones in their place.
 
-    How far that rounding moves the logits depends on what the run has learned, so that no bound for it tells anything.
+    How far that rounding moves the logits depends on the trained weights, so that no bound for it tells anything.
     """
     stored, exact = dict(tree_flatten(merged.parameters())), {}
     for path, module in adapted.named_modules():

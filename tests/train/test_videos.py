@@ -19,7 +19,7 @@ pytest.importorskip("mlx_vlm")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rows with no, one or two videos whose frames grow lighter or darker, some with an image."""
+    """Rows with no, one or two videos of frames that grow lighter or darker, some with an image."""
     path = tmp_path_factory.mktemp("videos")
     rows = []
     for index in range(12):

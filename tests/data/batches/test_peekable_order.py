@@ -7,7 +7,7 @@ from deltatune.errors import UserError
 
 
 class Counting:
-    """An order whose batches are numbers, of which one cannot be had the first time."""
+    """An order with numbers as batches, of which one fails the first time."""
 
     def __init__(self, broken=None):
         self.at, self.broken = 0, broken

@@ -19,7 +19,7 @@ def rows_of(tokenizer, messages, *, mask_prompt=None, last_turn=False):
 
 
 def counted(tokenizer, messages, **options) -> list[list[str]]:
-    """Return, for each row, the pieces of text whose tokens count in the loss."""
+    """Return, for each row, the pieces of text with target tokens."""
     rows = []
     for example in rows_of(tokenizer, messages, **options):
         pieces, open_piece = [], False

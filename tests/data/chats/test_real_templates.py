@@ -171,7 +171,7 @@ def tokenizer(request, tokenizers, tmp_path):
 
 
 def shown(examples, tokenizer) -> list[str]:
-    """Return what --show-batch prints of each example."""
+    """Return --show-batch's output for each example."""
     texts = []
     for example in examples:
         console = Console(file=io.StringIO(), width=200)

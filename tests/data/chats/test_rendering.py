@@ -106,7 +106,7 @@ def test_rows_before_a_bad_line_come_first(tokenizer):
 
 
 def open_to_nobody() -> Connection:
-    """Return the end of a pipe whose other end is closed."""
+    """Return the end of a pipe with its other end closed."""
     reading, writing = os.pipe()
     os.close(reading)
     return Connection(writing, readable=False)

@@ -58,7 +58,7 @@ def loaded(tiny_vision_checkpoint):
 
 @pytest.fixture
 def read(tmp_path, loaded):
-    """read(rows, **options) -> what the search for a first image finds, and the preferences of these rows."""
+    """read(rows, **options) -> the result of the search for a first image, and the preferences of these rows."""
     draw = np.random.default_rng(0)
     for name in ("a.png", "b.png"):
         Image.fromarray(draw.integers(0, 255, (48, 32, 3), dtype=np.uint8)).save(tmp_path / name)

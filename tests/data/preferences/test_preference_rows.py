@@ -1,4 +1,4 @@
-"""Rows of TRL's preference formats: their tokens, what counts in them, and what is refused."""
+"""Rows of TRL's preference formats: their tokens, their target tokens, and refusals."""
 
 import json
 
@@ -30,7 +30,7 @@ def read(folder, tokenizer):
 
 
 def answers(tokenizer, preference):
-    """The text of each document, with what counts in brackets."""
+    """The text of each document, with target tokens in brackets."""
     texts = []
     for document in preference.documents:
         start = int(np.argmax(document.targets))

@@ -1,4 +1,4 @@
-"""What a row of no known format is said to be, and the columns that are read in its place."""
+"""The message on a row of no known format, and the columns to read in its place."""
 
 import json
 

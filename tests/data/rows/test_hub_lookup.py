@@ -12,7 +12,7 @@ from deltatune.errors import UserError
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """hub(answer) makes the hub answer, or fail with an exception; the list holds what it was asked for."""
+    """hub(answer) makes the hub answer, or fail with an exception; the list holds the requests."""
     asked: list[str] = []
 
     def use(answer):

@@ -1,4 +1,4 @@
-"""Files that hold an array of rows in place of one row a line, and what is said of damaged ones."""
+"""Files that hold an array of rows in place of one row a line, and the messages on damaged ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a row says of its answer, or a message of its turn, is heeded, refused or noted, and never passed over."""
+"""A row's mark of its answer, or a message's of its turn, is heeded, refused or noted, and never passed over."""
 
 import json
 

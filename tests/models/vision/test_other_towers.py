@@ -1,4 +1,4 @@
-"""Models of mlx-vlm whose towers are not trained on images: refused by name; their text trains through mlx-lm."""
+"""Models of mlx-vlm with towers that are not trained on images: refused by name; their text trains through mlx-lm."""
 
 import copy
 import json

@@ -280,7 +280,7 @@ def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
 
 
 def one_message(model, folder, capsys, words):
-    """Assert that `train` on a picture ends with exit code 2, and says in one line `words` and what to install."""
+    """Assert that `train` on a picture ends with exit code 2, and names `words` and packages to install in one line."""
     Image.new("RGB", (32, 32)).save(folder / "a.png")
     row = {"image": "a.png", "prompt": "what?", "completion": "black"}
     (folder / "train.jsonl").write_text(json.dumps(row))

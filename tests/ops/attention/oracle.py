@@ -12,7 +12,7 @@ from poison import poison
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes and options of a call, whose arrays are random."""
+    """The sizes and options of a call with random arrays."""
 
     name: str
     batch: int = 1

@@ -1,4 +1,4 @@
-"""The entry point: what it refuses and how it says so, and which implementation it takes."""
+"""The entry point: its refusals and their messages, and which implementation it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention of one token to rows of different lengths, against its definition in float64, and what it refuses."""
+"""The attention of one token to rows of different lengths, against its definition in float64, and its refusals."""
 
 from __future__ import annotations
 

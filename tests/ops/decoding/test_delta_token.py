@@ -1,4 +1,4 @@
-"""The kernel of one token of a gated-delta layer against its definition, and what it refuses."""
+"""The kernel of one token of a gated-delta layer against its definition, and its refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def arrays_of(layer: DeltaToken, rows: int = 2, taps: int = 4) -> TokenArrays:
 
 
 def test_the_recurrence_steps_as_in_float64(running):
-    """What stands around the recurrence is taken out: taps that pass x on, factors of 1 and no gates of the output."""
+    """Operations around the recurrence are taken out: taps that pass x on, factors of 1 and no gates of the output."""
     layer = layer_of(1, 2, 32, 16)
     given = arrays_of(layer, rows=1, taps=2)
     x, _, b, a = given.projected

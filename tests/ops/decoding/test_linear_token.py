@@ -1,4 +1,4 @@
-"""The kernel of one token of each row in a linear layer against its definition, and what it refuses."""
+"""The kernel of one token of each row in a linear layer against its definition, and its refusals."""
 
 from __future__ import annotations
 

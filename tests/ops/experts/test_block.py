@@ -1,4 +1,4 @@
-"""expert_block against dense autodiff in float64, for every kind of routing; what it refuses; its peak memory."""
+"""expert_block against dense autodiff in float64, for every kind of routing; its refusals; its peak memory."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def peak(case: Case, peak_bytes) -> int:
 def test_memory_grows_with_adapters_and_tokens_only(peak_bytes):
     """Memory holds a chunk and arrays of the size of the adapters and of x, but none of tokens x k rows.
 
-    The slack is for what one operation has not freed yet when the next begins.
+    The slack is for memory that one operation has not freed yet when the next begins.
     """
     slack = 5 * 2**20
     sizes = {"tokens": 512, "outer": 256, "inner": 96, "k": 8, "rank": 4, "experts": 16}

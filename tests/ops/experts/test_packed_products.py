@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records the products whose matrices have the size of experts, on a CPU that passes for a Hopper GPU."""
+    """Records the products with matrices of the size of experts, on a CPU that passes for a Hopper GPU."""
     calls = []
 
     def product(operands, tile):
@@ -64,7 +64,7 @@ def _rows_times(rows: mx.array, weight: mx.array, ends: mx.array, transpose: boo
 
 
 def _gradients(rank: int, **packing) -> dict[str, mx.array]:
-    """Return the gradients of a block whose matrices are packed."""
+    """Return the gradients of a block with packed matrices."""
     case = Case(outer=256, inner=128, experts=4, tokens=30, rank=rank, dtype=mx.bfloat16)
     packed = {}
     for name in NAMES:
@@ -84,7 +84,7 @@ def _gradients(rank: int, **packing) -> dict[str, mx.array]:
 @pytest.mark.parametrize("rank", [8, 4])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_no_matrix_is_unpacked_before_its_products(group_size, rank, calls, monkeypatch):
-    """An adapter whose product the kernel cannot add has a product of its own."""
+    """An adapter's product that the kernel cannot add is a product of its own."""
     found = _gradients(rank, group_size=group_size, bits=4)
     own, joined = (rank, 2 * rank) if rank == 8 else (0, 0)
     forward, onto = Asked(True, True, own, False), Asked(True, False, joined, True)

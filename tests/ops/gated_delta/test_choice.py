@@ -1,4 +1,4 @@
-"""The choice of implementation: which calls are supported, which checks pass, and what the user is told."""
+"""The choice of implementation: which calls are supported, which checks pass, and the messages."""
 
 from __future__ import annotations
 

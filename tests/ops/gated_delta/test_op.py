@@ -1,4 +1,4 @@
-"""The operator: what it accepts and refuses, the messages, and which implementation it uses."""
+"""The operator: the arguments that it accepts and refuses, the messages, and which implementation it uses."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_sequence_in_two_parts_is_the_sequence(implementation):
 
 
 def test_agrees_with_upstream(monkeypatch):
-    """Compares with mlx-lm's own loop, whose y at masked steps is another (no loss reads it)."""
+    """Compares with mlx-lm's own loop, which has another y at masked steps (no loss reads it)."""
     from mlx_lm.models.gated_delta import gated_delta_ops
 
     mask = mx.array(np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool))

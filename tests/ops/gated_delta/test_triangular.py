@@ -12,7 +12,7 @@ ROUNDING = 2.0**-24
 
 
 def one_key(size: int, beta: float) -> np.ndarray:
-    """What a repeated key with open gates gives: beta everywhere below the diagonal."""
+    """The matrix of a repeated key with open gates: beta everywhere below the diagonal."""
     return np.tril(np.full((size, size), beta), -1)
 
 
@@ -23,7 +23,7 @@ def random_keys(size: int, beta: float) -> np.ndarray:
 
 
 def squared_inverse(strict: mx.array) -> mx.array:
-    """The wrong way: (I - A)(I + A^2)(I + A^4)..., whose powers explode."""
+    """The wrong way: (I - A)(I + A^2)(I + A^4)..., where powers explode."""
     identity = mx.eye(strict.shape[-1])
     inverse, power = identity - strict, strict
     for _ in range(5):

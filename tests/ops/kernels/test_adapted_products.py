@@ -36,7 +36,7 @@ def _drawn(*shapes: tuple[int, ...]) -> list[mx.array]:
 
 
 def _worst(found: mx.array, exact: np.ndarray, terms: np.ndarray) -> float:
-    """The largest error as a share of what it may be: one rounding to bf16, and one of fp32 for each term of a sum."""
+    """The largest error as a share of its bound: one rounding to bf16, and one of fp32 for each term of a sum."""
     assert found.shape == exact.shape
     worst = (np.abs(_wide(found) - exact) / (2.0**-8 * np.abs(exact) + terms + 2.0**-24)).max()
     return float("inf") if np.isnan(worst) else float(worst)

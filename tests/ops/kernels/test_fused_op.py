@@ -1,4 +1,4 @@
-"""The operator around the fused launches: optional arguments, layouts, dtypes, checkpoints, and what it refuses.
+"""The operator around the fused launches: optional arguments, layouts, dtypes, checkpoints, and its refusals.
 
 The launches run on the host machine (host_machine.py).
 """

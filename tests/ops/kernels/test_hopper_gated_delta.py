@@ -43,7 +43,7 @@ def as_it_is(x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple, list[mx.array]]:
-    """What kernels whose text stays as it is have computed: a defect changes one kernel of a call, or two."""
+    """The results of kernels with unchanged text: a defect changes one kernel of a call, or two."""
     return {}
 
 
@@ -62,7 +62,7 @@ def run(host_folder, host_module, on_host, known, monkeypatch):
     """Return run(case, heads=FEW, seed=1, ...) -> (results, truth), with three blocks for the gradient kernel.
 
     `change` changes the text of each kernel; one that stays as it is was compiled for another test already. `beta`
-    makes of beta what the kernels get, and `watch` sees each launch.
+    changes the kernels' beta, and `watch` sees each launch.
     """
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
@@ -243,7 +243,7 @@ PLANTED |= {f"{name}, many heads": (MANY, *defect) for name, defect in DEFECTS_W
 
 
 def planted(heads: str, old: str, new: str) -> Callable[[str], str]:
-    """Return what puts `new` in place of `old` in the text of each kernel that has it."""
+    """Return a function that puts `new` in place of `old` in the text of each kernel that has it."""
     assert any(old in text for text in TEXTS[heads]), "the text has changed: plant this defect elsewhere"
     return lambda text: text.replace(old, new)
 

@@ -1,4 +1,4 @@
-"""What the host machine refuses, shown by defects that are planted into a right kernel of a few lines."""
+"""The refusals of the host machine, shown by defects planted into a right kernel of a few lines."""
 
 from __future__ import annotations
 

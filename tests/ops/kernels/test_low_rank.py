@@ -70,7 +70,7 @@ def _drawn(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> list[mx.array]:
 
 
 def _worst(found: mx.array, left: np.ndarray, right: np.ndarray, y: np.ndarray | float = 0.0) -> float:
-    """The largest error of y + SCALE * left right, as a share of what rounding and fp32 sums allow for that element."""
+    """The largest error of y + SCALE * left right, as a share of each element's bound from rounding and fp32 sums."""
     exact = y + SCALE * left @ right
     assert found.shape == exact.shape
     sums = (left.shape[1] + 1) * 2.0**-23 * (SCALE * np.abs(left) @ np.abs(right) + np.abs(y))

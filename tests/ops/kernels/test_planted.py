@@ -84,7 +84,7 @@ def test_a_removed_barrier(kernel, planted):
 
 @pytest.mark.parametrize("kernel", ["scan", "reverse"])
 def test_a_removed_group_barrier(kernel, watching, host_module, host_folder, on_host, table):
-    """Removes the last group barrier, before lanes write out what others computed. Only the watch sees it."""
+    """Removes the last group barrier, before lanes write out results of others. Only the watch sees it."""
     text = header("metal", FILES)
     start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
     end = text.index("store_state", start)

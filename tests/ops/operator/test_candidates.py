@@ -1,4 +1,4 @@
-"""The choice by time: made timers, and implementations of attention whose results are chosen here."""
+"""The choice by time: made timers, and implementations of attention with results that are chosen here."""
 
 from __future__ import annotations
 

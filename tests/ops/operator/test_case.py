@@ -14,7 +14,7 @@ INFINITE = float("inf")
 
 
 def case_of(bound: float = 1e-3, **more) -> Case:
-    """Return the case of a function of an array whose results are the array's double and its sum."""
+    """Return the case of a function of an array with two results, the array's double and its sum."""
     x = mx.array([[1.0, 2.0], [3.0, 4.0]])
     arguments = {
         "name": "a kernel",

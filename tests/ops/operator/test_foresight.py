@@ -1,4 +1,4 @@
-"""What is foreseen: kernels are built for calls and trials to come, and nothing is launched, tried or remembered."""
+"""Foreseen calls: kernels are built for calls and trials to come, and nothing is launched, tried or remembered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolution, silu and norms of heads in one pass: values and gradients against float64, and what it refuses."""
+"""Convolution, silu and norms of heads in one pass: values and gradients against float64, and its refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_values_and_gradients_against_float64(case, spread, dtype, execute):
 
 
 def test_rows_of_zeros_have_finite_gradients(execute):
-    """Masked tokens are rows of zeros, whose norm is that of eps alone."""
+    """Masked tokens are rows of zeros, with a norm from eps alone."""
     case = "heads of 128, state, documents"
     arrays = drawn(case, mx.float32)
     arrays[0][:, 3:12] = 0
@@ -126,7 +126,7 @@ def test_a_row_in_pieces_is_the_whole_row(execute):
 
 
 def test_without_heads_it_is_the_convolution_alone(execute):
-    """The values equal those of a convolution whose state lies in its input's first rows."""
+    """The values equal those of a convolution with its state in its input's first rows."""
     case = "heads of 96"
     x, weight, state = drawn(case, mx.float32)
     *_, values = ours(case, execute)(x, weight, state)

@@ -1,4 +1,4 @@
-"""Heads before and behind attention: values and gradients against float64, planted defects, and what is refused."""
+"""Heads before and behind attention: values and gradients against float64, planted defects, and refusals."""
 
 from __future__ import annotations
 

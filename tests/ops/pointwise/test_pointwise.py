@@ -1,4 +1,4 @@
-"""The forward and backward kernels against float64 on the host machine; what they refuse; their trial before use."""
+"""The forward and backward kernels against float64 on the host machine; their refusals; their trial before use."""
 
 from __future__ import annotations
 

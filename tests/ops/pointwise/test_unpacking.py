@@ -24,7 +24,7 @@ ROUNDING = {mx.float32: 2.0**-23, mx.float16: 2.0**-11 + 2.0**-22, mx.bfloat16: 
 
 
 def random_matrix(shape=(5, 256), group_size=64, bits=4, dtype=mx.bfloat16):
-    """Words, scales and biases whose numbers are normal; every number of the words is drawn evenly."""
+    """Words, scales and biases of normal numbers; every number of the words is drawn evenly."""
     *lead, inputs = shape
     draw = np.random.default_rng(bits)
     words = mx.array(draw.integers(0, 2**32, (*lead, inputs * bits // 32), np.uint32))

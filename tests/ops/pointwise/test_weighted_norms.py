@@ -1,4 +1,4 @@
-"""The kernels of weighted norms against float64, on the host machine or a GPU; what they refuse; when they serve."""
+"""The kernels of weighted norms against float64, on the host machine or a GPU; their refusals; when they serve."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_nothing_unpacked_waits_for_the_backward_pass():
 
 
 def adapted(x, arrays, packing):
-    """The product, with an adapter whose factors are parts of the scales."""
+    """The product, with an adapter that has parts of the scales as factors."""
     a, b = arrays[1][:, :8], arrays[2][:, :8].T
     return adapted_products(x, [AdaptedMatrix(arrays, a, b, Quantization(True, **packing))], 0.01)[0]
 

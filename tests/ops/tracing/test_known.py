@@ -1,4 +1,4 @@
-"""What is known of arrays: by the very array, for each kind of fact, for as long as the array lives."""
+"""Facts about arrays: by the very array, for each kind of fact, for as long as the array lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No hidden state: what steers a layer's forward is in the one trace, and other state of a process is listed here."""
+"""No hidden state: all that steers a layer's forward is in the one trace; other state of a process is listed here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def context_variables(tree: ast.AST) -> int:
 
 
 def globals_that_change(tree: ast.Module) -> set[str]:
-    """The names of a module that its functions bind anew, or whose contents they change."""
+    """The names of a module that its functions bind anew, or change in place."""
     assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     targets = [target for node in assigned for target in (node.targets if hasattr(node, "targets") else [node.target])]
     names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}

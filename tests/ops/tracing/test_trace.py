@@ -62,7 +62,7 @@ def test_the_outermost_context_begins_with_nothing_known():
 
 
 def test_a_thread_begins_outside_all_contexts():
-    """Else what a thread of its own does, such as building a kernel, would depend on the step that started it."""
+    """Else the work of another thread, such as building a kernel, would depend on the step that started it."""
     seen = []
     with trace.having(piece=(0, 2)):
         thread = threading.Thread(target=lambda: seen.append(trace.current()))
@@ -96,7 +96,7 @@ def test_the_page_says_who_sets_and_who_reads():
 
 
 def test_a_compiled_function_keeps_the_trace_of_its_tracing():
-    """So what changes from batch to batch must be an argument of it."""
+    """So arrays that change from batch to batch must be arguments of it."""
     seen = []
 
     @mx.compile
@@ -114,7 +114,7 @@ def test_a_compiled_function_keeps_the_trace_of_its_tracing():
 
 
 def test_two_threads_do_not_see_each_others_trace():
-    """Both are in their contexts at once, and what one knows of an array that they share is its own."""
+    """Both are in their contexts at once, and one's facts about a shared array are its own."""
     shared, both, found = mx.zeros(3), threading.Barrier(2, timeout=60), {}
 
     def run(number):

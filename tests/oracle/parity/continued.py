@@ -74,7 +74,7 @@ def _drawn(draw: int, path: str, value: mx.array) -> mx.array:
 
 
 def by_name(tensors: dict[str, Any]) -> Adapters:
-    """PEFT's tensors as adapters of one value each, which is what runs and recordings hold."""
+    """PEFT's tensors as adapters of one value each, as in runs and recordings."""
     return {name: {"value": np.array(value)} for name, value in tensors.items()}
 
 

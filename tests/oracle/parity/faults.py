@@ -51,7 +51,7 @@ def _scale_gradient(value: mx.array, factor: float) -> mx.array:
 
 
 def _operator(change: Callable[..., tuple[Any, ...]]) -> Plant:
-    """Replace the operator's (q, k, v, log_g, beta) by what `change` makes of them."""
+    """Replace the operator's (q, k, v, log_g, beta) by `change` of them."""
 
     def faulty(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
         return _gated_delta(*change(*arrays), **options)

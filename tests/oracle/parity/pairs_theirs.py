@@ -36,7 +36,7 @@ def _trainer(kind: Any, case: PairCase, model: torch.nn.Module) -> Any:
 
 
 def _examples(case: PairCase, found: list[TokenPair]) -> list[Inputs]:
-    """What TRL's collators take: pairs, or for KTO all chosen and then all rejected answers with the one before."""
+    """The rows for TRL's collators: pairs, or for KTO all chosen and then all rejected answers with the one before."""
     if case.loss != "kto":
         return [{"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected} for pair in found]
     answers = [(pair.prompt, pair.chosen, True) for pair in found]
@@ -49,7 +49,7 @@ def _examples(case: PairCase, found: list[TokenPair]) -> list[Inputs]:
 
 
 class _Preference:
-    """DPO or KTO, whose trainers read reference log-probabilities from the batch."""
+    """DPO or KTO, with trainers that read reference log-probabilities from the batch."""
 
     def __init__(self, case: PairCase, model: torch.nn.Module):
         kto = case.loss == "kto"

@@ -32,7 +32,7 @@ PACKAGES = ("transformers", "torch", "peft", "numpy", "mlx", "mlx-lm")
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of transformers and PEFT, and what it started from."""
+    """A run of transformers and PEFT, and its start."""
 
     config: Config
     weights: Weights

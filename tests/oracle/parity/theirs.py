@@ -37,7 +37,7 @@ Parameters = dict[tuple[str, str], torch.nn.Parameter]
 
 
 def layout(case: ParityCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
-    """What transformers saves for this family: its config.json, and the name and shape of every tensor."""
+    """The files that transformers saves for this family: its config.json, and the name and shape of every tensor."""
     return saved(case.family.model_type, case.family.options)
 
 

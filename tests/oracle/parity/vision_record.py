@@ -29,7 +29,7 @@ def reference(case: VisionCase, nudge: int = 0) -> Reference:
 
 
 class _Plain:
-    """What theirs.adapt asks of a case."""
+    """The interface of a case for theirs.adapt."""
 
     dora = False
 

@@ -16,7 +16,7 @@ _KIND = transformers.AutoModelForImageTextToText
 
 
 def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
-    """What transformers saves: its config.json, and the name and shape of every tensor."""
+    """The files that transformers saves: its config.json, and the name and shape of every tensor."""
     return theirs.saved(case.model_type, case.options, _KIND)
 
 

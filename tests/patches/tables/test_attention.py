@@ -160,7 +160,7 @@ def test_text_is_generated_with_upstreams_bits(tiny_checkpoint):
 
 
 def test_a_gradient_through_a_cache(tiny_model):
-    """A prefix in a cache, and a gradient of what follows: more keys than queries."""
+    """A prefix in a cache, and a gradient of the tokens behind it: more keys than queries."""
     from mlx_lm.models.cache import make_prompt_cache
 
     model, prefix, rows = tiny_model("qwen3"), tokens(2, 7), tokens(2, 12, seed=1)

@@ -1,4 +1,4 @@
-"""Attention with a gate gives what upstream's gives, by the kernels that serve its rotary embedding and its norms."""
+"""Attention with a gate agrees with upstream's, by the kernels for its rotary embedding and its norms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROPES = {
 
 @pytest.fixture
 def served(host_folder, monkeypatch):
-    """Patches of an NVIDIA GPU, whose kernels the host machine runs. The set names those that ran."""
+    """Patches of an NVIDIA GPU, with its kernels on the host machine. The set names those that ran."""
     machine, call, names = HostMachine(host_folder, header("metal", BODIES)), Passes.__call__, set()
 
     def recorded(self, *arrays, execute=None):

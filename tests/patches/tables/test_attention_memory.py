@@ -55,7 +55,7 @@ def peak(run: Callable[[], object]) -> int:
 def growth(of_length: Callable[[int], Callable[[], object]], lengths: tuple[int, int] = LENGTHS) -> float:
     """Return how many times the peak grows with rows four times as long: at most 4 if linear, up to 16 if quadratic.
 
-    The order in which MLX frees what an operation has read moves a peak by some percent.
+    The order in which MLX frees an operation's inputs moves a peak by some percent.
     """
     short, long = (peak(of_length(length)) for length in lengths)
     return long / short

@@ -1,4 +1,4 @@
-"""Layers of experts call expert_block in training, and compute what upstream computes."""
+"""Layers of experts call expert_block in training, and agree with upstream."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def halves():
-    """Weights whose gate and up are slices of one array, as mlx-lm's sanitize makes them."""
+    """Weights with gate and up as slices of one array, as mlx-lm's sanitize makes them."""
     both = mx.random.normal((3, 10, 8))
     mx.eval(both)
     return [("gate.weight", both[:, :5]), ("up.weight", both[:, 5:]), ("norm.weight", mx.ones(8))]

@@ -1,4 +1,4 @@
-"""Patched models of every family call deltatune, compute what upstream computes, and separate packed documents."""
+"""Patched models of every family call deltatune, agree with upstream, and separate packed documents."""
 
 from __future__ import annotations
 

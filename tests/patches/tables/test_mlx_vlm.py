@@ -1,4 +1,4 @@
-"""Patched models of mlx-vlm call deltatune and compute what upstream computes; inference stays as it is."""
+"""Patched models of mlx-vlm call deltatune and agree with upstream; inference stays as it is."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_every_signature_is_ours_and_calls_upstream_with_it(record):
 
 
 def test_the_lowest_versions_are_the_same_everywhere():
-    """In pyproject.toml, in the records, and in what `make compat` tries."""
+    """In pyproject.toml, in the records, and in the trials of `make compat`."""
     root = Path(__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["vision"]]
@@ -253,7 +253,7 @@ def test_records_that_a_version_settled_are_silent(tiny_vision_model):
 
 
 def test_the_vision_tower_of_qwen3_vl_moe_gets_the_other_gelus(tiny_vision_model):
-    """With the patches, it computes what the tower of qwen3_vl computes with the same weights."""
+    """With the patches, it agrees with the tower of qwen3_vl with the same weights."""
     right, wrong = tiny_vision_model("qwen3_vl").vision_tower, tiny_vision_model("qwen3_vl_moe").vision_tower
     wrong.update(right.parameters())
     pixels, grid = mx.random.normal((24, 3 * 2 * vision.PATCH**2)), mx.array([[1, 4, 6]])

@@ -1,4 +1,4 @@
-"""Replaced products compute what upstream's compute on a right BLAS, and give no NaN on a faulty one."""
+"""Replaced products agree with upstream's on a right BLAS, and give no NaN on a faulty one."""
 
 from __future__ import annotations
 

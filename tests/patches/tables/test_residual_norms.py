@@ -1,4 +1,4 @@
-"""Norms and layers are replaced on NVIDIA GPUs only; what the kernels do not support stays upstream's."""
+"""Norms and layers are replaced on NVIDIA GPUs only; calls beyond the kernels stay upstream's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small cases of cheap operators run deltatune's code, not upstream's behind it, and find what it does wrong."""
+"""The small cases of cheap operators run deltatune's code, not upstream's behind it, and find its errors."""
 
 from __future__ import annotations
 

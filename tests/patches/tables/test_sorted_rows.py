@@ -23,7 +23,7 @@ EXPERTS = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
 
 
 def misread(x, experts):
-    """What the fault reads from x [R, 1, K]: an expert's rows follow its first at the stride of the axis of length 1.
+    """The fault's reads from x [R, 1, K]: an expert's rows follow its first at the stride of the axis of length 1.
 
     Rows that would lie outside x are NaN.
     """
@@ -100,7 +100,7 @@ class Activation(nn.Module):
 @pytest.mark.skipif(upstream.set_no_fuse() is None, reason="this MLX cannot compile without kernels")
 @pytest.mark.parametrize("mended", [False, True])
 def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
-    """40 tokens of a prompt go through mlx-lm's layer, whose unfused activation leaves a stride of 0."""
+    """40 tokens of a prompt go through mlx-lm's layer; its unfused activation leaves a stride of 0."""
     record = replace(sorted_rows.PATCHES[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(patches, "ON_CUDA", [record])

@@ -142,7 +142,7 @@ def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read
 
 @pytest.fixture
 def chatting(trained, capsys, monkeypatch):
-    """chatting(typed, memory) -> what is printed behind the opening, what is said on standard error, and the peak."""
+    """chatting(typed, memory) -> the output behind the opening, standard error, and the peak."""
 
     def run(typed, memory):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
@@ -157,7 +157,7 @@ def chatting(trained, capsys, monkeypatch):
 
 
 def test_a_longer_conversation_is_planned_anew(chatting, monkeypatch):
-    """What a question needs that is too long for the memory is said, and the next one is answered."""
+    """The need of a question too long for the memory is reported, and the next one is answered."""
     monkeypatch.setattr(chat, "_TOKENS", 64)
     asked = "question 3\n" + "question 4 " * 66 + "\n"
     expected = chatting(asked, None)[0]

@@ -1,4 +1,4 @@
-"""Tests whole runs whose memory is bounded: their bits, what they say, and how they end."""
+"""Tests whole runs with bounded memory: their bits, their lines, and their ends."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from killed_runs import result
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint):
-    """Layers of 0.8 MB each, which are most of what a step holds."""
+    """Layers of 0.8 MB each, which are most of a step's memory."""
     return tiny_checkpoint("qwen3_5", num_hidden_layers=6, full_attention_interval=3, intermediate_size=1024)
 
 
@@ -84,7 +84,7 @@ def _whole():
 
 @pytest.fixture
 def whole(config, tmp_path_factory, capsys, _whole):
-    """The folder of the run without a bound, and what it said; all tests share it."""
+    """The folder of the run without a bound, and its output; all tests share it."""
     if not _whole:
         folder = tmp_path_factory.mktemp("whole") / "run"
         train(in_folder(config, folder, test=True))

@@ -125,7 +125,7 @@ def test_layers_that_differ_in_a_number_that_is_read_do_not():
 
 
 def test_two_batches_of_other_shapes_and_rules(tiny_checkpoint):
-    """What was compiled for a packed batch must not serve one of whole documents, nor the other way round."""
+    """Functions compiled for a packed batch must not serve one of whole documents, nor the other way round."""
     folder = tiny_checkpoint("qwen3_5")
     config = options(folder)
     model, stored = loaded(folder, config)

@@ -1,4 +1,4 @@
-"""Tests what is read, when, and what happens where it cannot be read any more."""
+"""Tests the reads of weights, their order, and the end of a run where they fail."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def weights_of(folder, streamed, config=CONFIG):
 
 
 def with_arrays(folder):
-    """A model that is set up, what reads its weights, its layers, and the arrays that each holds."""
+    """A model that is set up, the store of its weights, its layers, and the arrays that each holds."""
     model = load(folder, lazy=True).model
     stored = StoredWeights(folder, model)
     prepare(model, CONFIG)
@@ -51,7 +51,7 @@ def with_arrays(folder):
 
 
 def test_recurrent_states_are_computed_with_their_layer(folder):
-    """What it is computed from, the inputs of a convolution over a whole prompt, would be held until the last layer."""
+    """Its inputs, those of a convolution over a whole prompt, would be held until the last layer."""
     model, weights = weights_of(folder, range(4))
     computed, layout = [], ArrayLayout.measured()
 

@@ -1,4 +1,4 @@
-"""A step that macOS ends because it took too long: the state is saved, and the message says what to do."""
+"""A step that macOS ends because it took too long: the state is saved, and the message names the remedy."""
 
 import pytest
 

@@ -91,7 +91,7 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
 def test_an_error_while_a_step_is_compiled_loses_nothing(
     make_trainer, tmp_path, request, monkeypatch, early, straight_run
 ):
-    """As where a batch of another shape comes, whose step is compiled anew."""
+    """As where a batch of another shape comes, and its step is compiled anew."""
     straight = straight_run(**ONLY)
     if early:
         request.getfixturevalue("early_starts")

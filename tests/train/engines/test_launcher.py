@@ -1,4 +1,4 @@
-"""What another thread evaluates: in order, on a stream of no thread, and nothing behind an error."""
+"""Arrays that another thread evaluates: in order, on a stream of no thread, and nothing behind an error."""
 
 import threading
 import time

@@ -97,7 +97,7 @@ def test_services_get_the_metrics_through_their_own_libraries(tmp_path, monkeypa
 
 
 class Recorded:
-    """A service that notes what it is sent."""
+    """A service that notes the records sent to it."""
 
     def __init__(self):
         self.log, self.log_samples = (lambda *sent: self.sent.append(("log", *sent))), self._samples

@@ -115,7 +115,7 @@ def test_figures_curves_options_and_versions_are_there(page):
 
 
 def drawn(page):
-    """The plots whose points stand in a page."""
+    """The plots with points in a page."""
     return json.loads(re.search(r"<script type=application/json id=curves>(.*?)</script>", page)[1])
 
 
@@ -203,7 +203,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 
 
 def in_browser(folder, width):
-    """What a browser of a width sees of the report in a folder."""
+    """The view of the report in a folder in a browser of this width."""
     (folder / "frame.html").write_text(FRAME.format(width=width))
     # A browser in a container has no sandbox of its own.
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--no-first-run"]

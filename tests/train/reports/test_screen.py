@@ -1,4 +1,4 @@
-"""Tests what a run prints: plain lines in a pipe, and a panel, columns and a bar that fit a terminal."""
+"""Tests the output of a run: plain lines in a pipe, and a panel, columns and a bar that fit a terminal."""
 
 import errno
 import io

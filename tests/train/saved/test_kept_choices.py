@@ -1,4 +1,4 @@
-"""A run keeps what it has chosen, in its state and in its continuations. test_distributed.py has the ranks."""
+"""A run keeps its choices, in its state and in its continuations. test_distributed.py has the ranks."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from killed_runs import adapters
 
 @pytest.fixture
 def unmeasured(monkeypatch, tmp_path):
-    """A machine whose order of preference nobody has measured, with `other`, which differs from chunk in last bits.
+    """A machine without a measured order of preference, with `other`, which differs from chunk in last bits.
 
     `seconds[name]` is how long either takes, and `traced[name]` how often it was put into a graph.
     """

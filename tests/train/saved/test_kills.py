@@ -35,7 +35,7 @@ SAVED = {"iteration": 4, "write": 2, "replace": 8, "fsync": 8}
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A data folder whose rows have no, one or two images."""
+    """A data folder of rows with no, one or two images."""
     folder = tmp_path_factory.mktemp("pictures")
     rows = []
     for number in range(12):

@@ -106,7 +106,7 @@ def test_state_is_kept_by_the_path_of_its_parameter(name, tree):
 
 @pytest.mark.parametrize("name", ["adam8bit", "adamw8bit"])
 def test_moments_in_8_bits_are_joined_by_whole_blocks(name):
-    """Sizes that are no whole blocks, and those whose moments are in fp32, stay alone; no bit changes."""
+    """Sizes that are no whole blocks, and those with moments in fp32, stay alone; no bit changes."""
     shapes = {"a": (8, 1024), "b": (4096,), "broken": (4100,), "c": (64, 100), "small": (256,)}
     tree = {key: mx.random.normal(shape) for key, shape in shapes.items()}
     ours, plain = (OPTIMIZERS[name](learning_rate=1e-2) for _ in range(2))

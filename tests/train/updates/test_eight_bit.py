@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the codes, the step, the saved state, and what a plan counts."""
+"""Moments in 8 bits: the codes, the step, the saved state, and a plan's count."""
 
 import mlx.core as mx
 import mlx.optimizers
@@ -62,7 +62,7 @@ def parameters(dtype=mx.float32, seed=0):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("piece", [None, 4 * BLOCK])
 def test_a_step_is_mlxs_on_the_stored_moments(name, piece, monkeypatch):
-    """Each step takes the moments that the codes stand for, and stores what MLX's step makes of them."""
+    """Each step takes the moments that the codes stand for, and stores the results of MLX's step."""
     if piece:
         monkeypatch.setattr(eight_bit, "PIECE", piece)
     ours, theirs = OPTIMIZERS[name](0.05, bias_correction=True), KINDS[name](0.05, bias_correction=True)

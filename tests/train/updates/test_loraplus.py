@@ -53,7 +53,7 @@ def batch():
 
 
 def config(name, **options):
-    """The options of a run whose bias decays as the rest does, where the optimizer decays weights."""
+    """The options of a run with a bias that decays as the rest does, where the optimizer decays weights."""
     options["decay_norm_and_bias"] = name in ("adamw", "adamw8bit", "muon")
     return TrainConfig(optimizer=name, optimizer_config={name: SETTINGS.get(name)}, learning_rate=RATE, **options)
 
@@ -70,7 +70,7 @@ def trained(name, steps=3, **options):
 
 
 def by_two_optimizers(name, steps=3):
-    """The same by MLX alone: an optimizer for B, whose rate is RATIO times the other's, and one for the rest."""
+    """The same by MLX alone: an optimizer for B, with a rate RATIO times the other's, and one for the rest."""
     made = tiny()
     slow, fast = build_optimizer(config(name)), build_optimizer(config(name))
     fast.learning_rate = RATE * RATIO

@@ -1,4 +1,4 @@
-"""The load-balancing loss and the z-loss of routers: their values, their gradients, and what they leave alone."""
+"""The load-balancing loss and the z-loss of routers: their values, their gradients, and parameters left alone."""
 
 import contextlib
 

@@ -24,7 +24,7 @@ LEFT_OUT = ("layernorm.weight", "norm.weight", "A_log", "dt_bias")
 
 @pytest.fixture
 def trained(run, tmp_path, checkpoint, data_folder):
-    """trained(decay, *flags) -> the code, what was printed, and the tensors after one update of full fine-tuning."""
+    """trained(decay, *flags) -> the code, the output, and the tensors after one update of full fine-tuning."""
 
     def call(decay, *flags, optimizer="adamw", out="out"):
         settings = {"optimizer_config": {optimizer: {"weight_decay": decay}}}
@@ -82,7 +82,7 @@ def test_adapters_decay_as_they_did(run, tmp_path, checkpoint, data_folder):
 
 
 class Named(nn.Module):
-    """Norms that their names alone, and their classes alone, tell; and what only sounds like one."""
+    """Norms that their names alone, and their classes alone, tell; and names that only sound like one."""
 
     def __init__(self):
         super().__init__()
