@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,6 +90,7 @@ class Session(Inference):
         self._placed = False
         self._stack = contextlib.ExitStack()
         self._calls: LayerCalls | None = None
+        self._split: Split | None = None
 
     @classmethod
     def open(cls, options: AnswerOptions, *, media: str | None = None, chat: bool = True) -> Session:
@@ -107,10 +107,9 @@ class Session(Inference):
         if options.seed is not None:
             mx.random.seed(options.seed)
         variables = _template_options(options)
-        trusted = options.trust_remote_code
         if not options.force:
             folder = folder_of(options.model, options.adapter_path)
-            refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=trusted)
+            refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=options.trust_remote_code)
         loaded = _load(options, media)
         _check_tokens(options, loaded)
         return cls(loaded, options, chat=chat, template_options=variables)
@@ -143,6 +142,7 @@ class Session(Inference):
             self._stack.close()
             self.weights = None
             self._calls = None
+            self._split = None
             self.loaded = dataclasses.replace(self.loaded, model=loaded.model)
             gc.collect()
         self._placed = True
@@ -173,7 +173,7 @@ class Session(Inference):
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         scores: dict[int, Likelihood] = {}
         with explained(self.loaded, self.weights), without_kernels(), patched(), evaluating(self.model):
-            split = self._split
+            split = self._parts()
             with whole_rows():
                 for start in range(0, len(order), batch_size):
                     batch = order[start : start + batch_size]
@@ -181,11 +181,12 @@ class Session(Inference):
                     scores |= zip(batch, scored(self.model, split, texts, [counts[at] for at in batch]), strict=True)
         return [scores[number] for number in range(len(rows))]
 
-    @cached_property
-    def _split(self) -> Split:
-        """The model's parts before and behind its head."""
-        with contextlib.nullcontext() if self._calls is None else self._calls.served_by(passed_on):
-            return split_head(self.model)
+    def _parts(self) -> Split:
+        """Return the model's parts before and behind its head, which are compared with the whole once."""
+        if self._split is None:
+            with contextlib.nullcontext() if self._calls is None else self._calls.served_by(passed_on):
+                self._split = split_head(self.model)
+        return self._split
 
     def loss(self, run: Run, screen: Screen, plan: Callable[[Run, StoredWeights], PlannedWeights]) -> float:
         """Compute the loss per token on the test set of a run, print and return it.
