@@ -115,6 +115,7 @@ def test_losses_of_no_model_are_refused(data, tmp_path):
         ({"model_type": "gemma"}, 0, 1),
         ({"model_type": "glm"}, 0, 1),
         ({"model_type": "gpt_neox"}, 0, 1),
+        ({"model_type": "gpt_bigcode"}, 0, 1),
         ({"model_type": "jamba"}, 0, 1),
         ({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, 0, 1),
     ],

@@ -14,6 +14,7 @@ import pytest
 from conftest import write_tokenizer
 from console import called
 from deltatune.errors import UserError
+from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load, load_model
 
 pytestmark = [
@@ -27,12 +28,10 @@ TABLE = runpy.run_path(str(SCRIPTS / "saved_families.py"))
 ROWS = np.random.default_rng(0).integers(10, 300, (2, 40))
 # Differences of 1e-7 a sum, of logits up to 6, over four layers of sums of up to 96 products.
 TOLERANCE = 1e-4
-# In fp32 transformers' own gated delta rule is as far from that in float64.
+# In fp32 transformers' own gated delta rule is 1e-4 off that in float64, some five times its error elsewhere.
 TOLERANCE_OF_STATES = 1e-3
 # The loss of a token is off by twice as much as a logit at most, and each is some 5.
 LOSS_TOLERANCE = 2e-5
-# What two ways to compute the same gradient in fp32 may differ by, of the largest (scripts/families/one_type.py).
-GRADIENT_TOLERANCE = 1e-4
 LENGTHS = (60, 45, 70, 52)
 
 
@@ -81,13 +80,14 @@ def test_a_family_as_transformers_saves_it(case, data, tmp_path):
     """Logits and the first loss are torch's; packed documents have the loss and the gradients that they have alone."""
     import torch_saves
 
-    family = case.split()[0]
+    has_states = case in TABLE["WITH_STATES"]
     model = torch_saves.save(case, tmp_path)
     write_tokenizer(tmp_path, torch_saves.SIZES["vocab_size"], None)
-    ours, _ = load_model(tmp_path)
+    ours, config = load_model(tmp_path)
+    assert not any(ROWS.shape[1] in fault.lengths for fault in known_faults(config))
     found = ours(mx.array(ROWS))
     found = np.array((found if isinstance(found, mx.array) else found.logits).astype(mx.float32))
-    bound = TOLERANCE_OF_STATES if family in TABLE["WITH_STATES"] else TOLERANCE
+    bound = TOLERANCE_OF_STATES if has_states else TOLERANCE
     assert np.abs(found - torch_saves.logits(model, ROWS)).max() < bound
 
     tokenizer = load(tmp_path).tokenizer
@@ -98,16 +98,17 @@ def test_a_family_as_transformers_saves_it(case, data, tmp_path):
     assert alone == pytest.approx(loss(model, documents), rel=LOSS_TOLERANCE)
 
     packing = ["--pack", "--max-seq-length", sum(map(len, documents)) + 8, "--batch-size", 1]
-    if family in TABLE["UNPACKED"]:
+    if case in TABLE["UNPACKED"]:
         with pytest.raises(UserError, match="packing"):
             trained(tmp_path, data, *packing)
         return
     packed, found = trained(tmp_path, data, *packing)
     assert packed == pytest.approx(alone, rel=LOSS_TOLERANCE)
+    # As in scripts/families/one_type.py: of the largest gradient.
     largest = max(mx.linalg.norm(array).item() for name, array in gradients.items() if name.endswith("lora_b"))
     for name, array in gradients.items():
         if name.endswith("lora_b"):
-            assert mx.linalg.norm(found[name] - array).item() < GRADIENT_TOLERANCE * largest, name
+            assert mx.linalg.norm(found[name] - array).item() < bound * largest, name
 
 
 @pytest.mark.parametrize("family", TABLE["REFUSED"])

@@ -68,39 +68,20 @@ def _up_to_original_length(values: Values) -> range | None:
     )
 
 
-def _some_experts(values: Values) -> range | None:
-    return _ALL if values.get("num_experts_per_tok", 1) < values.get("num_experts", 1) else None
+def _where(is_wrong: Callable[[Values], bool]) -> Callable[[Values], range | None]:
+    return lambda values: _ALL if is_wrong(values) else None
 
 
-def _partial_rotation(values: Values) -> range | None:
+def _rotated_share(values: Values) -> float:
     rope = values.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    return None if share == 1.0 else _ALL
+    share: float = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    return share
 
 
-def _exact_gelu(values: Values) -> range | None:
-    return _ALL if values.get("hidden_act") == "gelu" else None
-
-
-def _approximate_gelu(values: Values) -> range | None:
-    return None if values.get("hidden_act", "gelu") == "gelu" else _ALL
-
-
-def _key_multiplier(values: Values) -> range | None:
-    return None if values.get("key_multiplier", 1.0) == 1.0 else _ALL
-
-
-def _shared_keys(values: Values) -> range | None:
-    return _ALL if values.get("num_kv_shared_layers") else None
-
-
-def _normalised_experts(values: Values) -> range | None:
-    return _ALL if values.get("norm_topk_prob") else None
-
-
+_some_experts = _where(lambda values: values.get("num_experts_per_tok", 1) < values.get("num_experts", 1))
 _WITHOUT_WINDOW = {"dots1", "gemma2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe"}
 _WITHOUT_WINDOW |= {"qwen3", "qwen3_moe", "starcoder2"}
-_OTHER_GELU = "computes another GELU than hidden_act asks for: logits differ by some 0.1 %"
+_OTHER_GELU = "computes another GELU than config.json asks for: logits differ by some 0.1 %"
 _RECORDS = (
     _Record(
         frozenset(_WITHOUT_WINDOW),
@@ -127,25 +108,29 @@ _RECORDS = (
     ),
     _Record(
         frozenset({"falcon_h1"}),
-        _key_multiplier,
+        _where(lambda values: values.get("key_multiplier", 1.0) != 1.0),
         "leaves out key_multiplier, by which transformers multiplies the keys of attention",
     ),
     _Record(
         frozenset({"glm"}),
-        _partial_rotation,
+        _where(lambda values: _rotated_share(values) != 1.0),
         "rotates a whole head by the token's position, and transformers the share partial_rotary_factor of it",
     ),
-    _Record(frozenset({"gemma", "starcoder2"}), _approximate_gelu, _OTHER_GELU),
-    _Record(frozenset({"gpt_neox"}), _exact_gelu, _OTHER_GELU),
+    _Record(
+        frozenset({"gemma", "gpt_bigcode", "starcoder2"}),
+        _where(lambda values: values.get("hidden_act", values.get("activation_function", "gelu")) != "gelu"),
+        _OTHER_GELU,
+    ),
+    _Record(frozenset({"gpt_neox"}), _where(lambda values: values.get("hidden_act") == "gelu"), _OTHER_GELU),
     _Record(
         frozenset({"qwen2_moe"}),
-        _normalised_experts,
+        _where(lambda values: bool(values.get("norm_topk_prob"))),
         "does not divide the weights of the chosen experts by their sum, as transformers does where norm_topk_prob is "
         "true",
     ),
     _Record(
         frozenset({"gemma3n", "gemma3n_text"}),
-        _shared_keys,
+        _where(lambda values: bool(values.get("num_kv_shared_layers"))),
         "computes keys and values of its last layers by their own projections, which no model was trained with, and "
         "transformers takes those of an earlier layer; with the cache of generation both do",
         refused=True,
