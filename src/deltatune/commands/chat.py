@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import NoResultError, UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
 from ..wrapping import say
@@ -206,6 +206,9 @@ class Chat:
         except KeyboardInterrupt:
             print(" ...", flush=True)
             return False
+        except NoResultError:
+            # The history of a conversation would hold it.
+            raise
         except UserError as error:
             # What the template refuses costs the question, not the conversation.
             say(f"deltatune: {error}", sys.stderr)
