@@ -1,9 +1,7 @@
 """A result that is not a number is never a result: finite weights with overflowing layers end with a layer's name."""
 
-import io
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,13 +9,15 @@ import pytest
 from PIL import Image
 
 import deltatune
+from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
 from deltatune.models import answer
 from deltatune.models.batch_decoder import is_covered
 from deltatune.models.continuations import scored
-from deltatune.models.generate import finite
+from deltatune.models.generate import Sampling, finite
 from deltatune.models.head import split_head
 from deltatune.models.load import load
+from deltatune.patches import patched
 from new_tokens import write_data
 
 LAYER = "language_model.model.layers.1 (attention)"
@@ -83,11 +83,29 @@ def test_the_same_weights_in_float32_have_results(run, overflowing, data, tmp_pa
         assert "nan" not in said
 
 
-def test_a_chat_answers_nothing(run, overflowing, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n"))
-    _, said, err = run("chat", "--model", overflowing, "-m", 4)
-    assert FIRST in err
-    assert "!!" not in said
+@pytest.mark.bad_input("`chat` with a model whose probabilities are not finite")
+def test_a_chat_ends(overflowing):
+    done = deltatune_script("chat", "--model", overflowing, "-m", 4, input="the fox\na dog\n")
+    assert done.returncode == 2
+    assert FIRST in done.stderr
+    assert done.stderr.count("deltatune: ") == 1
+    assert "!!" not in done.stdout
+
+
+@pytest.mark.parametrize("covered", [True, False], ids=["decoder", "mlx-lm"])
+@pytest.mark.parametrize("temp", [None, 0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_row_of_the_head_spoils_every_probability(checkpoint, monkeypatch, covered, temp, value):
+    """Though another token is chosen."""
+    model = load(checkpoint).model
+    head = (
+        model.language_model.lm_head if "lm_head" in model.language_model else model.language_model.model.embed_tokens
+    )
+    head.weight[300] = value
+    monkeypatch.setattr(answer, "is_covered", lambda model: covered and is_covered(model))
+    sampler = None if temp is None else Sampling(temp).sampler()
+    with patched(model), pytest.raises(NotFiniteError):
+        answer.answer_all(model, load(checkpoint).tokenizer, [[1, 2, 3], [4, 5]], max_tokens=3, sampler=sampler)
 
 
 @pytest.mark.parametrize("covered", [True, False], ids=["decoder", "mlx-lm"])

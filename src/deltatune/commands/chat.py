@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import NoResultError, UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
 from ..wrapping import say
@@ -173,6 +173,9 @@ class Chat:
         except KeyboardInterrupt:
             print(" ...", flush=True)
             return False
+        except NoResultError:
+            # The history of a conversation would hold it.
+            raise
         except UserError as error:
             # A refusal of the template costs the question, not the conversation.
             say(f"deltatune: {error}", sys.stderr)

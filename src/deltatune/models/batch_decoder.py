@@ -128,12 +128,14 @@ class BatchDecoder:
         """Launch a step; return the chosen tokens [B], with NOT_FINITE in place of one without a finite logit."""
         logits, self._arrays, self._offset = self._step(self._tokens, self._arrays, self._offset)
         if self._sampler is None:
+            total = mx.logsumexp(logits, axis=-1, keepdims=True)
             self._tokens = logits.argmax(axis=-1).astype(mx.int32)
         else:
             logits = logits.astype(mx.float32)
-            self._tokens = self._sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.int32)
-        logit = mx.take_along_axis(logits, self._tokens[:, None], axis=-1)[:, 0]
-        tokens = mx.where(mx.isfinite(logit), self._tokens, NOT_FINITE)
+            total = mx.logsumexp(logits, axis=-1, keepdims=True)
+            self._tokens = self._sampler(logits - total).astype(mx.int32)
+        # NaN as any token's logit leaves no token a probability.
+        tokens = mx.where(mx.isfinite(total[:, 0]), self._tokens, NOT_FINITE)
         mx.async_eval(self._tokens, tokens, self._arrays, self._offset)
         return tokens
 
