@@ -93,7 +93,8 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    facts, asked = _facts(reader.kinds, processors), _asked(config, tokenizer, reader)
+    facts = Facts(pictures=processors is not None, turns=reader.kinds != {TEXT})
+    asked = _asked(config, tokenizer, reader)
     if config.train:
         refuse_unread(TRAINING, changed_options(config), config, facts)
     rule = _rule(reader.kinds, config)
@@ -130,19 +131,6 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "facts": facts}
     about |= {"template_options": _asked(config, tokenizer, reader), "notes": reader.notes}
     return StreamedSplits(**splits, **about, stream=stream, first=first)
-
-
-def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
-    """Return what rows of these formats have; those of preferences are read under names of their own."""
-    if kinds & {CHOSEN, LABEL}:
-        return Facts(pictures=processors is not None)
-    return Facts(
-        pictures=processors is not None,
-        turns=kinds != {TEXT},
-        texts=TEXT in kinds,
-        completions=COMPLETION in kinds,
-        chats=bool(kinds & {CHAT, SHAREGPT}),
-    )
 
 
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
