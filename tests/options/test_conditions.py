@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 
 import pytest
@@ -22,7 +23,8 @@ ALWAYS = [
     "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
     "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "mask_prompt", "streaming", "pack",
     "val_batches", "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
-    "clear_cache_threshold", "memory", "report_to", "trust_remote_code", "force",
+    "clear_cache_threshold", "memory", "report_to", "trust_remote_code", "force", "text_feature",
+    "prompt_feature", "completion_feature", "chat_feature",
 ]  # fmt: skip
 FULL = {"fine_tune_type": "full"}
 SCHEDULE = {"name": "cosine_decay", "arguments": [1e-4, 10]}
@@ -85,8 +87,6 @@ BY_FACTS = {
     "video_max_frames": (4, "pictures"), "router_aux_loss_coef": (0.1, "routers"),
     "router_z_loss_coef": (0.1, "routers"), "chat_turns": ("last", "turns"),
     "chat_template_config": ({"a": 1}, "turns"),
-    "text_feature": ("t", "texts"), "prompt_feature": ("p", "completions"), "completion_feature": ("c", "completions"),
-    "chat_feature": ("m", "chats"),
 }  # fmt: skip
 NOTED = [
     "learning_rate", "test_batches", "steps_per_eval", "optimizer_config", "lr_schedule", "lr_schedule.warmup_init",
@@ -168,6 +168,23 @@ def test_model_and_data_decide_for_some(name):
         refuse_unread(TRAINING, changed_options(config), config, Facts(**{fact: False}))
     default = TrainConfig()
     assert refuse_unread(TRAINING, changed_options(default), default, Facts(*[False] * len(Facts()))) == []
+
+
+@pytest.mark.bad_input("`{command}` with an option that its model or data have no use for")
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("train", name) for name in BY_FACTS] + [("eval", name) for name in BY_FACTS if "router" not in name],
+)
+def test_model_and_data_are_asked(run, checkpoint, tmp_path, command, name):
+    value, _ = BY_FACTS[name]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "the quick brown fox"}\n' * 4)
+    words = [command, "--model", checkpoint, "--data", tmp_path, flag_name(name, FIELDS[name][1])]
+    more = ["--adapter-path", tmp_path / "out", "--iters", 1] if command == "train" else []
+    code, out, err = run(*words, value if isinstance(value, str | int | float) else json.dumps(value), *more)
+    label = name if command == "train" else flag_name(name, FIELDS[name][1])
+    assert (code, "Iter 1" in out) == (2, False)
+    assert err.startswith(f"deltatune: {label}: read only for")
 
 
 EXAMPLE = """

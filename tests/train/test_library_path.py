@@ -15,6 +15,7 @@ from deltatune.data.example import Splits
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.vocabulary import resize_embeddings
+from deltatune.train.reports import log
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import settled, vision_processors
 from new_tokens import TOKENS, with_new_tokens
@@ -303,6 +304,48 @@ def test_a_file_of_adapter_weights_and_a_saved_run_are_continued(base, tmp_path,
     assert left(tmp_path / "fresh")[1][0] != more[0][0]
     in_python(dataclasses.replace(fresh, iters=1, overwrite=True)).run()
     assert not (tmp_path / "fresh-1").exists()
+
+
+class Logger:
+    """A service that keeps what it gets, without times and memory."""
+
+    sent: list[object] = []  # noqa: RUF012 (each test has its own)
+
+    def __init__(self, folder, project, options):
+        self.sent += [folder.name, project, options | {"adapter_path": None}]
+
+    @classmethod
+    def check(cls, folder):
+        cls.sent += [folder.name]
+
+    def log(self, record, iteration):
+        timed = ("second", "memory", "time")
+        self.sent += [
+            iteration,
+            {key: value for key, value in record.items() if not any(word in key for word in timed)},
+        ]
+
+    def log_samples(self, samples, iteration):
+        self.sent += [iteration, samples]
+
+    def close(self):
+        self.sent += ["closed"]
+
+
+def test_loggers_get_what_the_command_gives_them(base, tmp_path, monkeypatch):
+    monkeypatch.setitem(log.SERVICES, "wandb", Logger)
+    options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_sample=1)
+    sent = {}
+    for way, start in (("command", train), ("python", lambda config: in_python(config).run())):
+        sent[way] = []
+        monkeypatch.setattr(Logger, "sent", sent[way])
+        start(TrainConfig(**options, adapter_path=str(tmp_path / way / "out")))
+    # The command asks before it loads the model, too, so that nobody waits for a missing login.
+    assert sent["command"] == ["out", *sent["python"]]
+    assert sent["python"][:2] == ["out", "tea"]
+    assert sent["python"][2]["project_name"] == "tea"
+    assert sent["python"][-1] == "closed"
+    assert {"train_loss", "val_loss"} <= {key for one in sent["python"][4::2] if isinstance(one, dict) for key in one}
 
 
 def test_the_variables_of_the_template_are_those_of_the_data(base, tmp_path):

@@ -93,7 +93,8 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
-    facts, asked = _facts(reader.kinds, processors), _asked(config, tokenizer, reader)
+    facts = Facts(pictures=processors is not None, turns=reader.kinds != {TEXT})
+    asked = _asked(config, tokenizer, reader)
     if config.train:
         refuse_unread(TRAINING, changed_options(config), config, facts)
     rule = _rule(reader.kinds, config)
@@ -132,6 +133,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     return StreamedSplits(**splits, **about, stream=stream, first=first)
 
 
+<<<<<<< HEAD
 def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
     """Return the facts about rows of these formats; those of preferences are read under names of their own."""
     if kinds & {CHOSEN, LABEL}:
@@ -145,6 +147,8 @@ def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
     )
 
 
+=======
+>>>>>>> options
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
     """Return the variables with which a trained model is asked; a note says where some answers had others."""
     options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)

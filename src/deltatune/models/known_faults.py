@@ -61,11 +61,9 @@ def _beyond_window(values: Values) -> range | None:
 
 def _up_to_original_length(values: Values) -> range | None:
     rope = values.get("rope_parameters")
-    if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
+    if not isinstance(rope, dict) or rope.get("rope_type") != "longrope" or rope["short_factor"] == rope["long_factor"]:
         return None
-    return (
-        range(1, rope["original_max_position_embeddings"] + 1) if rope["short_factor"] != rope["long_factor"] else None
-    )
+    return range(1, rope["original_max_position_embeddings"] + 1)
 
 
 def _where(is_wrong: Callable[[Values], bool]) -> Callable[[Values], range | None]:
@@ -73,8 +71,7 @@ def _where(is_wrong: Callable[[Values], bool]) -> Callable[[Values], range | Non
 
 
 def _rotated_share(values: Values) -> float:
-    rope = values.get("rope_parameters") or {}
-    share: float = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    share: float = dict(values, **(values.get("rope_parameters") or {})).get("partial_rotary_factor", 1.0)
     return share
 
 

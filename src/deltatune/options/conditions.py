@@ -20,9 +20,6 @@ class Facts(NamedTuple):
     pictures: bool = True
     routers: bool = True
     turns: bool = True
-    texts: bool = True
-    completions: bool = True
-    chats: bool = True
 
 
 def _adapts(c: TrainConfig) -> bool:
@@ -72,9 +69,6 @@ TRAINING: Conditions = {
     "router_aux_loss_coef router_z_loss_coef": (
         "for a model with a router that deltatune knows", lambda c, f: f.routers),
     "chat_turns chat_template_config": ("for rows that are not plain text", lambda c, f: f.turns),
-    "text_feature": ("for rows of plain text", lambda c, f: f.texts),
-    "prompt_feature completion_feature": ("for rows of a prompt and a completion", lambda c, f: f.completions),
-    "chat_feature": ("for rows of messages", lambda c, f: f.chats),
 }  # fmt: skip
 #: Of `eval` for tasks of lm-eval.
 TASKS: Conditions = {
