@@ -133,22 +133,6 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     return StreamedSplits(**splits, **about, stream=stream, first=first)
 
 
-<<<<<<< HEAD
-def _facts(kinds: set[str], processors: VisionProcessors | None) -> Facts:
-    """Return the facts about rows of these formats; those of preferences are read under names of their own."""
-    if kinds & {CHOSEN, LABEL}:
-        return Facts(pictures=processors is not None)
-    return Facts(
-        pictures=processors is not None,
-        turns=kinds != {TEXT},
-        texts=TEXT in kinds,
-        completions=COMPLETION in kinds,
-        chats=bool(kinds & {CHAT, SHAREGPT}),
-    )
-
-
-=======
->>>>>>> options
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
     """Return the variables with which a trained model is asked; a note says where some answers had others."""
     options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)
