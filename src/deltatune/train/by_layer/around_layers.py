@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...models.vision.tower import TowerInputs, run_tower
 from ...ops.functional import undisturbed
 from ...ops.random_state import drawing_with
-from ..batch_loss import Arrays
+from ..batch_loss import Arrays, LossFunction
 from ..compiled import Compiled
 from ..tree import Place
 from ..updates.routers import RouterLosses, weight_or_one
 from .layer_calls import Recorder
-
-if TYPE_CHECKING:
-    from .layer_passes import LayerPasses
 
 
 def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
@@ -80,6 +78,24 @@ class Outside:
             place.array = array
 
 
+class PartlyRun(Protocol):
+    """Runs a model without its layers, as LayerPasses does."""
+
+    model: nn.Module
+    loss: LossFunction
+    outer: Outside
+    in_tower: Outside
+
+    def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
+        """Run it with layers that are only recorded; return these, and the key before the first of them."""
+
+    def entering(self, entered: int, batch: Arrays, y: mx.array) -> mx.array:
+        """Return what the layer at a position is given where the one before has returned y."""
+
+    def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
+        """Return a loss where the last layer returns x, and what follows draws from `key`."""
+
+
 class AroundLayers:
     """The parts of a model around its layers, compiled for batches of one kind.
 
@@ -89,10 +105,10 @@ class AroundLayers:
 
     Attributes:
         recorded: How the layers are called, once before() was traced.
-        loss: Returns LayerPasses.loss_behind() of a loss, compiled.
+        loss: Returns PartlyRun.loss_behind() of a loss, compiled.
     """
 
-    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
+    def __init__(self, passes: PartlyRun, routers: RouterLosses | None):
         self._passes, self._routers = passes, routers
         self.recorded = Recorder()
         state = [passes.model.state]
