@@ -29,6 +29,7 @@ from .reports.screen import Screen
 from .saved.outputs import Outputs
 from .saved.saving import Saving
 from .setup import Training
+from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
@@ -98,7 +99,7 @@ class Iterations:
         self._freed_memory = freed_memory
         self._loss, self._passes = trained.loss, passes
         self._watched = nonfinite.watched(trained.layers)
-        self._figures = trained.figures + engine.state.step.reports
+        self._figures = trained.figures + router_figures(parts.model)
         evaluate = None if passes is None else passes.evaluate
         figures, layers = trained.figures, trained.layers
         self._evaluation = Evaluation(parts.model, trained.loss, parts.world, figures, evaluate, layers, parts.weights)

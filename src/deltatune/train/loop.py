@@ -196,8 +196,7 @@ class Trainer:
             ending = Ending(config, parts.outputs, parts.world, parts.screen)
             if feature_bytes is None:
                 feature_bytes = CACHE_BYTES if whole else 0
-            features = _within_device(feature_bytes)
-            layers = by_layers(model, config, trained, parts.weights, ending.between_layers, features)
+            layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
             trained, passes = stack.enter_context(layers)
             self._announce(trained, chosen)
             model.train()
@@ -310,11 +309,6 @@ def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examp
     documents = [document for example in examples for document in example.documents]
     check_examples(model, tokenizer, documents)
     check_positions(model, config.max_seq_length, documents)
-
-
-def _within_device(feature_bytes: int) -> int:
-    """Return the bytes of cached features in the memory in which MLX computes: none beside an NVIDIA GPU."""
-    return 0 if backend.device() == "cuda" else feature_bytes
 
 
 @contextlib.contextmanager

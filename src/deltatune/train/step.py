@@ -24,7 +24,7 @@ from .engines.launcher import PATIENCE, Launcher
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
-from .updates.routers import FIGURES, RouterLosses, real_lengths, weight_or_one
+from .updates.routers import RouterLosses, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
@@ -49,7 +49,7 @@ class MicroBatch(NamedTuple):
         weight: The sum of target weights.
         gradients: The tree of summed gradients, those of this micro-batch among them. If every micro-batch is an update
             on a single rank, they are those of the mean loss.
-        figures: A preference loss's and routers' figures, [2, figures] in one array; no array without either.
+        figures: A preference loss's figures and then the routers', [2, figures] in one array; no array without either.
     """
 
     loss: mx.array
@@ -162,11 +162,6 @@ class Step:
         parts = dict(leaves(self.bundles.part({TOGETHER: joined})))
         mx.eval(parts)
         self._replace({TOGETHER: joined}, parts)
-
-    @property
-    def reports(self) -> tuple[str, ...]:
-        """The names of the routers' figures, which come last."""
-        return () if self.routers is None else FIGURES
 
     @property
     def joined(self) -> list[mx.array]:

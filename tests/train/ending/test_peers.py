@@ -124,19 +124,19 @@ def slow(plain, seconds):
 # Evaluations and samples come before the first iteration and after the fourth.
 if place == "evaluation":
     evaluate.Evaluation.__call__ = ending(evaluate.Evaluation.__call__, 2)
-if place == "samples":
+if place in ("samples", "save, slow"):
     plain_main, plain_answers = World.do_on_main, Samples.answers
+    awaited, at = ("answer sample_prompts", 2) if place == "samples" else ("save", 1)
     def do_on_main(self, call, task):
-        return (at_samples if task == "answer sample_prompts" else plain_main)(self, call, task)
+        return (dying if task == awaited else plain_main)(self, call, task)
     def answers(self, ended):
         return plain_answers(self, slow(ended, 2))
-    at_samples, World.do_on_main, Samples.answers = ending(plain_main, 2), do_on_main, answers
+    dying, World.do_on_main, Samples.answers = ending(plain_main, at), do_on_main, answers
+    Outputs.save_weights = slow(Outputs.save_weights, 3)
 if place == "update":
     Step.update = ending(Step.update, 3)
 if place == "save":
     Saving.save = ending(Saving.save, 3)
-if place == "save, slow":
-    Saving._write, Outputs.save_weights = ending(Saving._write, 1), slow(Outputs.save_weights, 3)
 from deltatune.cli import main
 sys.exit(main(["train", *sys.argv[3:]]))
 """

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ...data.batches.packing import row_capacity
 from ...errors import UserError
+from ...machine import backend
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
 from ..batch_loss import Arrays
@@ -58,7 +59,7 @@ def by_layers(
     trained: Training,
     weights: LayerWeights | None,
     between: Callable[[], None] | None = None,
-    features: int = 0,
+    feature_bytes: int = 0,
 ) -> Iterator[tuple[Training, LayerPasses | None]]:
     """Within the context, the layers of `model` read their weights from `weights` when they are called.
 
@@ -68,7 +69,7 @@ def by_layers(
         trained: The result of setup.training().
         weights: The store of the weights; None for a run that has all of them in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
-        features: The bytes of `config.memory` that cached features of images take, beside MLX.
+        feature_bytes: The main memory for cached features of images. Only an NVIDIA GPU computes beside it.
 
     MLX gives freed memory back before it would hold more than the rest of `config.memory`.
 
@@ -90,6 +91,7 @@ def by_layers(
         check_packing(model, row_capacity(config))
     layers = [layer.module for layer in trained.layers]
     assert config.memory is not None
+    features = 0 if backend.device() == "cuda" else feature_bytes
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
     try:
         # The rest of the model runs without the weights of its layers.
