@@ -84,9 +84,10 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
             })  # fmt: skip
             return asked
 
-        def _advance(self, batch: Any) -> Any:
+        def _next_batch(self) -> Any:
+            batch = super()._next_batch()
             width[0] = batch.inputs.shape[1]
-            return super()._advance(batch)
+            return batch
 
     width, loop.Iterations = [0], Counted  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:

@@ -142,13 +142,13 @@ def train_counted(trainer: Any, counter: Any, plan: Any, skipped: int = 1) -> di
     peaks = []
 
     class Counted(Iterations):
-        def _advance(self, batch: Any) -> Any:
+        def _iterate(self) -> bool:
             counter.reset()
-            sums = super()._advance(batch)
+            asked = super()._iterate()
             # Training starts an iteration while the one before is computed; here each is counted by itself.
             mx.synchronize()
             peaks.append(counter.now())
-            return sums
+            return asked
 
     loop.Iterations = Counted  # type: ignore[misc]
     trainer.run()

@@ -172,20 +172,19 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
     class Paced(Iterations):
         def __init__(self, *parts: Any):
             super().__init__(*parts)
-            self._turns = Turns(trained(self.step.model))
+            self._turns = Turns(trained(self.parts.model))
 
         def _iterate(self) -> bool:
+            tower, progress = self.state.step.tower, self.progress
             if forget:
-                self.step.tower._cache.clear()
-                self.step.tower._bytes = 0
+                tower._cache.clear()
+                tower._bytes = 0
             self._turns.wait()
-            return super()._iterate()
-
-        def _advance(self, batch: Any) -> Any:
-            found = super()._advance(batch)
-            loss_sum, weight_sum = found[0][:2]
-            self._turns.said = {"loss": loss_sum / weight_sum, "counted": weight_sum}
-            return found
+            loss_before, counted_before = progress.window_loss, progress.window_weight
+            asked = super()._iterate()
+            counted = progress.window_weight - counted_before
+            self._turns.said = {"loss": (progress.window_loss - loss_before) / counted, "counted": counted}
+            return asked
 
     loop.Iterations = Paced  # type: ignore[misc]
     options = {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}, "optimizer_config": {"adamw": {}}}
