@@ -70,19 +70,11 @@ def test_a_known_fault(family, options, length, tmp_path):
     assert off[length:].max() > 5 * TOLERANCE
 
 
-def test_positions_that_are_scaled_by_length(tmp_path):
+@pytest.mark.parametrize(("short", "lengths"), [(1.0, [0]), (3.0, [])])
+def test_positions_that_are_scaled_by_length(short, lengths, tmp_path):
     """Transformers takes short_factor for rows up to the original length."""
-
-    def longrope(original: int, short: float) -> dict[str, Any]:
-        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
-        rope |= {"partial_rotary_factor": 1.0, "short_factor": [short] * 8, "long_factor": [3.0] * 8}
-        return {"rope_parameters": rope, "original_max_position_embeddings": original, "sliding_window": None}
-
-    off, beyond = difference("phi3", tmp_path / "short", longrope(64, 1.0))
-    assert beyond == [0]
-    assert off.max() > 1.0
-    off, _ = difference("phi3", tmp_path / "long", longrope(16, 1.0))
-    assert off.max() < TOLERANCE
-    off, beyond = difference("phi3", tmp_path / "same", longrope(64, 3.0))
-    assert beyond == []
-    assert off.max() < TOLERANCE
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    rope |= {"partial_rotary_factor": 1.0, "short_factor": [short] * 8, "long_factor": [3.0] * 8}
+    off, beyond = difference("phi3", tmp_path, {"rope_parameters": rope, "original_max_position_embeddings": 64})
+    assert beyond == lengths
+    assert off.max() > 1.0 if lengths else off.max() < TOLERANCE

@@ -70,9 +70,9 @@ def _where(is_wrong: Callable[[Values], bool]) -> Callable[[Values], range | Non
     return lambda values: _ALL if is_wrong(values) else None
 
 
-def _rotated_share(values: Values) -> float:
-    share: float = dict(values, **(values.get("rope_parameters") or {})).get("partial_rotary_factor", 1.0)
-    return share
+def _rotated_share(values: Values) -> Any:
+    rope = values.get("rope_parameters") or {}
+    return rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
 
 
 _some_experts = _where(lambda values: values.get("num_experts_per_tok", 1) < values.get("num_experts", 1))

@@ -51,11 +51,7 @@ Config = Mapping[str, Any]
 
 @contextmanager
 def refusing_config(refusal: str) -> Iterator[None]:
-    """Turn the errors of code that builds a model from a config into a UserError.
-
-    Args:
-        refusal: The beginning of its message.
-    """
+    """Turn the errors of code that builds a model from a config into a UserError, which begins with `refusal`."""
     try:
         yield
     except UserError:

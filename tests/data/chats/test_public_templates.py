@@ -17,8 +17,9 @@ from spoken_rows import in_no_token, spoken_row
 # scripts/make_env installs TRL without what it requires, so it is not imported.
 PLACE = importlib.util.find_spec("trl")
 FOLDER = Path(PLACE.submodule_search_locations[0] if PLACE else "trl") / "chat_templates"
-# Templates as models have them; those for TRL's training are its own.
-NAMES = [path.stem for path in sorted(FOLDER.glob("*.jinja")) if not path.stem.endswith("_training")]
+# Templates as models have them, those for TRL's training are its own; and those of the families in this folder.
+PATHS = [path for path in sorted(FOLDER.glob("*.jinja")) if not path.stem.endswith("_training")]
+PATHS += sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))
 # What templates are known to lose, and so must be counted for some row.
 SEEN = {
     "qwen3": {"developer messages"},
@@ -39,12 +40,12 @@ def tokenizer():
 
 
 def test_thirty_templates_are_read():
-    assert len(set(NAMES) - REFUSED) >= 30
+    assert sum(path.stem not in REFUSED for path in PATHS) >= 30
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_part_is_in_the_tokens_or_counted(tokenizer, name):
-    tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", PATHS, ids=[f"{path.parent.name}-{path.stem}" for path in PATHS])
+def test_each_part_is_in_the_tokens_or_counted(tokenizer, path):
+    tokenizer.chat_template = path.read_text(encoding="utf-8")
     chance, kinds, read = random.Random(1), Counter(), 0
     for number in range(12):
         row, parts = spoken_row(chance)
@@ -57,5 +58,5 @@ def test_each_part_is_in_the_tokens_or_counted(tokenizer, name):
         assert encode.unwritten.counts == in_no_token(parts, text.lower()), row
         kinds += encode.unwritten.counts
         read += 1
-    assert read or name in REFUSED
-    assert set(kinds) >= SEEN.get(name, set())
+    assert read or path.stem in REFUSED
+    assert set(kinds) >= SEEN.get(path.stem, set())

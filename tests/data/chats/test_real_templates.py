@@ -7,7 +7,6 @@ answer is generated as: everything after the prompt that the template writes for
 
 import io
 import json
-import random
 import re
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from transformers import AutoTokenizer
 from deltatune.data import BatchOrder, load_datasets, show_batch
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
-from deltatune.errors import UserError
-from spoken_rows import in_no_token, spoken_row
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {
@@ -240,22 +237,6 @@ def test_rows_have_the_tokens_of_mlx_lm_lora(tokenizer, name):
                 "" if name != "glm_4_5" else "<|observation|>" if count == 2 else "<|user|>"
             )
     assert compared >= 2
-
-
-@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
-def test_each_part_of_a_row_is_in_its_tokens_or_counted(tokenizer, name):
-    chance, read = random.Random(2), 0
-    for number in range(40):
-        row, parts = spoken_row(chance)
-        encode = TextEncoder(tokenizer, Features(), None)
-        try:
-            examples = encode(row, f"row {number}")
-        except UserError:
-            continue
-        text = "\n".join(tokenizer.decode(example.tokens) for example in examples)
-        assert encode.unwritten.counts == in_no_token(parts, text.lower()), row
-        read += 1
-    assert read > 5
 
 
 VALUES = {"city": "", "days": 0, "now": True, "late": False, "note": None, "stops": [], "more": {}, "far": 0.0}

@@ -37,6 +37,18 @@ TEMPLATES = {
     f"{TURN}{{% for call in message.tool_calls or [] %}}{{{{ call.id }}}}"
     "{% for key, value in call.function.arguments.items() if value is string %}{{ key }}={{ value }}{% endfor %}"
     f"{{% endfor %}}{{% endfor %}}{PROMPT}",
+    "no texts": "{% for message in messages %}"
+    f"{TURN}{{% for call in message.tool_calls or [] %}}{{{{ call.function.name }}}}{{% for key, value in "
+    "call.function.arguments.items() %} {{ key }} {{ '' if value is string else value }}{% endfor %}"
+    f"{{% endfor %}}{{% endfor %}}{PROMPT}",
+    # The names of parameters and arguments alone, or their descriptions and values.
+    **{
+        kind: "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description }} "
+        f"{{{{ tool.function.parameters.properties{end} | join(' ') }}}}{{% endfor %}}{{% for message in messages %}}"
+        f"{TURN}{{% for call in message.tool_calls or [] %}}{{{{ call.function.name }}}} "
+        f"{{{{ call.function.arguments{end} | join(' ') }}}}{{% endfor %}}{{% endfor %}}{PROMPT}"
+        for kind, end in (("keys", ""), ("values", ".values()"))
+    },
 }
 
 
@@ -76,6 +88,9 @@ def test_each_part_is_in_the_tokens_or_counted(with_template, name):
         "one system message": {"tools", "names", "tool messages", "developer messages", "system messages"},
         "names and tools": {"reasoning", "tool parameters"},
         "ids": {"tools", "names", "names of called tools", "arguments of calls", "reasoning"},
+        "no texts": {"tools", "arguments of calls"},
+        "keys": {"tool parameters", "arguments of calls"},
+        "values": {"tool parameters", "arguments of calls"},
     }
     assert set(kinds) >= expected[name]
 
