@@ -64,8 +64,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
 
     options = DEFAULTS | options
     counter = Counter()
-    described = model_config(options)
-    model = new_model(described)
+    model = new_model(described := model_config(options))
     random = np.random.default_rng(0)
 
     def examples(count: int) -> list[Example]:
