@@ -101,6 +101,17 @@ def upward(found: list[Import]) -> list[Import]:
     return [each for each in found if goes_up(each)]
 
 
+def between_rooms(found: list[Import]) -> list[Import]:
+    """The imports between rooms of one group, which are its folders and the files beside these, by the rooms' names."""
+    known = modules()
+    pairs = [(_room(each.importer), _room(each.imported), each.line) for each in found if each.imported in known]
+    return [Import(*pair) for pair in pairs if pair[0] != pair[1] and group_of(pair[0]) == group_of(pair[1])]
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
 def circles(found: list[Import]) -> list[list[str]]:
     """Lists of modules that import one another, directly or through others."""
     known = modules()

@@ -26,8 +26,8 @@ from .rows.row_formats import ALPACA, SHAREGPT, Features
 from .rows.sources import DataTable
 from .rows.unread_columns import MEANINGS
 from .text import TextEncoder
+from .text_with_pictures import VisionEncoder
 from .token_cache import Encoded
-from .vision.encoder import VisionEncoder
 from .vision.preparation import VisionProcessors, media_reader
 from .vision.videos import video_names
 

@@ -16,9 +16,9 @@ from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
 from ..models.generate import begun, cache_bytes, on_stream_of_answers
+from ..models.generate_with_pictures import embedded
 from ..models.head import split_head
 from ..models.vision.frozen_tower import frozen_tower
-from ..models.vision.generate import embedded
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from

@@ -16,8 +16,8 @@ from ..data.vision.prompt import PromptPictures
 from ..errors import UserError
 from ..models.answer import ROWS, answer_all
 from ..models.generate import Sampling, stream
+from ..models.generate_with_pictures import stream_with_pictures
 from ..models.load import Loaded
-from ..models.vision.generate import stream_with_pictures
 from ..models.vocabulary import check_prompt
 from .by_layer.layer_weights import LayerWeights
 from .ending.nonfinite import explained

@@ -14,7 +14,7 @@ from ..example import Example
 from ..prompts import text_tokens
 from ..rows.row_formats import behind_prompt, messages_in_text, present_fields
 from ..text import TextEncoder
-from ..vision.encoder import VisionEncoder
+from ..text_with_pictures import VisionEncoder
 from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...machine.compiling import without_kernels
-from ...ops.functional import undisturbed
-from ...patches import patched
-from ..generate import Sampling, finite
-from ..load import Loaded
-from .inputs import Picture
+from ..machine.compiling import without_kernels
+from ..ops.functional import undisturbed
+from ..patches import patched
+from .generate import Sampling, finite
+from .load import Loaded
+from .vision.inputs import Picture
 
 
 def stream_with_pictures(

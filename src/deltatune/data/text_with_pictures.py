@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UserError
-from ...models.vision.inputs import VisionSpec, single_frames, token_positions
-from ..example import Example
-from ..rows.unread_columns import MARKS_IN_TEXT
-from ..text import TextEncoder
-from .media import MediaReader, MediaSize, Pictures
-from .messages import IMAGE, VIDEO, has_mark_in_text, media_columns, place_media, write_videos
-from .placeholders import token_counts
-from .videos import video_text
+from ..errors import UserError
+from ..models.vision.inputs import VisionSpec, single_frames, token_positions
+from .example import Example
+from .rows.unread_columns import MARKS_IN_TEXT
+from .text import TextEncoder
+from .vision.media import MediaReader, MediaSize, Pictures
+from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_columns, place_media, write_videos
+from .vision.placeholders import token_counts
+from .vision.videos import video_text
 
 
 class VisionEncoder:
