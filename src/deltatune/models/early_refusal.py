@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..ops.random_state import drawing_from
 from ..patches import left_alone_for, refuse
 from .load import plain_config
-from .transformers_configs import completed, with_known_type
+from .transformers_configs import BUILD_ERRORS, completed, with_known_type
 from .vision import load as vision_load
 
 
@@ -62,5 +62,5 @@ def _unloaded(parts: Any, config: dict[str, Any]) -> nn.Module | None:
             model_class, arguments_class = parts
             model: nn.Module = model_class(arguments_class.from_dict(copy.deepcopy(completed(config))))
             return model
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError):
+    except BUILD_ERRORS:
         return None

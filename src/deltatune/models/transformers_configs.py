@@ -47,6 +47,8 @@ _KINDS = {
 _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 Config = Mapping[str, Any]
+# The errors of code that builds a model from a config that it was not made for.
+BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def refusing_config(refusal: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError) as error:
+    except BUILD_ERRORS as error:
         raise UserError(f"{refusal}: {reason(error)}") from error
 
 
