@@ -1,4 +1,4 @@
-.PHONY: help env demo test test-again test-cpus fuzz coverage lint house tree docs oracle compat families clean selftest selftest-metal \
+.PHONY: help env demo test test-all test-again test-cpus fuzz coverage lint house tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
         check-tag addresses newest branches on-metal
 PYTHON := .venv/bin/python
@@ -10,7 +10,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo                 fine-tune the bundled model and see what it learnt (three minutes)"
-	@echo "make test                 the whole test suite"
+	@echo "make test                 the test suite"
+	@echo "make test-all             the test suite with further sizes, dtypes and combinations of its cases"
 	@echo "make test-again           up to three tests that failed under make test, once more and alone"
 	@echo "make test-cpus            the numeric tests with the BLAS kernels of other CPUs (x86-64 Linux)"
 	@echo "make fuzz [MINUTES=30]    throw random options, data, templates and damaged files at every command"
@@ -49,6 +50,10 @@ demo: env
 # Two processes with one BLAS thread each: small tests leave the second core of one process idle.
 test: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+# The weekly workflow runs it.
+test-all: env
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
 
 # After `make test` failed.
 test-again: env

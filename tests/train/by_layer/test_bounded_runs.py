@@ -177,7 +177,6 @@ def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsy
     assert len(references[0]) == 1
 
 
-@pytest.mark.slow
 def test_two_ranks_read_one_base(config, least, launch, tmp_path):
     memory = least(config)
     config = dataclasses.replace(config, iters=2, batch_size=2, val_batches=1)

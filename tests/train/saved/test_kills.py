@@ -70,7 +70,6 @@ def of_kind(options, request, tmp_path):
     return make
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_points_the_run_ends_with_the_same_bits(of_kind, kind, tmp_path, request):
     wanted = request.config.getoption("--kills") or 1
