@@ -54,7 +54,8 @@ CASES = {
     "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
     "optimizer_config": [({"adam": {}, "adamw": {"weight_decay": 0.1}}, {"optimizer": "AdamW"}, {})],
     "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
-    "lr_schedule": [(SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
+    "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
+    "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
     "lr_schedule.warmup_init": [
         (1e-6, {"lr_schedule": SCHEDULE | {"warmup": 2, "warmup_init": 1e-6}},
          {"lr_schedule": SCHEDULE | {"warmup": 0, "warmup_init": 1e-6}})

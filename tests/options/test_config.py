@@ -43,12 +43,15 @@ def test_wrong_type_is_refused(key, value):
 
 @pytest.mark.parametrize("name", ["memory", "clear_cache_threshold"])
 def test_sizes_are_texts_in_files_and_python_too(name):
-    for text, count in (("12GB", 12 * 10**9), ("1.5 gb", 1_500_000_000), ("500M", 500 * 10**6), ("7", 7), (7, 7)):
+    sizes = {"12GB": 12 * 10**9, "1.5 gb": 1_500_000_000, "500M": 500 * 10**6, "12GiB": 12 * 2**30, "7000": 7000}
+    for text, count in sizes.items() | {(7000, 7000)}:
         assert getattr(build(TrainConfig, {name: text}, "c.yaml"), name) == count
         assert getattr(TrainConfig(**{name: text}), name) == count
     for wrong in ("4XB", "GB", "1.2.3GB", ""):
-        with pytest.raises(UserError, match=f"c.yaml: {name}: expected a size such as 4GB or 500MB, got '{wrong}'"):
+        with pytest.raises(UserError, match=f"c.yaml: {name}: expected a size such as .* or 500MB, got '{wrong}'"):
             build(TrainConfig, {name: wrong}, "c.yaml")
+    with pytest.raises(UserError, match="c.yaml: .*: 12 counts bytes; write 12GB if gigabytes are meant"):
+        build(TrainConfig, {name: 12}, "c.yaml")
     with pytest.raises(UserError, match="expected a size"):
         build(TrainConfig, {name: "99999999999GB"}, "c.yaml")
 

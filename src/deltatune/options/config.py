@@ -100,7 +100,7 @@ class TrainConfig:
         dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
     learning_rate: float = option(
-        1e-5, _OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)
+        1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0)
     )
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
@@ -108,11 +108,20 @@ class TrainConfig:
     decay_norm_and_bias: bool = option(
         False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
-    lr_schedule: dict[str, Any] | None = option(
+    lr_schedule: dict[str, Any] | str | None = option(
         None,
         _OPTIMIZER,
-        "learning rate schedule, counted in optimizer steps, with the keys name, arguments, warmup and warmup_init",
-        flag=False,
+        "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
+        "the mapping of mlx_lm.lora in place of the word, counted in optimizer steps, with the keys name, arguments, "
+        "warmup and warmup_init",
+        choices=("constant", "cosine", "linear"),
+    )
+    warmup: float = option(
+        0.0,
+        _OPTIMIZER,
+        "part of the run over which the learning rate rises to learning_rate: a share below 1, or a number of "
+        "optimizer steps",
+        range=Range(least=0),
     )
     grad_clip: float | None = option(
         None,
@@ -332,6 +341,8 @@ class TrainConfig:
             )
         if self.chat_template_config is not None:
             checked_options(self.chat_template_config, "chat_template_config")
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise UserError(f"warmup: expected a share below 1 or a whole number of steps, got {self.warmup}.")
         self._check_streaming()
         self._check_memory()
         if self.resume and self.overwrite:
