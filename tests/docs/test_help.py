@@ -313,6 +313,7 @@ ELSEWHERE = {
     "--json": "doctor/test_doctor::test_json_has_everything",
     "--label-smoothing": FORMULAS,
     "--learning-rate": "train/updates/test_optimizer::test_an_update_is_that_of_mlx",
+    "--val-split": "data/test_datasets::test_rows_are_held_out_where_nothing_else_validates",
     "--lr-schedule": "train/updates/test_optimizer::test_a_schedule_over_the_run_is_that_of_transformers",
     "--warmup": "train/updates/test_optimizer::test_a_schedule_over_the_run_is_that_of_transformers",
     "--limit": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",

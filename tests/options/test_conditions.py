@@ -45,6 +45,7 @@ CASES = {
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],
     "test_batches": [(500, {"test": True}, {})],
+    "val_split": [(0.1, {}, {"val_batches": 0}), (0.2, {}, {"streaming": True})],
     "early_stopping": [(2, {}, {"val_batches": 0})],
     "steps_per_eval": [
         (200, {}, {"val_batches": 0}),

@@ -46,6 +46,7 @@ TRAINING: Conditions = {
     "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
+    "val_split": ("where val_batches is not 0, and without streaming", lambda c, f: c.val_batches and not c.streaming),
     "early_stopping": ("where val_batches is not 0", lambda c, f: c.val_batches),
     "steps_per_eval": (
         "where val_batches is not 0, or for sample_prompts without steps_per_sample",

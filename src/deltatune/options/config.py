@@ -42,8 +42,15 @@ class TrainConfig:
     data: str | None = option(
         None,
         _DATA,
-        "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set; "
-        "required without hf_dataset",
+        "file of training data (.jsonl, .json, .csv, .tsv or .parquet), folder that holds train.jsonl, valid.jsonl and "
+        "test.jsonl, or the name of a Hugging Face data set; required without hf_dataset",
+    )
+    val_split: float | None = option(
+        None,
+        _DATA,
+        "share of the training rows to validate on, drawn by the seed; default: 0.1 where the data have no validation "
+        "set and 20 rows or more",
+        range=Range(least=0, below=1),
     )
     hf_dataset: Any = option(
         None, _DATA, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
@@ -99,9 +106,7 @@ class TrainConfig:
     optimizer_config: dict[str, dict[str, Any] | None] = option(
         dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = option(
-        1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0)
-    )
+    learning_rate: float = option(1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0))
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
