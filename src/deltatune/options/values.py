@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
+from .other_names import option_meant
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
@@ -138,8 +139,11 @@ def short(value: object) -> str:
 def nearest(word: str, known: list[str]) -> str:
     """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close.
 
-    The dashes before a flag do not count, since they make any two short flags alike.
+    The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
+    for an option is close to ours.
     """
+    if meant := option_meant(word, known):
+        return f" (did you mean {meant!r}?)"
     by_name = {name.lstrip("-"): name for name in known}
     closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
