@@ -88,11 +88,6 @@ def test_only_patches_and_models_name_upstream():
     assert not [str(each) for each in wrong if each.importer not in alone]
 
 
-@cache
-def parsed(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
 ROOT = Path(__file__).parents[1]
 BESIDE = [path for folder in ("tests", "benchmarks", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")]
 
@@ -109,7 +104,7 @@ def too_long(name: str, text: str) -> list[str]:
     """Say which is too long: the text of the file `name`, or a function in it."""
     long = [f"{name} has {lines} lines: split it by concept"] if (lines := text.count("\n")) > 600 else []
     # A file that is shorter than a long function has none, and functions are not looked for within expressions.
-    for node in statements(parsed(text)) if lines >= 59 else ():
+    for node in statements(ast.parse(text)) if lines >= 59 else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             long += [f"{name}:{node.lineno}: {node.name} has {lines} lines"] if lines >= 60 else []
@@ -163,7 +158,7 @@ def test_a_long_kernel_body_is_found():
 def test_no_two_public_classes_have_one_name():
     homes = defaultdict(list)
     for name, path in MODULES.items():
-        for node in parsed(path.read_text()).body:
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name)
     assert len(homes) > 80
@@ -183,7 +178,7 @@ def test_no_two_files_of_one_name_mean_different_things():
 def names_of(module: str) -> set[str]:
     """The names that a module of the package gives others: its own, those it imports, and the files of its folder."""
     names = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module and name}
-    inside: list[ast.AST] = [parsed(MODULES[module].read_text())] if module in MODULES else []
+    inside: list[ast.AST] = [ast.parse(MODULES[module].read_text())] if module in MODULES else []
     while inside:
         for node in ast.iter_child_nodes(inside.pop()):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -200,7 +195,7 @@ def names_of(module: str) -> set[str]:
 def stale(text: str) -> list[str]:
     """Names of deltatune that a program uses and that are not there."""
     gone, modules, bound = [], {}, set()
-    nodes = list(ast.walk(parsed(text))) if "deltatune" in text else []
+    nodes = list(ast.walk(ast.parse(text))) if "deltatune" in text else []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deltatune":
             module = node.module.partition(".")[2]
