@@ -49,7 +49,10 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Fewer steps, calls and tokens than users wait for."""
+    """Fewer steps, rows, calls and tokens than users wait for."""
+    options = training._options
+    smaller = {"batch_size": 2, "max_seq_length": 64}
+    monkeypatch.setattr(training, "_options", lambda *given: options(*given) | smaller)
     monkeypatch.setattr(training, "STEPS", 2)
     monkeypatch.setattr(times, "_CALLS", 1)
     monkeypatch.setattr(controls, "_SHORT", 16)
