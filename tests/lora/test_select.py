@@ -134,7 +134,7 @@ def test_reads_by_alias_item_and_helper_are_found_and_the_model_stays_as_it_was(
     assert type(model.called) is nn.Linear
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3"])
 def test_selecting_changes_nothing(tiny_model, family):
     model = tiny_model(family)
     model.eval()

@@ -71,7 +71,13 @@ def without_mlx(tmp_path):
 
 
 @pytest.mark.bad_input("an installation without one of the extras that bring MLX's library")
-@pytest.mark.parametrize("command", [cli.name_of(command) for command in cli.COMMANDS])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.weekly] * (name not in ("train", "run", "doctor")))
+        for name in map(cli.name_of, cli.COMMANDS)
+    ],
+)
 def test_without_mlx_every_command_names_the_extras(without_mlx, command):
     needed = {
         "chat": ["--model", "x"],
