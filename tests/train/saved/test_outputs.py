@@ -60,18 +60,6 @@ def test_the_weights_with_the_lowest_loss_are_kept(make_trainer, tmp_path, losse
     assert about["lora_parameters"] == json.loads((out / "adapter_config.json").read_text())["lora_parameters"]
 
 
-def test_both_libraries_load_the_best(make_trainer, tmp_path, losses, checkpoint, run):
-    losses(5.0, 2.0, 3.0)
-    make_trainer(grad_accumulation_steps=1).run()
-    best = tmp_path / "out" / "best"
-    theirs, _ = mlx_lm.utils.load(str(checkpoint), adapter_path=str(best))
-    loaded = dict(tree_flatten(theirs.parameters()))
-    assert all(mx.array_equal(loaded[name], value) for name, value in weights(best).items())
-    flags = ["--model", checkpoint, "--adapter-path", best]
-    assert run("generate", *flags, "--prompt", "a", "--max-tokens", 1)[0] == 0
-    assert run("merge", *flags, "--save-path", tmp_path / "merged")[0] == 0
-
-
 def test_without_evaluations_there_is_no_best(make_trainer, tmp_path):
     assert make_trainer(iters=2, val_batches=0).run().best_iteration is None
     assert not (tmp_path / "out" / "best").exists()
