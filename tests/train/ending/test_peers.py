@@ -12,7 +12,7 @@ from deltatune.train.ending.peers import Peers
 from killed_runs import KILLED_AT_A_MOMENT, adapters
 
 # The most seconds that the others may take to end.
-ALLOWED = 30.0
+ALLOWED = 60.0
 
 
 @pytest.fixture
