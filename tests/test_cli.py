@@ -337,9 +337,7 @@ def test_a_data_flag_overrides_the_data_set_of_the_yaml_file(tmp_path):
 def test_nothing_is_chosen_for_a_program_that_names_no_model_or_data(checkpoint):
     with pytest.raises(UserError, match=r"^model: expected the folder of a model, .*; got none\.$"):
         ready(TrainConfig(data="x"))
-    with pytest.raises(
-        UserError, match=r"^data: expected a file, a folder with train.jsonl, or the name of a Hugging"
-    ):
+    with pytest.raises(UserError, match=r"^data: expected a file, a folder with train.jsonl, or the name of a Hugging"):
         ready(TrainConfig(model=str(checkpoint)))
 
 

@@ -26,7 +26,7 @@ from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
-from .rows.row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
+from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.row_streams import JsonLines, hugging_face_streams
 from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, json_file, jsonl
 from .vision.messages import VIDEO, media_kind
@@ -350,7 +350,7 @@ def _rule(kinds: set[str], config: TrainConfig) -> str:
         return "Loss on every token, prompts included (--no-mask-prompt)."
     turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"
     parts = {
-        "completions only": {COMPLETION, ALPACA},
+        "completions only": {COMPLETION, ALPACA, CAPTION},
         f"{turns} only": {CHAT, SHAREGPT},
         "every token of text lines" if len(kinds) > 1 else "every token": {TEXT},
         "the answers of pairs": {CHOSEN},
