@@ -322,7 +322,7 @@ def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkey
 def test_auto_without_a_plan_is_refused(tiny_model):
     model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1, grad_checkpoint="auto")
     with (
-        pytest.raises(UserError, match=r"Give Trainer\.run the checkpoints of"),
+        pytest.raises(UserError, match=r"Train with deltatune\.finetune\(config\)"),
         training(model, config, compare=False),
     ):
         pass

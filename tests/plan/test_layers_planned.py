@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from counted_programs import PLANNED_WITHIN
+from deltatune import finetune
 from deltatune.answering.session import store_of
-from deltatune.commands.train import train
 from deltatune.layers import describe
 from deltatune.machine import backend
 from deltatune.models import generate
@@ -90,8 +90,7 @@ def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(reading_calls(layers, placed.of(loaded.model, stack)).watched())
+    with contextlib.closing(placed.of(loaded.model)) as read, reading_calls(layers, read).watched():
         mx.reset_peak_memory()
         # The end of an answer has its largest caches: all of it is planned, and little of it need be computed.
         for _ in generate.stream(loaded, list(prompt.tokens), min(most, 4), generate.Sampling()):
@@ -151,6 +150,6 @@ def test_a_run_takes_its_planned_memory(tiny_checkpoint, rows, tmp_path, monkeyp
         # A run would let MLX hold what is planned before it waits.
         patches.setattr(mx, "set_memory_limit", lambda limit: limit)
         mx.reset_peak_memory()
-        train(dataclasses.replace(config, memory=planned))
+        finetune(dataclasses.replace(config, memory=planned))
         counted = mx.get_peak_memory() - before
     assert 0.9 * planned < counted < PLANNED_WITHIN * planned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -20,6 +19,7 @@ from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig
+from ..train.bounds import Bounds
 from ..train.reports.screen import Fact
 from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
@@ -75,7 +75,7 @@ def examine(
     run.prepare()
     rows, length = shape(run)
     shown.shape(rows, length, run.config.max_seq_length)
-    for note in run.faults:
+    for note in run.notes:
         shown.fault(note)
     choice = _choice(run, limits, layout, shown.tried)
     # Where larger values are searched for, auto may checkpoint every layer.
@@ -142,29 +142,11 @@ def _halfway(until: float) -> float:
     return (time.monotonic() + until) / 2
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A run that was checked.
-
-    Args:
-        said: Lines for the user: the plan, or why there is none on this version of MLX.
-        checkpoints: The layers to recompute, for Trainer.run; None unless `grad_checkpoint` is auto.
-        memory_limit: The bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
-        feature_bytes: The limit of cached features of images, for Trainer.run; None for its default.
-    """
-
-    said: list[Fact | str]
-    checkpoints: Checkpoints | None
-    memory_limit: int | None = None
-    feature_bytes: int | None = None
-
-
-def check(run: Run, *, force: bool = False) -> Checked:
+def check(run: Run) -> Bounds:
     """Check that a run fits the device before it starts, and choose its checkpoints if `grad_checkpoint` is auto.
 
     Args:
-        run: The run, its model prepared.
-        force: Report a run that does not fit instead of refusing it.
+        run: The run, its model prepared. With its option `force`, one that does not fit is only reported.
 
     Raises:
         UserError: The run does not fit; the message names changes with which it fits.
@@ -183,11 +165,11 @@ def check(run: Run, *, force: bool = False) -> Checked:
     said.append(screen.memory(plan, limits))
     if not fits(plan, limits):
         message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}{_from_disk(run, limits, layout)}"
-        if not force:
+        if not run.config.force:
             message += _smaller(run, _without_choice(run.config), plan, limits, layout)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(said, None if choice is None else choice.checkpoints, plan.memory_limit)
+    return Bounds(said, None if choice is None else choice.checkpoints, plan.memory_limit)
 
 
 def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: Brake | None = None) -> Forecast:
@@ -234,16 +216,16 @@ def _saved_checkpoints(run: Run) -> Checkpoints | None:
     return None if saved is None else saved.checkpoints
 
 
-def _unplanned(run: Run, line: str) -> Checked:
+def _unplanned(run: Run, line: str) -> Bounds:
     """Return the report on a run that cannot be planned; auto then checkpoints every layer of a new run."""
     if run.config.grad_checkpoint != "auto":
-        return Checked([line], None)
+        return Bounds([line], None)
     order, saved = order_of(run.model), _saved_checkpoints(run)
     chosen = order.first(len(order.reached), operators=False) if saved is None else saved
     # The other ranks wait for this one in _choice.
     checkpoints = _of_all_ranks(run, order, chosen)
     again = order.count(checkpoints)
-    return Checked([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are recomputed."], checkpoints)
+    return Bounds([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are recomputed."], checkpoints)
 
 
 def shape(run: Run) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +25,11 @@ from ..models.checkpoint_files import weight_files
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
+from ..train.bounds import Bounds
+from ..train.by_layer.disk_time import DiskTime
 from ..train.by_layer.inputs_on_host import InputsOnHost
 from ..train.by_layer.layer_functions import array_places, lowest_layer
-from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
+from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk, KeepsInputs
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.stored_weights import StoredWeights, cached
 from ..train.reports.screen import Fact
@@ -37,7 +39,7 @@ from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
 from .device_limits import Brake, brake, device_limits
-from .fit import Checked, batch_shape, planned_step, shape
+from .fit import batch_shape, planned_step, shape
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
@@ -181,9 +183,11 @@ class Placed(NamedTuple):
     lines: list[str]
     stored: StoredWeights
 
-    def checked(self) -> Checked:
-        """Return the lines to print, the limit of cached features, and the memory limit of a step as a whole."""
-        return Checked(self.placement.said(), None, self._brake(), self.placement.features)
+    def bounds(self, run: Run) -> Bounds:
+        """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
+        placement = self.placement
+        weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
+        return Bounds(placement.said(), None, self._brake(), placement.features, weights)
 
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines to print, as Placement.said() does."""
@@ -196,30 +200,27 @@ class Placed(NamedTuple):
     def _brake(self) -> int | None:
         return None if self.placement.streamed else brake(self.placement.memory)
 
-    def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
+    def of(self, model: nn.Module, folder: Path | None = None) -> LayerWeights | None:
         """Read the weights that stay in memory; return the store of the others, or None if all stay.
 
-        The files are closed with `stack`.
+        `folder` is that of layers' inputs, where they go to the disk.
         """
         layers = [layer.module for layer in describe(model)]
         placement = self.placement
-        weights = LayerWeights(self.stored, model, layers, placement.streamed, on_host=placement.on_host)
-        stack.callback(weights.close)
-        return weights if placement.streamed else None
-
-    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
-        """Return of() for the model of a run; its option `memory` is left out if all weights stay."""
-        weights = self.of(run.model, stack)
-        if weights is None:
-            run.config = dataclasses.replace(run.config, memory=None)
-        elif self.placement.inputs_on_host:
-            weights.inputs = InputsOnHost(weights.disk)
-        elif self.placement.inputs:
-            if self.placement.on_host:
-                weights.disk.of += " and the disk"
-            folder = Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}"
-            weights.inputs = InputsOnDisk(folder, weights.disk)
-        return weights
+        disk = DiskTime(of="the host's memory" if placement.on_host else "the disk")
+        inputs: KeepsInputs | None = None
+        if placement.inputs_on_host:
+            inputs = InputsOnHost(disk)
+        elif placement.inputs and folder is not None:
+            disk.of = "the host's memory and the disk" if placement.on_host else disk.of
+            inputs = InputsOnDisk(folder, disk)
+        weights = LayerWeights(
+            self.stored, model, layers, placement.streamed, on_host=placement.on_host, disk=disk, inputs=inputs
+        )
+        if placement.streamed:
+            return weights
+        weights.close()
+        return None
 
 
 def placed(run: Run) -> Placed:

@@ -66,7 +66,7 @@ class Run:
         splits: The examples.
         world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
-        faults: A note for each known fault of the model that the rows reach.
+        notes: Notes on options that are hardly meant, and on known faults of the model that the rows reach.
     """
 
     config: TrainConfig
@@ -74,7 +74,7 @@ class Run:
     splits: Splits
     world: World
     image: str | None
-    faults: list[str]
+    notes: list[str]
 
     @property
     def model(self) -> nn.Module:
@@ -115,8 +115,7 @@ def ready(
         UserError: For anything in the options, the model or the data that the user can correct.
     """
     config = settled(config)
-    if config.train:
-        check_options(config)
+    notes = check_options(config) if config.train else []
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
     path = None if comes_from_hub(config.model) else locate(config.model)
     image = first_image(config)
@@ -127,8 +126,8 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    faults = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
-    return Run(with_template_options(config, splits), loaded, splits, world or World(), image, faults)
+    notes += fault_notes(loaded.model, loaded.config, _lengths(splits, config))
+    return Run(with_template_options(config, splits), loaded, splits, world or World(), image, notes)
 
 
 def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
@@ -400,8 +399,8 @@ def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -
     if config.grad_checkpoint == "auto":
         if chosen is None:
             raise UserError(
-                "grad_checkpoint: auto recomputes the layers that a plan chooses, and none was made. Give Trainer.run "
-                "the checkpoints of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
+                "grad_checkpoint: auto recomputes the layers that a plan chooses, and none was made. Train with "
+                "deltatune.finetune(config), or set grad_checkpoint to true or false."
             )
         return chosen
     return Checkpoints(range(layers) if config.grad_checkpoint else ())

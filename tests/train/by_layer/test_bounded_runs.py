@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 
 from console import called
+from deltatune import finetune as train
 from deltatune.cli import main
-from deltatune.commands.train import train
 from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
