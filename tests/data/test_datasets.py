@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import pytest
@@ -20,7 +21,7 @@ def test_the_splits_that_the_run_needs(tokenizer, folder):
     assert splits.notes == []
     assert splits.train[3].source == f"{config.data}/train.jsonl:4"
     config = folder(test=TEXT[:3])
-    config.train, config.test = False, True
+    config = dataclasses.replace(config, train=False, test=True)
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
 
@@ -101,7 +102,7 @@ def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
     config = folder(train=TEXT)
-    config.test = True
+    config = dataclasses.replace(config, test=True)
     with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
         load_datasets(config, tokenizer)
 

@@ -41,9 +41,7 @@ def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
     config = TrainConfig(num_layers=-1, grad_checkpoint=True)
     prepare(model, config)
     shape, layout = BatchShape(1, 128), ArrayLayout.measured()
-    whole, by_layers = (
-        forecast_step(model, dataclasses.replace(config, memory=memory), shape, layout) for memory in (None, 1)
-    )
+    whole, by_layers = (forecast_step(model, config, shape, layout, layer_inputs=inputs) for inputs in (None, "memory"))
     assert by_layers.sizes == whole.sizes
     assert by_layers.products == whole.products
     assert by_layers.bytes.amount < 0.8 * whole.bytes.amount

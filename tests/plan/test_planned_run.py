@@ -9,6 +9,7 @@ import pytest
 from console import deltatune
 from deltatune import LoraConfig, PlannedRun, TrainConfig, finetune, generate
 from deltatune.errors import UserError
+from deltatune.ops.recomputation import Checkpoints
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits
@@ -64,8 +65,7 @@ def test_automatic_checkpoints_in_python_have_the_bits_of_the_command(options, t
     expected, said = of_command(options, tmp_path / "command", grad_checkpoint="auto")
     assert "0 of 4 layers are recomputed" in said
     run = PlannedRun.of(config_of(options, tmp_path / "python", grad_checkpoint="auto"))
-    whole = config_of(options, tmp_path)
-    plan = fit.planned_step(run.model, whole, fit.shape(run), run.splits, ArrayLayout.measured())
+    plan = fit.Planner(run, ArrayLayout.measured()).at(*fit.shape(run), Checkpoints())
     with monkeypatch.context() as patch:
         patch.setattr(fit, "device_limits", lambda: DeviceLimits(None, plan.bytes.amount - 1, "", "a test"))
         trainer = run.trainer()

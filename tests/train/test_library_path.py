@@ -16,7 +16,7 @@ from deltatune.errors import UserError
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.train.reports import log
 from deltatune.train.reports.screen import Screen
-from deltatune.train.setup import settled, vision_processors
+from deltatune.train.setup import vision_processors
 from new_tokens import TOKENS, with_new_tokens
 
 ROWS = [
@@ -359,4 +359,4 @@ def test_the_variables_of_the_template_are_those_of_the_data(base, tmp_path):
 
 def test_from_scratch_trains_all_weights(base):
     config = TrainConfig(**base("from scratch"))
-    assert settled(config).fine_tune_type == in_python(config).config.fine_tune_type == "full"
+    assert config.fine_tune_type == in_python(config).config.fine_tune_type == "full"

@@ -39,12 +39,11 @@ from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
 from .device_limits import Brake, brake, device_limits
-from .fit import batch_shape, planned_step, shape
-from .forecast import Forecast, forecast_step
+from .fit import Planner, shape
+from .forecast import Forecast
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size, size_above
-from .traced_step import BatchShape
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ def placed(run: Run) -> Placed:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
     Args:
-        run: The run; its options are changed to those that `memory` implies.
+        run: The run.
 
     Raises:
         UserError: The run cannot be computed by layers, or `memory` is too small for it.
@@ -236,33 +235,32 @@ def placed(run: Run) -> Placed:
     memory = config.memory
     assert memory is not None
     stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
-    run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
     stored.find(model)
     rows, length = shape(run)
     with refusing_layouts():
-        layout, fits = ArrayLayout.measured(), False
+        planner = Planner(run, ArrayLayout.measured())
+        fits = False
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
-            unbounded, limit = dataclasses.replace(config, memory=None), brake(memory)
+            limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
-            plan = planned_step(model, unbounded, (rows, length), run.splits, layout, brake=waits)
+            plan = planner._replace(brake=waits).at(rows, length)
             fits = plan.bytes.amount <= memory
         if not fits:
-            plan = planned_step(model, config, (rows, length), run.splits, layout)
+            plan = planner.at(rows, length, layer_inputs="memory")
         smaller = "a smaller --batch-size or --max-seq-length"
         planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
         inputs = 0
         try:
             placement = chosen(model, stored, memory, planned, run.world.size)
         except TooLittleMemoryError:
-            batch = batch_shape(config, rows, length, run.splits)
-            plan = forecast_step(model, config, batch, layout, inputs_on_disk=True)
+            plan = planner.at(rows, length, layer_inputs="disk")
             planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
             try:
                 placement = chosen(model, stored, memory, planned, run.world.size)
             except TooLittleMemoryError as error:
-                raise _with_advice(error, run, batch, plan, layout) from None
+                raise _with_advice(error, planner, plan) from None
             both = (placement.on_disk + inputs) * run.world.size
             placement = dataclasses.replace(placement, inputs_on_host=placement.on_host and fits_on_host(both))
     placement = dataclasses.replace(
@@ -282,15 +280,13 @@ def _feature_bytes(model: nn.Module, spare: int) -> int:
     return CACHE_BYTES if backend.device() == "cuda" else min(spare, CACHE_BYTES)
 
 
-def _with_advice(
-    error: TooLittleMemoryError, run: Run, batch: BatchShape, plan: Forecast, layout: ArrayLayout
-) -> TooLittleMemoryError:
+def _with_advice(error: TooLittleMemoryError, planner: Planner, plan: Forecast) -> TooLittleMemoryError:
     """The refusal with a sentence on smaller adapters and moments; `plan` is that of layers' inputs on the disk."""
 
     def planned(model: nn.Module, config: TrainConfig) -> int:
-        return forecast_step(model, config, batch, layout, inputs_on_disk=True).bytes.amount
+        return planner.at(plan.rows, plan.length, config=config, model=model, layer_inputs="disk").bytes.amount
 
-    said = advice(run, run.config, plan.bytes.amount, error.lacking, planned)
+    said = advice(planner.run, plan.bytes.amount, error.lacking, planned)
     return TooLittleMemoryError(f"{error} {said}" if said else str(error))
 
 

@@ -18,7 +18,7 @@ from .fit import check
 from .placement import Placed, placed
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlannedRun(Run):
     """A run with its model made trainable, which trains within the memory that it may take.
 

@@ -55,8 +55,6 @@ from .setup import (
     settled,
     training,
     training_order,
-    with_iterations,
-    with_template_options,
 )
 from .step import StepMachine
 from .trainable import check_trainable
@@ -123,14 +121,13 @@ class Trainer:
         self._bounds = bounds or Bounds()
         weights = self._bounds.weights
         world = world or World()
-        config = with_template_options(settled(config), splits)
         _check(model, tokenizer, config, splits)
         if config.resume_adapter_file is not None:
             # A continued run takes its adapters from its state, whatever it began with.
             load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
         check = partial(_check_examples, model, tokenizer, config)
         self.splits, self._train_order = splits, training_order(splits, config, world, check)
-        config = with_iterations(config, self._train_order)
+        config = settled(config, splits, self._train_order)
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
