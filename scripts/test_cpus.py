@@ -139,7 +139,7 @@ def run(chosen: list[str]) -> list[int]:
         started = []
         for core in chosen:
             output = Path(folder) / core
-            command = [sys.executable, "-m", "pytest", *FOLDERS, *ALSO, *ignored, "-m", "not any_blas"]
+            command = [sys.executable, "-m", "pytest", *FOLDERS, *ALSO, *ignored, "-m", "not any_blas and not weekly"]
             command += ["--kernels", core, *divided]
             with output.open("w") as file:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment(core), stdout=file, stderr=file)

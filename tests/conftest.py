@@ -74,6 +74,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--kernels {wanted}: OpenBLAS runs the kernels of {found}.")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a run that its time limit ends prints no summary."""
+    # With pytest-xdist only the first process prints.
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed: {report.nodeid}", flush=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """The random numbers of a test and its fixtures do not depend on the tests before it."""

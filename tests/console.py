@@ -40,7 +40,17 @@ def deltatune(
     )
 
 
-def called(*arguments: object) -> subprocess.CompletedProcess[str]:
+def cache_of(folder: Path) -> str:
+    """Return `folder` as a cache that has the prepared OpenBLAS alone: to prepare it takes a process seconds."""
+    from deltatune.machine.environment import cache_directory
+
+    (folder / "blas").mkdir(parents=True, exist_ok=True)
+    for file in (cache_directory() / "blas").glob("libopenblas-*"):
+        (folder / "blas" / file.name).symlink_to(file)
+    return str(folder)
+
+
+def called(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `deltatune ARGUMENT ...` within this process, for tests of a command's function; return its outcome too."""
     from deltatune import cli
 
@@ -48,7 +58,8 @@ def called(*arguments: object) -> subprocess.CompletedProcess[str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.dict(os.environ, {"COLUMNS": "120"}),
+        contextlib.chdir(cwd or Path.cwd()),
+        mock.patch.dict(os.environ, {"COLUMNS": "120"} | variables),
     ):
         code = cli.main(words)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())

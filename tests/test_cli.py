@@ -70,6 +70,12 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     assert made.steps_per_eval == TrainConfig().steps_per_eval
 
 
+def test_without_a_command_the_help_is_shown(run):
+    code, shown, err = run()
+    assert (code, err) == (0, "")
+    assert shown.startswith("usage: deltatune [-h] [--version] COMMAND ...")
+
+
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
@@ -91,7 +97,7 @@ def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4GB", 4 * 10**9), ("1.5 G", 1_500_000_000), ("500mb", 5 * 10**8), ("7", 7)]
+    ("text", "size"), [("4GB", 4 * 10**9), ("1.5 G", 1_500_000_000), ("500mb", 5 * 10**8), ("7000", 7000)]
 )
 def test_sizes(text, size):
     assert config("--clear-cache-threshold", text).clear_cache_threshold == size
@@ -133,9 +139,12 @@ def test_sizes(text, size):
         ),
         (["train", "--iters", "many"], "argument --iters: invalid int value: 'many'"),
         (["train", "--clear-cache-threshold", "4XB"], "expected a size such as 4GB"),
+        (
+            ["generate", "--model", "m", "-p", "x", "--memory", "12"],
+            "12 counts bytes; write 12GB if gigabytes are meant",
+        ),
         (["train", "--overlong", "cut"], r"argument --overlong: 'cut' is not one of truncate, skip"),
         (["trian"], r"'trian' is not one of train, .*did you mean 'train'"),
-        ([], "required: COMMAND"),
         (["generate", "--model", "m"], "required: --prompt"),
         (["eval", "--iters", "3"], "deltatune eval: unknown option --iters"),
         (
@@ -328,7 +337,7 @@ def test_a_data_flag_overrides_the_data_set_of_the_yaml_file(tmp_path):
 def test_nothing_is_chosen_for_a_program_that_names_no_model_or_data(checkpoint):
     with pytest.raises(UserError, match=r"^model: expected the folder of a model, .*; got none\.$"):
         ready(TrainConfig(data="x"))
-    with pytest.raises(UserError, match=r"^data: expected a folder with train.jsonl, .*; got none\.$"):
+    with pytest.raises(UserError, match=r"^data: expected a file, a folder with train.jsonl, or the name of a Hugging"):
         ready(TrainConfig(model=str(checkpoint)))
 
 

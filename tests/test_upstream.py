@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ import pytest
 
 import beside
 import deltatune as package
-from console import called, deltatune
+from console import called, called_elsewhere
 from deltatune import upstream
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
@@ -203,15 +202,14 @@ def test_train_and_doctor_go_on_where_mlx_lm_renamed_all_of_them(checkpoint, tmp
     path = stand_in(tmp_path / "new", "0.99.0", {}, renamed=names)
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}] * 4
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--model", checkpoint, "--data", tmp_path, "--iters", 1, "--batch-size", 2, "--seed", 1)
-    results = {}
-    for name, command in (("as it is", called), ("renamed", partial(deltatune, PYTHONPATH=path))):
-        done = command("train", *flags, "--adapter-path", tmp_path / name)
+    flags = ["train", "--model", checkpoint, "--data", tmp_path, "--iters", 1, "--batch-size", 2, "--seed", 1]
+    as_it_is, renamed = ([*flags, "--adapter-path", tmp_path / name] for name in ("as it is", "renamed"))
+    trained, doctor = called_elsewhere(renamed, ["doctor", "--json"], PYTHONPATH=path)
+    for done in (called(*as_it_is), trained):
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-        results[name] = (tmp_path / name / "adapters.safetensors").read_bytes()
-    assert results["renamed"] == results["as it is"]
-    doctor = deltatune("doctor", "--json", PYTHONPATH=path)
+    one, other = ((tmp_path / name / "adapters.safetensors").read_bytes() for name in ("as it is", "renamed"))
+    assert one == other
     gone = [each["name"] for each in json.loads(doctor.stdout)["private_names"] if not each["present"]]
     assert [name.rpartition(".")[2] for name in gone] == ["_tokenizer", "_chat_template", "_get_classes", "_download"]
 

@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         Warnings().install()
     try:
-        words = sys.argv[1:] if argv is None else argv
-        arguments = parser(words[0] if words else "").parse_args(words)
+        words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        arguments = parser(words[0]).parse_args(words)
         startup.check(IMPLEMENTATIONS)
         return arguments.call(arguments)
     except UserError as error:

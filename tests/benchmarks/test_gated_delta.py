@@ -21,7 +21,9 @@ def run(*arguments, **variables):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "results.json"
-    printed = run(HERE / "gated_delta.py", path, "--tiny", "--only", *NAMES)
+    printed = run(
+        HERE / "gated_delta.py", path, "--tiny", "--sizes", "1x64x2/4/channel", "--lengths", "64", "--only", *NAMES
+    )
     return json.loads(path.read_text()), printed, path
 
 

@@ -1,4 +1,4 @@
-"""Rows of chats, as programs and people write them, through the console script: target tokens and refusals."""
+"""Rows of chats, as programs and people write them, as the command shows them: target tokens and refusals."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console import called, deltatune
+from console import called
 
 QUESTION, ANSWER = {"role": "user", "content": "the dog"}, {"role": "assistant", "content": "a fox"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": '{"what": "dog"}'}}
@@ -184,7 +184,7 @@ def test_texts_that_the_template_does_not_write_are_noted(tiny_checkpoint, tmp_p
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
     flags = ["--model", tiny_checkpoint("qwen3", chat_template=template), "--data", tmp_path, "--batch-size", 1]
     for command in (["train", *flags, "--adapter-path", "none", "--show-batch"], ["eval", *flags]):
-        done = deltatune(*command)
+        done = called(*command)
         assert done.returncode == 0, done.stderr
         assert note in " ".join((done.stdout + done.stderr).split())
         assert "French" not in done.stdout.partition("<|im_start|>")[2]
@@ -194,7 +194,7 @@ def test_texts_that_the_template_writes_are_not_noted(tiny_checkpoint, tmp_path)
     row = {"messages": [DEVELOPER[0] | {"role": "system"}, *DEVELOPER[1:]]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     flags = ["--model", tiny_checkpoint("qwen3", chat_template=LOST["developer"][1]), "--data", tmp_path]
-    done = deltatune("train", *flags, "--batch-size", 1, "--adapter-path", "none", "--show-batch")
+    done = called("train", *flags, "--batch-size", 1, "--adapter-path", "none", "--show-batch")
     assert done.returncode == 0, done.stderr
     assert "only in French" in done.stdout
     assert "in no token" not in done.stdout + done.stderr

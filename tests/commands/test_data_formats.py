@@ -1,7 +1,4 @@
-"""Formats of data in the commands that read it: a part of the trials that scripts/data_formats.py makes from a wheel.
-
-The first goes through the installed console script; a process starts in the same way whatever it reads.
-"""
+"""Formats of data in the commands that read it: some of the trials that scripts/data_formats.py makes of a wheel."""
 
 from pathlib import Path
 
@@ -9,7 +6,7 @@ import pytest
 import yaml
 
 import data_formats
-from console import called, deltatune
+from console import called
 from deltatune.plan import fit
 
 # One case for each way into the data: Arrow files in training, a stream, a mapping in YAML, an array.
@@ -33,8 +30,7 @@ def test_formats_of_data(cases, tried, monkeypatch):
     # A plan looks for larger values that fit for 12 s.
     monkeypatch.setattr(fit, "_SECONDS", 1.0)
     known, shown = cases
-    command = deltatune if tried == TRIED[0] else called
-    assert data_formats.problem(known[tried], command(*known[tried].arguments), shown) is None
+    assert data_formats.problem(known[tried], called(*known[tried].arguments), shown) is None
 
 
 def test_every_format_meets_every_command(cases):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from console import deltatune
+from console import called, deltatune
 from terminal import on_terminal
 
 LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
@@ -35,14 +35,17 @@ PLAIN = (
 
 def test_a_pipe_gets_the_lines_that_scripts_read(options):
     folder, flags = options
-    done = deltatune("train", *flags, "--adapter-path", "out", cwd=folder, COLUMNS="40")
+    done = called("train", *flags, "--adapter-path", "out", cwd=folder, COLUMNS="40")
     assert done.returncode == 0, done.stderr
     for pattern in PLAIN:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
     assert not re.search(r"\x1b|[─━↓]", done.stdout)
 
 
-@pytest.mark.parametrize(("columns", "variables", "coloured"), [(80, {}, True), (120, {"NO_COLOR": "1"}, False)])
+@pytest.mark.parametrize(
+    ("columns", "variables", "coloured"),
+    [(80, {}, True), pytest.param(120, {"NO_COLOR": "1"}, False, marks=pytest.mark.weekly)],
+)
 def test_a_run_fits_its_terminal(options, columns, variables, coloured):
     folder, flags = options
     seen = on_terminal("train", *flags, "--adapter-path", f"out-{columns}", columns=columns, cwd=folder, **variables)

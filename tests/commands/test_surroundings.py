@@ -17,15 +17,21 @@ PATH = {"PATH": os.environ["PATH"], "DELTATUNE_THREADS": "1"}
 # The environment, and the umask. Where a locale is not installed, C's takes its place.
 SURROUNDINGS = {
     "an empty environment": ({}, 0o077),
-    "German": ({"LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de", "HOME": "/"}, 0o000),
-    "Turkish, on a narrow dumb terminal": ({"LC_ALL": "tr_TR.UTF-8", "TERM": "dumb", "COLUMNS": "20"}, 0o022),
+    "Turkish, on a narrow dumb terminal": (
+        {"LC_ALL": "tr_TR.UTF-8", "LANGUAGE": "tr", "HOME": "/", "TERM": "dumb", "COLUMNS": "20"},
+        0o000,
+    ),
     "Latin-1": ({"LC_ALL": "de_DE.ISO-8859-1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, 0o022),
 }
 
 
+def words(checkpoint, data, target) -> list:
+    flags = [*FLAGS, "--sample-prompts", "the fox", "--sample-max-tokens", "3"]
+    return ["train", "--model", checkpoint, "--data", data, "--adapter-path", target, *flags]
+
+
 def train(checkpoint, data, target, environment, umask=-1) -> subprocess.CompletedProcess[bytes]:
-    command = [SCRIPT, "train", "--model", checkpoint, "--data", data, "--adapter-path", target, *FLAGS]
-    command += ["--sample-prompts", "the fox", "--sample-max-tokens", "3"]
+    command = [SCRIPT, *words(checkpoint, data, target)]
     return subprocess.run(command, capture_output=True, env=PATH | environment, umask=umask, timeout=600)
 
 
@@ -46,7 +52,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def usual(checkpoint, data, tmp_path_factory):
     target = tmp_path_factory.mktemp("usual") / "adapters"
-    done = train(checkpoint, data, target, dict(os.environ))
+    done = called(*words(checkpoint, data, target))
     assert done.returncode == 0, done.stderr
     return target
 
@@ -81,10 +87,10 @@ def test_a_run_is_the_same_anywhere(checkpoint, data, usual, tmp_path, surroundi
 
 @pytest.mark.parametrize("umask", [0o000, 0o077], ids=oct)
 def test_merged_files_have_the_rights_that_the_umask_leaves(checkpoint, usual, tmp_path, umask):
-    words = ["merge", "--model", checkpoint, "--adapter-path", usual, "--save-path", tmp_path / "merged"]
+    merge = ["merge", "--model", checkpoint, "--adapter-path", usual, "--save-path", tmp_path / "merged"]
     before = os.umask(umask)
     try:
-        done = called(*words)
+        done = called(*merge)
     finally:
         os.umask(before)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,9 @@
 import dataclasses
 import io
+import json
+from pathlib import Path
 
+import datasets
 import pytest
 from rich.console import Console
 
@@ -30,6 +33,76 @@ def test_training_goes_on_without_validation_and_says_so(tokenizer, folder):
     assert load_datasets(folder(train=TEXT), tokenizer).notes == [
         "No validation set: training goes on without validation."
     ]
+
+
+def test_rows_are_held_out_where_nothing_else_validates(tokenizer, folder):
+    rows = [{"text": f"line {number}"} for number in range(40)]
+    everything = load_datasets(folder(train=rows, val_split=0), tokenizer)
+    assert everything.notes == ["No validation set: training goes on without validation."]
+    splits = load_datasets(folder(train=rows), tokenizer)
+    assert [len(splits.train), len(splits.valid)] == [36, 4]
+    assert splits.notes == [
+        "Validation: 4 of 40 training rows, drawn by the seed, are held out, since the data have no validation set; "
+        "--val-split 0 trains on all."
+    ]
+
+    def sources(splits):
+        return [example.source for example in [*splits.train, *splits.valid]]
+
+    assert sorted(sources(splits)) == sorted(sources(everything))
+    assert sources(load_datasets(folder(train=rows), tokenizer)) == sources(splits)
+    assert sources(load_datasets(folder(train=rows, seed=1), tokenizer)) != sources(splits)
+    half = load_datasets(folder(train=rows, val_split=0.5), tokenizer)
+    assert [len(half.train), len(half.valid)] == [20, 20]
+    # Too few rows are left for a batch, so that the default trains on all.
+    assert len(load_datasets(folder(train=rows, batch_size=37), tokenizer).valid) == 0
+    assert len(load_datasets(folder(train=rows, val_batches=0), tokenizer).train) == 40
+
+
+def test_examples_of_one_conversation_are_held_out_together(tokenizers, folder):
+    answer = {"role": "assistant", "content": "an answer", "reasoning_content": "so"}
+    rows = [{"messages": [{"role": "user", "content": "a question"}, answer] * 2}] * 20
+    splits = load_datasets(folder(train=rows, val_split=0.25), tokenizers("thinking"))
+    assert [len(splits.train), len(splits.valid)] == [30, 10]
+    assert not {example.row for example in splits.train} & {example.row for example in splits.valid}
+
+
+@pytest.mark.bad_input("val_split beside a validation set")
+def test_a_share_beside_a_validation_set_is_refused(tokenizer, folder):
+    with pytest.raises(UserError, match=r"val_split: .*valid.jsonl holds validation data already; leave val_split out"):
+        load_datasets(folder(train=TEXT, valid=TEXT, val_split=0.5), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_a_file_is_the_training_data(tokenizer, folder, kind):
+    rows = datasets.Dataset.from_list(TEXT * 5)
+    config = folder(train=TEXT)
+    file = Path(config.data) / f"lines.{kind}"
+    if kind in ("jsonl", "json"):
+        lines = [json.dumps(row) for row in rows]
+        file.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
+    elif kind == "parquet":
+        rows.to_parquet(file)
+    else:
+        rows.to_csv(file, sep="," if kind == "csv" else "\t")
+    config.data = str(file)
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid)] == [18, 2]
+    assert all(example.source.startswith(str(file)) for example in splits.train)
+    config.train, config.test = False, True
+    assert len(load_datasets(config, tokenizer).test) == 20
+    config.train = True
+    with pytest.raises(UserError, match="test needs a test set, and a file holds one set; give a folder with both"):
+        load_datasets(config, tokenizer)
+
+
+@pytest.mark.bad_input("a file of an unknown kind as data")
+def test_a_file_of_another_kind_is_refused(tokenizer, folder, tmp_path):
+    (tmp_path / "notes.docx").write_text("a text")
+    config = folder(train=TEXT)
+    config.data = str(tmp_path / "notes.docx")
+    with pytest.raises(UserError, match=r"notes.docx: expected a .jsonl, .json, .csv, .tsv or .parquet file"):
+        load_datasets(config, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +187,6 @@ def test_no_such_folder(tokenizer, tmp_path):
     for name, message in {
         "nowhere": "no such folder; expected one with train.jsonl",
         "empty": "no train.jsonl in this folder",
-        "file.jsonl": "expected a folder with train.jsonl in it, got a file",
     }.items():
         with pytest.raises(UserError, match=message):
             load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)

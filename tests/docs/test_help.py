@@ -4,9 +4,7 @@ The first run of each command, and those with standard input, go through the con
 """
 
 import ast
-import contextlib
 import dataclasses
-import io
 import json
 import re
 import shutil
@@ -19,8 +17,7 @@ import pytest
 from pages import ROOT
 
 import docs_pages
-from console import deltatune
-from deltatune import cli
+from console import called, deltatune
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
 # Two reports and evaluations in four iterations, a test, samples, and more layers than the model has.
@@ -39,20 +36,6 @@ CONTINUED = """--iters 6 --learning-rate 1e-30 --steps-per-eval 1 --early-stoppi
 --num-layers -1 --resume-adapter-file clipped/adapters.safetensors"""
 
 
-def called(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command within this process, in `folder`."""
-    said, complaint = io.StringIO(), io.StringIO()
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(complaint),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("COLUMNS", "120")
-        code = cli.main(words)
-    return subprocess.CompletedProcess(words, code, said.getvalue(), complaint.getvalue())
-
-
 @dataclasses.dataclass
 class Shop:
     """The folder in which the commands ran, the output of each, and the records and files that they left."""
@@ -66,11 +49,10 @@ class Shop:
         self, name: str, line: str, *more: object, code: int = 0, records: str = "full", input: str | None = None
     ) -> None:
         words = [*line.split(), *map(str, more)]
-        if input is None and words[0] in {done.args[0] for done in self.said.values()}:
-            done = called(words, self.folder)
+        if input is None:
+            done = called(*words, cwd=self.folder)
         else:
             done = deltatune(*words, cwd=self.folder, input=input, HF_HUB_OFFLINE="1")
-            done.args = words
         assert done.returncode == code, f"{line}: {done.stdout[-500:]}{done.stderr}"
         self.said[name] = done
         metrics = self.folder / records / "metrics.jsonl"
@@ -301,7 +283,7 @@ ELSEWHERE = {
     "--dequantize": "models/test_merged_checkpoint::test_quantising_again_is_measured",
     "--dropout": "lora/test_linear::test_dropout_drops_inputs_of_the_update_alone",
     "--extra-eos-token": "commands/test_answer_ends::test_training_names_both_tokens_and_generation_stops_at_either",
-    "--force": "patches/test_changed_upstream::test_force_goes_on_and_says_what_serves",
+    "--force": "patches/test_changed_upstream::test_a_run_that_needs_a_refused_function_ends_before_weights_are_read",
     "--fps": "train/test_videos::test_a_run_learns_and_answers",
     "--from-scratch": f"{CLI}::test_from_scratch_writes_a_checkpoint_that_mlx_lm_loads",
     "--gamma": FORMULAS,
@@ -313,6 +295,9 @@ ELSEWHERE = {
     "--json": "doctor/test_doctor::test_json_has_everything",
     "--label-smoothing": FORMULAS,
     "--learning-rate": "train/updates/test_optimizer::test_an_update_is_that_of_mlx",
+    "--val-split": "data/test_datasets::test_rows_are_held_out_where_nothing_else_validates",
+    "--lr-schedule": "train/updates/test_optimizer::test_a_schedule_over_the_run_is_that_of_transformers",
+    "--warmup": "train/updates/test_optimizer::test_a_schedule_over_the_run_is_that_of_transformers",
     "--limit": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--llama-cpp": f"{GGUF}::words",
     "--loss": FORMULAS,

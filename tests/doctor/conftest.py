@@ -2,6 +2,7 @@
 
 import pytest
 
+from console import cache_of
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operator import verdicts
@@ -12,7 +13,7 @@ from deltatune.ops.operators import GATED_DELTA
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
-    monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
+    monkeypatch.setenv("DELTATUNE_CACHE", cache_of(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(workloads, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
     monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))

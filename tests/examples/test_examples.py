@@ -72,6 +72,7 @@ def test_packed_documents_stay_apart(tmp_path):
     assert (tmp_path / "example-out/packed_documents/adapters/adapters.safetensors").is_file()
 
 
+@pytest.mark.weekly
 def test_experts_without_tokens_stay_as_they_are(tmp_path):
     printed = run_script(tmp_path, "expert_adapters")
     moved = [int(count) for count in re.findall(r"(\d+) of 16 experts moved", printed)]
@@ -101,6 +102,7 @@ def test_several_processes_train_together(tmp_path):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.weekly
 def test_a_fine_tuned_model_gives_the_answers_it_was_taught(tmp_path):
     found = run_notebook(tmp_path, "fine_tune_and_chat", "result.train_loss", "answers", "ANSWERS")
     assert found["answers"] == found["ANSWERS"]

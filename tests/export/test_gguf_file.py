@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlx.utils import tree_map
 
-from console import called, deltatune
+from console import called
 from deltatune.cli import main
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_tokenizer, read_config
@@ -161,7 +161,7 @@ def test_a_template_with_a_history_of_its_own_kind_is_named_by_the_script(words,
     save_adapters(model, tmp_path / "other", {})
     words[words.index("--model") + 1] = str(base)
     words[words.index("--adapter-path") + 1] = str(tmp_path / "other")
-    done = deltatune(*words)
+    done = called(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "treats the reasoning of earlier answers, results of tools, calls of tools" in " ".join(done.stdout.split())
     assert "TEMPLATE" not in (tmp_path / "out.Modelfile").read_text()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 _COMMON = {
     "deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate],
 }  # fmt: skip
-settings.register_profile("short", derandomize=True, max_examples=12, **_COMMON)
+settings.register_profile("short", derandomize=True, max_examples=6, **_COMMON)
 settings.register_profile("fuzz", max_examples=100, **_COMMON)
 # --hypothesis-profile, which pytest reads after this file, may choose the other.
 settings.load_profile("short")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from console import cache_of
+
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 # Of the exit codes, 1 is the answer no: to plan, that the run does not fit; to doctor, that it would train wrong.
 _MAY_SAY_NO = ("plan", "doctor")
@@ -88,7 +90,7 @@ class Commands:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            variables = {"HOME": str(self.home / "home"), "DELTATUNE_CACHE": str(self.home / "cache")}
+            variables = {"HOME": str(self.home / "home"), "DELTATUNE_CACHE": cache_of(self.home / "cache")}
             variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
             variables |= {"DELTATUNE_THREADS": "1", "WANDB_MODE": "offline", "TMPDIR": str(self.temporary)}
             # PyTorch, where it is installed, makes a folder of its own in /tmp.

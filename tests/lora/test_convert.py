@@ -18,8 +18,9 @@ def trained(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.trainable_parameters()))
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3", "bailing", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_5_moe", "lora"), ("kimi_k3", "dora"), ("bailing", "lora"), ("gemma3_text", "dora")]
+)
 def test_only_adapters_train_and_the_model_starts_as_it_was(tiny_model, family, kind):
     model = tiny_model(family)
     before = model(TOKENS)

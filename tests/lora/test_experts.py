@@ -59,9 +59,10 @@ def test_few_rows_go_sorted_on_cuda(monkeypatch):
     assert calls == [True, True]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("sorted_indices", [False, True])
-@pytest.mark.parametrize("packing", PACKINGS[:3], ids=IDS[:3])
+@pytest.mark.parametrize(
+    ("packing", "sorted_indices", "bias"),
+    [(PACKINGS[0], False, True), (PACKINGS[0], True, False), (PACKINGS[1], True, True), (PACKINGS[2], False, False)],
+)
 def test_values_and_gradients_against_float64(packing, sorted_indices, bias):
     adapter = adapted(packing, bias)
     rows = 9

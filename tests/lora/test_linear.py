@@ -59,11 +59,11 @@ def reference(adapter: nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str, np
     return {"y": plain * factor + bias, **gradients}
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
-def test_values_and_gradients_against_float64(kind, packing, bias):
-    adapter = adapted(kind, packing, bias)
+def test_values_and_gradients_against_float64(kind, packing):
+    """Dense layers and every second packing have a bias."""
+    adapter = adapted(kind, packing, PACKINGS.index(packing) % 2 == 0)
     x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
     assert_agree(value_and_gradients(adapter, adapter, x, dy), reference(adapter, float64(x), float64(dy)))
 

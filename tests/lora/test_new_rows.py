@@ -26,8 +26,8 @@ from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig
 
 OLD, NEW, DIMS = 50, 3, 64
-PACKINGS = [None, {"bits": 3}, {"bits": 4}, {"bits": 4, "mode": "mxfp4"}]
-NAMES = ["dense", "3bit", "4bit", "mxfp4"]
+PACKINGS = [None, {"bits": 3}, {"bits": 4, "mode": "mxfp4"}]
+NAMES = ["dense", "3bit", "mxfp4"]
 EMBEDDING = "language_model.model.embed_tokens"
 
 
@@ -143,8 +143,7 @@ def changed(model: nn.Module, seed: int = 4) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-@pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
+@pytest.mark.parametrize(("kind", "quantize"), [("lora", {}), ("dora", None), ("full", {})])
 def test_saved_rows_are_loaded_again(tiny_checkpoint, tmp_path, kind, quantize):
     path = tiny_checkpoint("olmo_hybrid", quantize=quantize)
     model, _ = load_model(path)

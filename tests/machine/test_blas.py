@@ -97,12 +97,6 @@ def test_a_damaged_cache_file_is_built_again(cache):
         assert path.read_bytes() == content
 
 
-def test_a_damaged_digest_is_written_anew(cache):
-    path = Path(probe(cache)["path"])
-    path.with_suffix(".sha256").write_bytes(b"\xff\xfe")
-    assert probe(cache)["name"] == "openblas"
-
-
 def test_without_patchelf_the_cache_is_not_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -68,17 +68,9 @@ def launched(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "--modle", "m"], "deltatune train: unknown option --modle (did you mean '--model'?)"),
-        (["train", "--model", "m", "--data", "nowhere"], "deltatune: model m: no such directory"),
-    ],
-    ids=["option", "model"],
-)
-def test_two_ranks_say_a_mistake_once(launched, words, message):
-    done = launched(CONSOLE, *words)
-    assert done.stderr.count(message) == 1, done.stderr
+def test_two_ranks_say_a_mistake_once(launched):
+    done = launched(CONSOLE, "train", "--model", "m", "--data", "nowhere")
+    assert done.stderr.count("deltatune: model m: no such directory") == 1, done.stderr
     assert "rank 1: " not in done.stderr
     assert "exited with code 2" in done.stdout + done.stderr
 
@@ -92,7 +84,7 @@ def test_warnings_of_all_ranks_come_once_and_those_of_one_with_its_number(launch
     assert line.startswith("rank 1: ")
 
 
-@pytest.mark.parametrize("known", [None, False])
+@pytest.mark.parametrize("known", [None, pytest.param(False, marks=pytest.mark.weekly)])
 def test_error_of_one_rank_has_its_number(launched, known):
     done = launched(ALONE.replace("KNOWN", repr(known)))
     assert done.stderr.count("rank 1: deltatune: only here.") == 1, done.stderr

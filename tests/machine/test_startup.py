@@ -71,7 +71,13 @@ def without_mlx(tmp_path):
 
 
 @pytest.mark.bad_input("an installation without one of the extras that bring MLX's library")
-@pytest.mark.parametrize("command", [cli.name_of(command) for command in cli.COMMANDS])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.weekly] * (name not in ("train", "run", "doctor")))
+        for name in map(cli.name_of, cli.COMMANDS)
+    ],
+)
 def test_without_mlx_every_command_names_the_extras(without_mlx, command):
     needed = {
         "chat": ["--model", "x"],
@@ -141,11 +147,10 @@ def csv_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["with PyTorch", "without PyTorch"])
-def test_commands_do_not_import_pytorch(torch_folder, checkpoint, csv_folder, installed):
+def test_commands_do_not_import_pytorch(torch_folder, checkpoint, csv_folder):
     """The datasets library reads CSV, and imports whatever it finds in sys.modules."""
-    variables = {"PYTHONPATH": str(torch_folder)} if installed else {}
-    done = deltatune("eval", "--model", checkpoint, "--data", csv_folder, "--batch-size", "1", **variables)
+    flags = ("--model", checkpoint, "--data", csv_folder, "--batch-size", "1")
+    done = deltatune("eval", *flags, PYTHONPATH=str(torch_folder))
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout
     assert "PyTorch" not in done.stderr

@@ -52,8 +52,16 @@ def spoil(folder, file, value, kind=None):
 
 
 @pytest.mark.bad_input("`{command}` with an adapter that holds {value}")
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("command", ["merge", "merge --dequantize", "eval", "generate", "train"])
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        ("merge", float("nan")),
+        ("merge --dequantize", float("inf")),
+        ("eval", float("-inf")),
+        ("generate", float("nan")),
+        ("train", float("inf")),
+    ],
+)
 def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path, command, value):
     broken = shutil.copytree(adapter, tmp_path / "broken")
     name = spoil(broken, "adapters.safetensors", value)
@@ -91,8 +99,7 @@ def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, comma
 
 
 @pytest.mark.bad_input("`merge` where the result is not finite ({fault})")
-@pytest.mark.parametrize("fault", ["base", "overflow"])
-@pytest.mark.parametrize("quantize", [None, {}], ids=["dense", "4bit"])
+@pytest.mark.parametrize(("quantize", "fault"), [(None, "overflow"), ({}, "base")])
 def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fault):
     base = tiny_checkpoint("qwen3", quantize=quantize, dtype=mx.float16)
     model, _ = load_model(base)
@@ -113,8 +120,9 @@ def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fa
 
 
 @pytest.mark.bad_input("`{command}` on a model with a weight of {dtype}")
-@pytest.mark.parametrize("dtype", [mx.int8, mx.int32, mx.uint32])
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "merge"])
+@pytest.mark.parametrize(
+    ("command", "dtype"), [("train", mx.int8), ("eval", mx.int32), ("generate", mx.uint32), ("merge", mx.int8)]
+)
 def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtype):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     tensors = mx.load(str(broken / "model.safetensors"))
@@ -144,8 +152,7 @@ def test_from_scratch_with_a_quantised_config(run, tiny_checkpoint, data, tmp_pa
 
 
 @pytest.mark.bad_input("`from_scratch` with `fine_tune_type: {kind}`, in {place}")
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("place", ["flags", "file"])
+@pytest.mark.parametrize(("kind", "place"), [("lora", "flags"), ("dora", "file")])
 def test_from_scratch_with_a_type(run, checkpoint, data, tmp_path, kind, place):
     options = {"from_scratch": True, "fine_tune_type": kind}
     (tmp_path / "run.yaml").write_text(json.dumps(options if place == "file" else {}))

@@ -38,8 +38,9 @@ def test_mamba_is_refused_by_layer(other_model, family, layers):
         check_packing(model, 64)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("family", ["rwkv7", "recurrent_gemma", "hunyuan_v1_dense"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("rwkv7", mx.float32), ("recurrent_gemma", mx.bfloat16), ("hunyuan_v1_dense", mx.bfloat16)]
+)
 def test_leaking_model_is_refused_in_every_dtype(other_model, family, dtype):
     # Their own weights leak 0.3 to 1.4 %. Hunyuan scales channels behind the rotary embedding, which makes positions
     # absolute.

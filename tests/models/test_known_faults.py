@@ -5,7 +5,7 @@ import json
 import pytest
 
 from conftest import write_checkpoint
-from console import called, deltatune
+from console import called
 from deltatune.models.known_faults import known_faults
 from deltatune.models.transformers_configs import completed
 
@@ -63,13 +63,19 @@ def test_the_doctor_names_a_known_fault(model, tiny_checkpoint):
 
 def test_a_run_names_it_where_a_row_is_longer_than_the_window(model, data, tmp_path):
     options = ["--model", model, "--iters", 1, "--batch-size", 1, "--adapter-path", tmp_path / "out"]
-    text = words(deltatune("train", *options, "--data", data(LONG)))
+    text = words(called("train", *options, "--data", data(LONG)))
     assert text.count(f"Note: {SENTENCE} Of ") == 1
-    assert "sliding window" not in words(deltatune("train", *options, "--data", data(SHORT)))
+    assert "sliding window" not in words(called("train", *options, "--data", data(SHORT)))
 
 
 @pytest.mark.parametrize(
-    "command", [["eval"], ["plan", "--batch-size", 1], ["eval", "--memory", "1GB"], ["plan", "--memory", "1GB"]]
+    "command",
+    [
+        ["plan", "--batch-size", 1],
+        ["eval", "--memory", "1GB"],
+        pytest.param(["eval"], marks=pytest.mark.weekly),
+        pytest.param(["plan", "--memory", "1GB"], marks=pytest.mark.weekly),
+    ],
 )
 def test_other_commands_name_it_too(command, model, data):
     text = words(called(*command, "--model", model, "--data", data(LONG)))

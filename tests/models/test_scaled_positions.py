@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune import upstream
 from deltatune.errors import UserError
 from deltatune.models.load import new_model
@@ -111,6 +111,6 @@ def test_a_command_refuses_a_model_that_ignores_a_scaling(tiny_checkpoint, tmp_p
     content = json.loads((folder / "config.json").read_text())
     content |= {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 4.0}}
     (folder / "config.json").write_text(json.dumps(content))
-    done = deltatune("generate", "--model", folder, "--prompt", "a", "--max-tokens", 1)
+    done = called("generate", "--model", folder, "--prompt", "a", "--max-tokens", 1)
     assert done.returncode == 2
     assert ONE_MESSAGE in " ".join(done.stderr.split())

@@ -15,7 +15,7 @@ from new_tokens import TOKENS, write_data
 LAST = 308  # The tokens of the base have the ids below; the rows from here on are spare.
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid"])
+@pytest.fixture(scope="module", params=["qwen3_5", pytest.param("olmo_hybrid", marks=pytest.mark.weekly)])
 def base(request, tiny_checkpoint, tmp_path_factory):
     """A checkpoint with spare rows that are small, as decay leaves those that nobody trains, and two tokens there."""
     folder = tmp_path_factory.mktemp("spare") / "model"

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 
-from console import called, deltatune
+from console import called
 from deltatune.errors import UserError
 from deltatune.models import stored_names
 from deltatune.models.checkpoint_files import INDEX, index_counts, weight_files, weight_headers
@@ -47,7 +47,7 @@ def test_eval_and_merge_take_that_build(builds, tmp_path, case):
         (data / f"{split}.jsonl").write_text(json.dumps({"text": "the dog sees the cat"}) + "\n")
     right, mixed = (called("eval", "--model", path, "--data", data) for path in (builds[0], folder))
     assert right.stdout.splitlines()[-1] == mixed.stdout.splitlines()[-1], mixed.stderr
-    trained = deltatune(
+    trained = called(
         "train", "--model", folder, "--data", data, "--iters", 1, "--adapter-path", tmp_path / "a", "--batch-size", 1
     )
     assert trained.returncode == 0, trained.stderr

@@ -21,6 +21,7 @@ import pytest
 
 import deltatune
 from beside import load
+from console import cache_of
 from deltatune.machine import backend
 
 HERE = Path(__file__).parent
@@ -49,12 +50,12 @@ def of_mac(tmp_path_factory) -> tuple[list, Path]:
 @pytest.fixture(scope="module")
 def on_metal(request, host_folder: Path, of_mac: tuple[list, Path], tmp_path_factory) -> Callable[..., list[dict]]:
     """on_metal(*commands, **variables) -> what each command did: code, wired, kernels; and `said`, its output."""
-    cache, here = tmp_path_factory.mktemp("verdicts"), tmp_path_factory.mktemp("current_folder")
+    cache, here = cache_of(tmp_path_factory.mktemp("verdicts")), tmp_path_factory.mktemp("current_folder")
     sizes = [] if request.config.getoption("--real-sizes") else ["--smaller"]
 
     def run(*commands: list, **variables: str) -> list[dict]:
         given = json.dumps([[str(argument) for argument in command] for command in commands])
-        environment = os.environ | {"DELTATUNE_CACHE": str(cache), "COLUMNS": "200"} | variables
+        environment = os.environ | {"DELTATUNE_CACHE": cache, "COLUMNS": "200"} | variables
         process = [sys.executable, "-P", HERE / "stand_in.py", *sizes, "--marks", of_mac[1], host_folder]
         # Real head sizes take hours.
         timeout = 900 if sizes else None
@@ -151,10 +152,10 @@ def text(on_metal, checkpoint, data, tmp_path_factory) -> tuple[Path, list[dict]
     folder = tmp_path_factory.mktemp("text")
     packed = ("--pack", "--grad-checkpoint")
     found = on_metal(
-        train(checkpoint, data, folder / "whole", *packed, "--iters", 4),
-        train(checkpoint, data, folder / "halves", *packed, "--iters", 2),
-        train(checkpoint, data, folder / "halves", *packed, "--iters", 4, "--resume"),
-        ["on the CPU", *train(checkpoint, data, folder / "cpu", *packed, "--iters", 4)],
+        train(checkpoint, data, folder / "whole", *packed),
+        train(checkpoint, data, folder / "halves", *packed, "--iters", 1),
+        train(checkpoint, data, folder / "halves", *packed, "--resume"),
+        ["on the CPU", *train(checkpoint, data, folder / "cpu", *packed)],
     )
     return folder, found
 

@@ -9,7 +9,7 @@ import shlex
 import pytest
 import yaml
 
-from console import deltatune
+from console import called
 from deltatune.commands.flags import flag_name
 from deltatune.errors import UserError
 from deltatune.options.conditions import ANSWERS, TASKS, TRAINING, Facts, changed_options, refuse_unread
@@ -45,6 +45,7 @@ CASES = {
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],
     "test_batches": [(500, {"test": True}, {})],
+    "val_split": [(0.1, {}, {"val_batches": 0}), (0.2, {}, {"streaming": True})],
     "early_stopping": [(2, {}, {"val_batches": 0})],
     "steps_per_eval": [
         (200, {}, {"val_batches": 0}),
@@ -54,7 +55,8 @@ CASES = {
     "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
     "optimizer_config": [({"adam": {}, "adamw": {"weight_decay": 0.1}}, {"optimizer": "AdamW"}, {})],
     "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
-    "lr_schedule": [(SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
+    "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
+    "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
     "lr_schedule.warmup_init": [
         (1e-6, {"lr_schedule": SCHEDULE | {"warmup": 2, "warmup_init": 1e-6}},
          {"lr_schedule": SCHEDULE | {"warmup": 0, "warmup_init": 1e-6}})
@@ -215,18 +217,18 @@ SCHEDULED = "lr_schedule: {name: cosine_decay, warmup: 0, warmup_init: 1e-7, arg
 
 
 def test_the_example_file_of_mlx_lm_trains(checkpoint, tmp_path):
-    """As it stands, and for full fine-tuning with its schedule in place; each in a process of its own."""
+    """As it stands, and for full fine-tuning with its schedule in place."""
     small = EXAMPLE.replace("nowhere", str(checkpoint)).replace("nothing", str(tmp_path))
     for split in ("train", "valid"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "The quick brown fox."}\n' * 2)
     small = small.replace("iters: 1000", "iters: 1").replace("batch_size: 4", "batch_size: 1")
     (tmp_path / "c.yaml").write_text(small)
-    done = deltatune("train", "-c", "c.yaml", cwd=tmp_path)
+    done = called("train", "-c", "c.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     notes = [line for line in done.stdout.splitlines() if line.startswith("Note: ")]
     assert notes == ["Note: test_batches: read only with test; elsewhere, as here, this changes nothing."]
     (tmp_path / "c.yaml").write_text(EXAMPLE.replace("type: lora", "type: full") + SCHEDULED)
-    done = deltatune("train", "-c", "c.yaml", cwd=tmp_path)
+    done = called("train", "-c", "c.yaml", cwd=tmp_path)
     notes = [line.split(": read")[0] for line in done.stdout.splitlines() if line.startswith("Note: ")]
     assert notes == [
         "Note: test_batches",

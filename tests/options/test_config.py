@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from deltatune.errors import UserError
-from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
+from deltatune.options import other_names
+from deltatune.options.config import LoraConfig, TrainConfig, build, nearest, read_yaml
 from deltatune.options.values import fields_of
 
 
@@ -35,6 +36,22 @@ def test_unknown_key_names_the_nearest():
         build(TrainConfig, {"lora_parameters": {"rnak": 1}}, "c.yaml")
 
 
+@pytest.mark.parametrize("option", other_names.NAMES)
+def test_names_of_other_trainers_are_answered_with_ours(option):
+    fields = list(fields_of(TrainConfig))
+    assert option in {**fields_of(TrainConfig), **fields_of(LoraConfig)}
+    for name in other_names.NAMES[option].split():
+        meant = option if option in fields else f"lora_parameters: {{{option}: ...}}"
+        assert nearest(name, fields) == f" (did you mean {meant!r}?)"
+        flag = f"--{option.replace('_', '-')}"
+        assert nearest(f"--{name.replace('_', '-')}", [flag, "--other"]) == f" (did you mean {flag!r}?)"
+
+
+def test_an_option_of_adapters_at_the_top_of_a_file_is_sent_to_its_place():
+    with pytest.raises(UserError, match=r"unknown key 'rank' \(did you mean 'lora_parameters: {rank: ...}'\?\)"):
+        build(TrainConfig, {"rank": 8}, "c.yaml")
+
+
 @pytest.mark.parametrize(("key", "value"), [("iters", "many"), ("iters", True), ("model", 3), ("batch_size", 1.5)])
 def test_wrong_type_is_refused(key, value):
     with pytest.raises(UserError, match=f"c.yaml: {key}: expected"):
@@ -43,12 +60,15 @@ def test_wrong_type_is_refused(key, value):
 
 @pytest.mark.parametrize("name", ["memory", "clear_cache_threshold"])
 def test_sizes_are_texts_in_files_and_python_too(name):
-    for text, count in (("12GB", 12 * 10**9), ("1.5 gb", 1_500_000_000), ("500M", 500 * 10**6), ("7", 7), (7, 7)):
+    sizes = {"12GB": 12 * 10**9, "1.5 gb": 1_500_000_000, "500M": 500 * 10**6, "12GiB": 12 * 2**30, "7000": 7000}
+    for text, count in sizes.items() | {(7000, 7000)}:
         assert getattr(build(TrainConfig, {name: text}, "c.yaml"), name) == count
         assert getattr(TrainConfig(**{name: text}), name) == count
     for wrong in ("4XB", "GB", "1.2.3GB", ""):
-        with pytest.raises(UserError, match=f"c.yaml: {name}: expected a size such as 4GB or 500MB, got '{wrong}'"):
+        with pytest.raises(UserError, match=f"c.yaml: {name}: expected a size such as .* or 500MB, got '{wrong}'"):
             build(TrainConfig, {name: wrong}, "c.yaml")
+    with pytest.raises(UserError, match=r"c.yaml: .*: 12 counts bytes; write 12GB if gigabytes are meant"):
+        build(TrainConfig, {name: 12}, "c.yaml")
     with pytest.raises(UserError, match="expected a size"):
         build(TrainConfig, {name: "99999999999GB"}, "c.yaml")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune import cli
 from deltatune.commands.flags import config_from
 
@@ -33,7 +33,7 @@ def test_a_pattern_that_makes_no_sense_ends_with_one_message(tiny_checkpoint, tm
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "one line"}) + "\n")
     model = tiny_checkpoint("qwen3_5_moe")
     words = ["--model", model, "--data", tmp_path, "--batch-size", 1, "--rank-pattern", pattern]
-    ended = deltatune("train", *words)
+    ended = called("train", *words)
     assert ended.returncode == 2
     assert ended.stderr.startswith(said), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -157,7 +157,7 @@ print(len(targets), *sorted(set(targets) - applied))
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", pytest.param("metal", marks=pytest.mark.weekly)])
 def test_every_target_of_mlx_lm_follows_a_late_import(device):
     """`deltatune run` applies the patches before its program imports mlx-lm."""
     done = subprocess.run([sys.executable, "-c", LATE, device], capture_output=True, text=True)

@@ -72,7 +72,7 @@ def measured_peak(model, config, rows, length):
 
 @ON_A_CPU
 @pytest.mark.usefixtures("waiting_queue")
-@pytest.mark.parametrize("parts", ["language", "language,vision,projector"])
+@pytest.mark.parametrize("parts", [pytest.param("language", marks=pytest.mark.weekly), "language,vision,projector"])
 def test_a_plan_equals_the_memory_of_a_step(tiny_vision_model, parts):
     gc.collect()
     before = mx.get_active_memory()

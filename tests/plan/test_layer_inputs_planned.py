@@ -19,7 +19,7 @@ LAYERS = 12
 def test_the_plan_offloads_as_many_bytes_as_a_step(tiny_checkpoint, tmp_path):
     """Of the inputs, two are in memory at a time."""
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=LAYERS, hidden_size=128)
-    config, given = options(folder, memory=1), blank_batch(2, 256, False)
+    config, given = options(folder, memory=1000), blank_batch(2, 256, False)
     planned, counted = [], []
     for place, inputs in (("memory", None), ("disk", tmp_path / "inputs")):
         model, stored = loaded(folder, config)

@@ -34,7 +34,7 @@ def test_every_buffer_and_byte_of_small_graphs_is_foreseen(graphs):
 @pytest.mark.parametrize(
     "options",
     [
-        {"family": "qwen3_5_moe", "depth": 2, "tokens": 256, "iterations": 3},
+        pytest.param({"family": "qwen3_5_moe", "depth": 2, "tokens": 256, "iterations": 3}, marks=pytest.mark.weekly),
         {"depth": 2, "tokens": 64, "rows": 2, "accumulate": 2, "checkpoint": True, "iterations": 2},
     ],
     ids=["experts", "accumulated, checkpointed"],

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called, deltatune
 from deltatune import cli
 from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
 from deltatune.recipes import shipped
@@ -58,7 +58,7 @@ def test_a_recipe_holds_known_options(name):
 
 def test_every_file_is_listed_and_fits_a_terminal():
     assert sorted(shipped.ORDER) == sorted(file.stem for file in FILES.glob("*.yaml"))
-    done = deltatune("recipes")
+    done = called("recipes")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[: len(RECIPES)]] == list(RECIPES)
@@ -124,8 +124,9 @@ def test_a_recipe_trains_a_tiny_model_of_its_family(
     assert any("switch_mlp" in key or "experts" in key for key in weights) == ("experts" in text.splitlines()[0])
 
 
-def test_a_recipe_is_copied(tmp_path):
-    done = deltatune("recipes", "copy", "Qwen3.5-9B", cwd=tmp_path)
+def test_a_recipe_is_copied(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = called("recipes", "copy", "Qwen3.5-9B")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Wrote qwen3.5-9b.yaml. ")
     assert (tmp_path / "qwen3.5-9b.yaml").read_bytes() == (FILES / "qwen3.5-9b.yaml").read_bytes()
@@ -143,11 +144,12 @@ def test_a_recipe_is_copied(tmp_path):
         (["copy", "qwen3.5-9b", "folder"], "recipes: folder/qwen3.5-9b.yaml exists; give another path"),
     ],
 )
-def test_recipe_that_cannot_be_copied_is_refused(words, message, tmp_path):
+def test_recipe_that_cannot_be_copied_is_refused(words, message, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for file in ("here.yaml", "folder/qwen3.5-9b.yaml"):
         (tmp_path / file).write_text("mine")
-    done = deltatune("recipes", *words, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = called("recipes", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"deltatune: {message}")
     assert done.stderr.count("\n") == 1

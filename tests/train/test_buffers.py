@@ -11,7 +11,7 @@ DEPTHS = (4, 8)
 
 # kimi_k3 passes an object from layer to layer, which the checkpoints must take apart.
 @LINUX
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_k3"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", pytest.param("kimi_k3", marks=pytest.mark.weekly)])
 def test_depth_adds_no_constants_and_with_checkpoints_nothing_else(family):
     """A compiled step holds the closures of its gradients; one array in a closure would keep a whole graph alive."""
     cases = output_of(Path(__file__).parent / "counted_step.py", family, *DEPTHS)

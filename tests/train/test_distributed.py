@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
 
 
@@ -52,37 +52,34 @@ def both(launch, tmp_path):
     def run(options):
         alone = tmp_path / "one.yaml"
         alone.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "one")}))
-        for done in (deltatune("train", "-c", alone), launch(options | {"adapter_path": str(tmp_path / "two")})):
+        for done in (called("train", "-c", alone), launch(options | {"adapter_path": str(tmp_path / "two")})):
             assert done.returncode == 0, done.stderr
 
     return run
 
 
-@pytest.mark.parametrize("backend", ["ring", "mpi"])
-def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path, backend):
+def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path):
     """The first launch ends inside an accumulation, so that the state holds each rank's own gradients.
 
-    Over MPI there is no first: a killed run is continued there in test_peers.py, to the same bits.
+    That ranks over MPI have the bits of ranks over the ring, test_peers.py tests.
     """
-    resume = ["--resume"] if backend == "ring" else []
-    if resume:
-        first = launch(shared | {"iters": 3}, backend=backend)
-        assert first.returncode == 0, first.stderr
-        assert "4 a batch, 2 on each of 2 ranks" in first.stdout
-        assert first.stdout.count("Iter 3/3") == 1
-        shutil.copytree(tmp_path / "two", tmp_path / "fewer")
-    done = launch(shared, *resume, backend=backend)
+    first = launch(shared | {"iters": 3})
+    assert first.returncode == 0, first.stderr
+    assert "4 a batch, 2 on each of 2 ranks" in first.stdout
+    assert first.stdout.count("Iter 3/3") == 1
+    shutil.copytree(tmp_path / "two", tmp_path / "fewer")
+    done = launch(shared, "--resume")
     assert done.stdout.count("Iter 5/5") == 1, done.stderr
-    assert ("Resuming after iteration 3 of 5" in done.stdout) == (backend == "ring")
+    assert "Resuming after iteration 3 of 5" in done.stdout
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
     same("one", "two")
     # One rank takes the state of two, which knows nothing of how they spoke to one another.
-    if backend == "ring":
-        make_trainer(**shared | {"adapter_path": str(tmp_path / "fewer"), "resume": True}).run()
-        assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
-        same("one", "fewer")
+    make_trainer(**shared | {"adapter_path": str(tmp_path / "fewer"), "resume": True}).run()
+    assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
+    same("one", "fewer")
 
 
+@pytest.mark.weekly
 def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, same, tmp_path):
     """The first part of the run ends inside an accumulation of 2."""
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
@@ -92,7 +89,9 @@ def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, same, tmp_pat
     same("one", "two")
 
 
-@pytest.mark.parametrize("bound", [{}, {"memory": "1GB"}], ids=["whole step", "by layers"])
+@pytest.mark.parametrize(
+    "bound", [{}, pytest.param({"memory": "1GB"}, marks=pytest.mark.weekly)], ids=["whole step", "by layers"]
+)
 def test_the_losses_of_routers_are_those_of_the_whole_batch(
     both, shared, same, read_metrics, tiny_checkpoint, tmp_path, bound
 ):
@@ -157,7 +156,7 @@ print(f"rank {world.rank} of {world.size} over {world.backend} is right", flush=
 """
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(3, "ring"), (3, "mpi")])
+@pytest.mark.parametrize(("ranks", "backend"), [(3, "ring"), pytest.param(3, "mpi", marks=pytest.mark.weekly)])
 def test_sums_over_the_ranks(launch, ranks, backend):
     done = launch({}, ranks=ranks, backend=backend, program=SUMS)
     for rank in range(ranks):

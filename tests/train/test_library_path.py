@@ -180,7 +180,13 @@ def test_every_option_is_tried():
     assert names - tried - GIVEN == {"resume", "overwrite", "report_to", "project_name", "resume_adapter_file"}
 
 
-@pytest.mark.parametrize("name", RUNS)
+# A run of each of these takes another way through Trainer; the others differ in how their data are read.
+OFTEN = ("adapters", "dora in packed rows", "a stream", "pairs", "all weights", "from scratch", "new tokens", "images")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.weekly] * (name not in OFTEN)) for name in RUNS]
+)
 def test_a_run_in_python_is_that_of_the_command(base, tmp_path, capsys, name):
     config = TrainConfig(**base(name))
     finetune(dataclasses.replace(config, adapter_path=str(tmp_path / "command")))

@@ -46,30 +46,18 @@ def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_t
     assert re.search(r"peak [\d.]+ [MG]B, 0:00 left", text)
 
 
-def test_the_adapter_is_mlx_lms(make_trainer, checkpoint, tmp_path):
-    import mlx_lm
-
-    trainer = make_trainer(iters=3)
-    trainer.run()
-    trainer.model.eval()
-    theirs, _ = mlx_lm.load(str(checkpoint), adapter_path=str(tmp_path / "out"))
-    tokens = mx.array([[5, 9, 200, 31, 7]])
-    assert mx.abs(theirs(tokens) - trainer.model(tokens)).max().item() < 1e-5
-
-
-@pytest.mark.parametrize("stop_at", [3, 5])
-def test_ctrl_c_saves_and_the_resumed_run_gives_the_same_bits(
-    make_trainer, tmp_path, read_metrics, run_with, stop_at, straight_run
+def test_a_signal_saves_and_the_resumed_run_gives_the_same_bits(
+    make_trainer, tmp_path, read_metrics, run_with, straight_run
 ):
-    """Iterations 3 and 5 are inside an accumulation of 2 and inside a report window of 3."""
+    """Iteration 5 is inside an accumulation of 2 and inside a report window of 3."""
     straight = straight_run()
 
     def interrupt(iterations, _):
-        if iterations.progress.iteration == stop_at - 1:
-            os.kill(os.getpid(), signal.SIGTERM if stop_at == 5 else signal.SIGINT)
+        if iterations.progress.iteration == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(StoppedError, match=rf"stopped after iteration {stop_at} of 8; the state is saved .*--resume"):
+    with pytest.raises(StoppedError, match=r"stopped after iteration 5 of 8; the state is saved .*--resume"):
         run_with(make_trainer(), interrupt)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     resumed = make_trainer(resume=True).run()
@@ -145,13 +133,6 @@ def test_early_stopping_counts_evaluations_without_gain(make_trainer, screen_tex
     assert again.iterations == 2
 
 
-def test_checkpointing_changes_no_figure(make_trainer, tmp_path, read_metrics):
-    make_trainer(iters=3, adapter_path=str(tmp_path / "plain")).run()
-    make_trainer(iters=3, grad_checkpoint=True).run()
-    for ours, plain in zip(read_metrics(tmp_path / "out"), read_metrics(tmp_path / "plain"), strict=True):
-        assert ours == pytest.approx(plain, rel=1e-5)
-
-
 def test_the_model_trains_from_any_mode_and_evaluation_restores_it(make_trainer, run_with):
     trainer = make_trainer(iters=2, steps_per_eval=1)
     trainer.model.eval()
@@ -165,7 +146,7 @@ def all_training(model):
     return all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.weekly), 2])
 def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, run_with, accumulate):
     """A weight becomes infinite before iteration 4. The run must stop as if that iteration had not begun."""
     trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule=None)
@@ -293,11 +274,6 @@ def test_leftovers_of_a_killed_save_are_removed(make_trainer, tmp_path):
 def test_an_unknown_optimizer_is_named(make_trainer):
     with pytest.raises(UserError, match="unknown name 'sdg'"):
         make_trainer(optimizer="sdg").run()
-
-
-def test_early_stopping_needs_validation_data(make_trainer, splits):
-    with pytest.raises(UserError, match="early_stopping needs validation data"):
-        make_trainer(splits=dataclasses.replace(splits, valid=[]), early_stopping=1)
 
 
 def test_nothing_to_train_is_an_error(make_trainer):

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.weekly)])
 def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, family, capsys):
     path = tiny_vision_checkpoint(family)
     assert cli.main(["train", *options(path, folder, tmp_path / "a")]) == 0
@@ -82,7 +82,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     assert said.startswith("\n[" if best in loaded.tokenizer.eos_token_ids else loaded.tokenizer.decode([best]))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.weekly), "qwen3_vl"])
 def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     check_batch_weighs_as_its_rows(tiny_vision_checkpoint(family), folder)
 

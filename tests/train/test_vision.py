@@ -59,7 +59,7 @@ def logits(model, example):
     return model(mx.array(example.tokens[None]), **more).logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_vl_moe", marks=pytest.mark.weekly)])
 def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, folder, tmp_path, family):
     from mlx_vlm import load as upstream_load
 
@@ -138,12 +138,12 @@ def test_keys_reach_the_tower_too(tiny_vision_model):
     assert len(found.converted) == 4
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.weekly), "qwen3_vl_moe"])
 def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     check_batch_weighs_as_its_rows(tiny_vision_checkpoint(family), folder)
 
 
-@pytest.mark.parametrize("parts", ["vision", "language"])
+@pytest.mark.parametrize("parts", ["vision", pytest.param("language", marks=pytest.mark.weekly)])
 def test_a_stopped_run_resumes_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path, parts):
     check_resumed_run_is_bit_equal(tiny_vision_checkpoint("qwen3_vl"), folder, tmp_path, 3, parts=parts)
 

@@ -16,7 +16,7 @@ from ..machine import ranks
 from ..options.chat_template import parsed_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of
+from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of, refuse_unlikely
 from ..wrapping import say
 
 
@@ -95,6 +95,10 @@ def size(text: str) -> int:
     count = bytes_of(text)
     if count is None:
         raise argparse.ArgumentTypeError(f"expected {SIZE}, got {text!r}")
+    try:
+        refuse_unlikely(count)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return count
 
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import UserError
 from ..machine.environment import expanded
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
@@ -24,7 +26,7 @@ from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
-from .rows.row_formats import ALPACA, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
+from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.row_streams import JsonLines, hugging_face_streams
 from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, json_file, jsonl
 from .vision.messages import VIDEO, media_kind
@@ -32,6 +34,9 @@ from .vision.preparation import VisionProcessors
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize
+# The share of training rows to validate on where nothing else is, and the fewest rows of which some are taken.
+_VAL_SPLIT = 0.1
+_LEAST_ROWS = 20
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 _HF_KEYS = [
     "path", "name", "config", "train_split", "valid_split", "test_split",
@@ -90,6 +95,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     splits: dict[str, Any] = {
         name: [example for part in tables[name] for example in reader.read(*part)] for name in needed
     }
+    _hold_out(config, splits, tables, reader.notes)
     if config.loss != "sft":
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
@@ -186,11 +192,11 @@ def _data_tables(
 ) -> dict[str, list[Part]]:
     """Return the tables that the option `data` names."""
     if config.data is None:
-        raise UserError("data: expected a folder with train.jsonl, or the name of a Hugging Face data set; got none.")
+        raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
     features = _features(vars(config))
     folder = expanded(config.data)
     if folder.is_file():
-        raise UserError(f"{config.data}: expected a folder with train.jsonl in it, got a file; give its folder.")
+        return _file_table(config, folder, needed, open_jsonl, open_dataset)
     files = {name: _json_files(folder, name) for name in _SPLITS}
     if any(files.values()):
         return {name: [(_open_json(path, open_jsonl), features) for path in files[name]] for name in needed}
@@ -203,6 +209,25 @@ def _data_tables(
     with contextlib.nullcontext() if folder.is_dir() or is_format(config.data) else hub_lookup(config.data):
         tables = open_dataset(config.data)
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
+
+
+def _file_table(
+    config: TrainConfig,
+    file: Path,
+    needed: list[str],
+    open_jsonl: Callable[[Path], Any],
+    open_dataset: Callable[..., dict[str, Any]],
+) -> dict[str, list[Part]]:
+    """Return the table of a file as the training data, or as the data of a command that needs no other split."""
+    if "train" in needed and "test" in needed:
+        raise UserError(f"{config.data}: test needs a test set, and a file holds one set; give a folder with both.")
+    if file.suffix in (".jsonl", ".json"):
+        table = _open_json(file, open_jsonl)
+    elif any(file.match(kind) for kind in _DATA_FILES):
+        (table,) = open_dataset(str(file)).values()
+    else:
+        raise UserError(f"{config.data}: expected a .jsonl, .json, .csv, .tsv or .parquet file, or a folder with some.")
+    return {name: [(table, _features(vars(config)))] if name == needed[0] else [] for name in needed}
 
 
 def _json_files(folder: Path, split: str) -> list[Path]:
@@ -253,6 +278,35 @@ def _hf_tables(
     return tables
 
 
+def _hold_out(
+    config: TrainConfig, splits: dict[str, list[Example | Preference]], tables: dict[str, list[Part]], notes: list[str]
+) -> None:
+    """Move the share `val_split` of the training rows into the validation set, drawn by the run's seed.
+
+    By default rows are held out where the data have no validation set, but enough rows.
+    """
+    if "train" not in splits:
+        return
+    if config.val_split and tables["valid"]:
+        raise UserError(f"val_split: {tables['valid'][0][0].name} holds validation data already; leave val_split out.")
+    share = _VAL_SPLIT if config.val_split is None else config.val_split
+    if not share or tables["valid"] or config.val_batches == 0:
+        return
+    examples = splits["train"]
+    rows = list(dict.fromkeys(example.row for example in examples))
+    count = max(round(share * len(rows)), 1)
+    if config.val_split is None and len(rows) < max(_LEAST_ROWS, config.batch_size + count):
+        return
+    drawn = np.random.default_rng(config.seed).permutation(len(rows))[:count]
+    held_out = {rows[index] for index in drawn}
+    splits["train"] = [example for example in examples if example.row not in held_out]
+    splits["valid"] = [example for example in examples if example.row in held_out]
+    notes.append(
+        f"Validation: {count:,} of {len(rows):,} training rows, drawn by the seed, are held out, since the data "
+        "have no validation set; --val-split 0 trains on all."
+    )
+
+
 def _check(
     config: TrainConfig, splits: dict[str, list[Example | Preference]], tables: dict[str, list[Part]], notes: list[str]
 ) -> None:
@@ -296,7 +350,7 @@ def _rule(kinds: set[str], config: TrainConfig) -> str:
         return "Loss on every token, prompts included (--no-mask-prompt)."
     turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"
     parts = {
-        "completions only": {COMPLETION, ALPACA},
+        "completions only": {COMPLETION, ALPACA, CAPTION},
         f"{turns} only": {CHAT, SHAREGPT},
         "every token of text lines" if len(kinds) > 1 else "every token": {TEXT},
         "the answers of pairs": {CHOSEN},

@@ -30,6 +30,11 @@ class Example:
     pictures: Pictures | None = None
 
     @property
+    def row(self) -> str:
+        """The row of data, of which a conversation may make several examples."""
+        return self.source.partition(" (messages ")[0]
+
+    @property
     def positions(self) -> int:
         """The length of the model's input, one less than the tokens: the last token is predicted but never read."""
         return len(self.tokens) - 1

@@ -137,7 +137,8 @@ class Reader:
         """Return the encoder of rows with images and videos."""
         assert self._vision is not None
         # The files of a data set under hf_dataset lie in the current folder.
-        reader = media_reader(self._vision, expanded(self._config.data or ""), vars(self._config))
+        data = expanded(self._config.data or "")
+        reader = media_reader(self._vision, data.parent if data.is_file() else data, vars(self._config))
         names = video_names(self._tokenizer, self._vision.spec)
         return VisionEncoder(text, self._vision.spec, reader, names)
 

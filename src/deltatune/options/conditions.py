@@ -46,16 +46,19 @@ TRAINING: Conditions = {
     "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
+    "val_split": ("where val_batches is not 0, and without streaming", lambda c, f: c.val_batches and not c.streaming),
     "early_stopping": ("where val_batches is not 0", lambda c, f: c.val_batches),
     "steps_per_eval": (
         "where val_batches is not 0, or for sample_prompts without steps_per_sample",
         lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
     "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
-    "learning_rate lr_schedule loraplus_lr_ratio": (
+    "learning_rate lr_schedule warmup loraplus_lr_ratio": (
         "where adafactor has relative_step: false, and does not make its own rate", lambda c, f: not _makes_rate(c)),
-    "learning_rate": ("without lr_schedule, of which the first argument is the rate", lambda c, f: not c.lr_schedule),
-    "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: (c.lr_schedule or {}).get("warmup")),
+    "learning_rate warmup": (
+        "without a mapping of lr_schedule, which has its own rate and warmup",
+        lambda c, f: not isinstance(c.lr_schedule, dict)),
+    "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: c.lr_schedule.get("warmup")),
     "rank rank_pattern scale alpha dropout keys exclude rslora init loraplus_lr_ratio resume_adapter_file keep": (
         "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
     "decay_norm_and_bias": (
@@ -96,8 +99,9 @@ def changed_options(options: Any) -> dict[str, str]:
 
     Those of adapters and of a schedule stand beside the others.
     """
-    schedule = getattr(options, "lr_schedule", None) or {}
-    names = {f"lr_schedule.{key}": f"lr_schedule: {key}" for key, value in schedule.items() if value}
+    schedule = getattr(options, "lr_schedule", None)
+    settings = schedule if isinstance(schedule, dict) else {}
+    names = {f"lr_schedule.{key}": f"lr_schedule: {key}" for key, value in settings.items() if value}
     for field in dataclasses.fields(options):
         value, factory = getattr(options, field.name), field.default_factory
         if dataclasses.is_dataclass(value):

@@ -42,8 +42,15 @@ class TrainConfig:
     data: str | None = option(
         None,
         _DATA,
-        "folder that holds train.jsonl, valid.jsonl and test.jsonl, or the name of a Hugging Face data set; "
-        "required without hf_dataset",
+        "file of training data (.jsonl, .json, .csv, .tsv or .parquet), folder that holds train.jsonl, valid.jsonl and "
+        "test.jsonl, or the name of a Hugging Face data set; required without hf_dataset",
+    )
+    val_split: float | None = option(
+        None,
+        _DATA,
+        "share of the training rows to validate on, drawn by the seed; default: 0.1 where the data have no validation "
+        "set and 20 rows or more",
+        range=Range(least=0, below=1),
     )
     hf_dataset: Any = option(
         None, _DATA, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
@@ -99,20 +106,27 @@ class TrainConfig:
     optimizer_config: dict[str, dict[str, Any] | None] = option(
         dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = option(
-        1e-5, _OPTIMIZER, "learning rate, used when no lr_schedule is given", range=Range(above=0)
-    )
+    learning_rate: float = option(1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0))
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
     decay_norm_and_bias: bool = option(
         False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
-    lr_schedule: dict[str, Any] | None = option(
+    lr_schedule: dict[str, Any] | str | None = option(
         None,
         _OPTIMIZER,
-        "learning rate schedule, counted in optimizer steps, with the keys name, arguments, warmup and warmup_init",
-        flag=False,
+        "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
+        "the mapping of mlx_lm.lora in place of the word, counted in optimizer steps, with the keys name, arguments, "
+        "warmup and warmup_init",
+        choices=("constant", "cosine", "linear"),
+    )
+    warmup: float = option(
+        0.0,
+        _OPTIMIZER,
+        "part of the run over which the learning rate rises to learning_rate: a share below 1, or a number of "
+        "optimizer steps",
+        range=Range(least=0),
     )
     grad_clip: float | None = option(
         None,
@@ -332,6 +346,8 @@ class TrainConfig:
             )
         if self.chat_template_config is not None:
             checked_options(self.chat_template_config, "chat_template_config")
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise UserError(f"warmup: expected a share below 1 or a whole number of steps, got {self.warmup}.")
         self._check_streaming()
         if self.memory is not None and self.trains_base is not None:
             raise UserError(f"memory leaves frozen weights on the disk, and {self.trains_base}; leave one of them out.")

@@ -23,12 +23,15 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
+from .other_names import option_meant
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
 # The name of a text that counts bytes, and the bytes of one of each unit.
-SIZE = "a size such as 4GB or 500MB"
-_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
+SIZE = "a size such as 4GB, 12GiB or 500MB"
+_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "MIB": 2**20, "G": 10**9, "GB": 10**9, "GIB": 2**30, "TB": 10**12}
+# A smaller size than this is meant in another unit.
+_LEAST_SIZE = 1000
 
 
 class _ShortRepr(reprlib.Repr):
@@ -136,8 +139,11 @@ def short(value: object) -> str:
 def nearest(word: str, known: list[str]) -> str:
     """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close.
 
-    The dashes before a flag do not count, since they make any two short flags alike.
+    The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
+    for an option is close to ours.
     """
+    if meant := option_meant(word, known):
+        return f" (did you mean {meant!r}?)"
     by_name = {name.lstrip("-"): name for name in known}
     closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
@@ -211,7 +217,8 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
 
     Args:
         value: The value.
-        hint: A type, such as `int`, `float | None`, `list[str]` or, for a switch that may also be a word, `bool | str`.
+        hint: A type, such as `int`, `float | None`, `list[str]` or, for one that may also be a word, `bool | str` or
+            `dict[str, Any] | str | None`.
         metadata: Further requirements: `range`, `choices`, `words` and `empty`, as in `fix`.
         name: The value's name in messages.
 
@@ -222,8 +229,9 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     if Any in options or (value is None and type(None) in options):
         return value
     *others, kind = (option for option in options if option is not type(None))
-    if others == [bool] and isinstance(value, bool):
-        return value
+    for other in others:
+        if isinstance(value, typing.get_origin(other) or other):
+            return checked(value, other, metadata, name)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, name)
     outer = typing.get_origin(kind) or kind
@@ -240,8 +248,11 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
         }
     scalar = _scalar(value, outer, metadata)
     if scalar is None:
-        switch = "true, false or " if others else ""
-        raise UserError(f"{name}: expected {switch}{_expected(value, outer, metadata)}, got {short(value)}.")
+        before = {bool: "true, false or ", dict: "a mapping or "}
+        words = "".join(before[typing.get_origin(other) or other] for other in others)
+        raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}.")
+    if metadata.get("range") and metadata["range"].size:
+        refuse_unlikely(scalar, f"{name}: ")
     return scalar
 
 
@@ -252,6 +263,12 @@ def bytes_of(text: str) -> int | None:
         return int(Decimal(match[1]) * _SIZES[match[2].upper()]) if match else None
     except (InvalidOperation, KeyError):
         return None
+
+
+def refuse_unlikely(size: int, before: str = "") -> None:
+    """Raise UserError for a number of bytes that can only be meant in another unit; `before` begins the message."""
+    if 0 < size < _LEAST_SIZE:
+        raise UserError(f"{before}{size} counts bytes; write {size}GB if gigabytes are meant.")
 
 
 def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:

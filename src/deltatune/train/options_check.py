@@ -35,7 +35,7 @@ def check_options(config: TrainConfig) -> list[str]:
     if config.epochs is None:
         check_updates(config)
     schedule = config.lr_schedule
-    rate: float = schedule["arguments"][0] if schedule else config.learning_rate
+    rate: float = schedule["arguments"][0] if isinstance(schedule, dict) else config.learning_rate
     if config.optimizer.lower() in _STEP_IS_RATE and rate > _LARGEST_USUAL:
         return [
             f"Note: the learning rate is {rate:g}, and a step of {config.optimizer} moves every trained number by "
@@ -59,5 +59,5 @@ def check_updates(config: TrainConfig) -> None:
     if iterations // accumulated == 1 and build_optimizer(config).learning_rate.item() == 0:
         raise UserError(
             "lr_schedule: the run makes one update, and its learning rate is 0, so it would change nothing. Give more "
-            "iterations, or a warmup_init above 0."
+            "iterations, or no warmup."
         )

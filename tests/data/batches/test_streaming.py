@@ -75,7 +75,7 @@ def test_each_row_comes_once_a_pass_and_near_its_place(order, folder, pack):
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_stream_goes_on_from_any_batch_with_the_same_bits(order, pack):
     straight = taken(order(pack=pack), 30)
-    for stop in (0, 1, 2, 3, 11, 12, 13, 25):
+    for stop in (0, 1, 11, 12, 25):
         first = order(pack=pack)
         begun = taken(first, stop)
         state = json.loads(json.dumps(first.state()))
@@ -151,7 +151,7 @@ def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path):
     Memory is read behind a collection: when Python looks for cycles depends on every test before this one.
     """
     held = []
-    for count in (1000, 4000):
+    for count in (500, 2000):
         data = tmp_path / str(count)
         data.mkdir()
         (data / "train.jsonl").write_text(

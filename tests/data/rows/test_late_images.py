@@ -8,7 +8,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.data import load_datasets
 from deltatune.data.datasets import first_image
 from deltatune.errors import UserError
@@ -125,7 +125,7 @@ def test_images_behind_many_texts_are_in_the_batch(tmp_path, tiny_vision_checkpo
     folder.mkdir()
     datasets.Dataset.from_list(texts + images, features=features).to_parquet(str(folder / "train.parquet"))
     model = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--batch-size", len(texts + images)]
-    done = deltatune("train", "--show-batch", *model, "--data", folder)
+    done = called("train", "--show-batch", *model, "--data", folder)
     assert done.returncode == 0, done.stderr
     assert sum("<|vision_start|>" in line for line in done.stdout.splitlines()) == len(images)
     assert "<image>" not in done.stdout

@@ -81,7 +81,8 @@ def test_a_folder_that_datasets_saved(tmp_path, tokenizer, folder):
     assert [len(splits.train), len(splits.valid)] == [20, 2]
     rows.save_to_disk(str(tmp_path / "single"))
     config = dataclasses.replace(config, data=str(tmp_path / "single"))
-    assert [len(load_datasets(config, tokenizer).train)] == [20]
+    splits = load_datasets(config, tokenizer)
+    assert [len(splits.train), len(splits.valid)] == [18, 2]
 
 
 def test_hf_dataset_with_keys_and_splits_as_mlx_lm_reads_them(tmp_path, tokenizer, folder):

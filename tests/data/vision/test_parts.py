@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import deltatune
+from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import join_text_parts
@@ -204,7 +204,7 @@ def test_the_case_of_a_limit_in_a_part(folder, write, tiny_vision_checkpoint):
     Image.new("RGB", (240, 240)).save(folder / "a.png")
     write(parts(image="a.png", max_pixels=1024))
     model = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--batch-size", 1]
-    done = deltatune("train", "--show-batch", *model, "--data", folder)
+    done = called("train", "--show-batch", *model, "--data", folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("<|image_pad|>") == 4
 

@@ -54,6 +54,7 @@ def parts(*kinds):
         (chat("2.png", user=[{"type": "text", "text": "x"}, {"type": "image"}]), ["2.png"]),
         (chat(image="1.png"), ["1.png"]),
         ({"prompt": "<image>?", "completion": "yes", "image": "0.png"}, ["0.png"]),
+        ({"image": "0.png", "caption": "a cat"}, ["0.png"]),
         (chat(), []),
     ],
 )
@@ -75,6 +76,13 @@ def test_tokens_and_patches_are_the_processors_own(write, read, folder, loaded, 
         np.testing.assert_array_equal(patches, np.asarray(expected["pixel_values"]))
     else:
         assert batch.images.patches.shape[0] == 0
+
+
+def test_a_caption_is_the_answer_to_an_image_alone(write, read):
+    write({"image": "0.png", "caption": "a cat"}, chat("0.png", user="", answer="a cat"))
+    caption, row = read().train
+    assert caption.tokens.tolist() == row.tokens.tolist()
+    assert caption.targets.tolist() == row.targets.tolist()
 
 
 def test_every_token_but_the_images_counts_without_mask_prompt(write, read):

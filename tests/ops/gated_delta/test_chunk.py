@@ -92,7 +92,7 @@ def test_inside_checkpoint_and_any_nesting_the_same_bits(example):
 def test_inside_compile(example):
     loss, x = _loss_and_arguments(example[0])
     plain = mx.grad(loss)(x)
-    for compiled in (mx.compile(mx.grad(loss)), mx.grad(mx.compile(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
+    for compiled in (mx.compile(mx.grad(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
         result = compiled(x)
         again = compiled(x)
         assert _same(result, again)
@@ -226,12 +226,12 @@ def _peak(length: int, per_channel: bool, peak_bytes) -> int:
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU holds")
 def test_memory_of_the_backward_pass(per_channel, peak_bytes):
     """Saved states and returned gradients grow with the sequence; the working space of a group does not."""
-    short, long = (_peak(length, per_channel, peak_bytes) for length in (2048, 6144))
+    short, long = (_peak(length, per_channel, peak_bytes) for length in (1024, 3072))
     results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
     states = 4 * 4 * 128 * 128 / 64
     per_head = 8 * 4 * 4  # gates, betas and their gradients
     late = 2e6  # what one operation has not given back yet when the next begins
-    assert long - short <= (6144 - 2048) * (results + states + per_head) + late
+    assert long - short <= (3072 - 1024) * (results + states + per_head) + late
     assert short <= (80e6 if per_channel else 60e6)
 
 

@@ -47,8 +47,8 @@ FLAGS = ["-std=c++14", "-fPIC", "-nostdinc++", "-nostdlib++", "-ffp-contract=off
 # -O1 is for the runtime that zig builds once, which takes five times as long without it.
 FLAGS += ["-O1", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-Wno-everything"]
 FLAGS += ["-Werror=c++17-extensions", "-Werror=c++20-extensions", "-Werror=double-promotion"]
-# Text is not optimised, since compiling takes most of the time. LoRA's for CUDA is, which computes for long: for size,
-# which takes the compiler half as long as for speed.
+# Text is not optimised, since compiling takes most of the time. LoRA's for CUDA is where it is watched, which computes
+# for long: for size, which takes the compiler half as long as for speed.
 PLAIN, OPTIMISED = ["-Xclang", "-O0"], ["-Xclang", "-Os"]
 UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 # Makes every load and store call the race detector of host.h.
@@ -88,18 +88,6 @@ def libraries() -> list[str]:
     """Return the files of the C library that this process has loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split()[-1] for line in lines if re.search(r"/lib[cm](\.so|-\d)", line)})
-
-
-def rounding(folder: Path) -> Path:
-    """Return an object file with the functions that clang calls to round to bf16 and fp16, from zig's own sources."""
-    result = folder / f"compiler_rt_{hashlib.sha256(version().encode()).hexdigest()[:16]}.o"
-    if not result.exists():
-        made = folder / f"compiler_rt.{os.getpid()}.o"
-        source = zig().parent / "lib" / "compiler_rt.zig"
-        options = ["-OReleaseSmall", "-fstrip", "-ffunction-sections", "-fPIC", "-mcpu=baseline"]
-        _run([str(zig()), "build-obj", str(source), *options, f"-femit-bin={made}"])
-        os.replace(made, result)
-    return result
 
 
 def _run(command: list[str]) -> None:
@@ -246,8 +234,7 @@ class HostMachine:
         flags = [*self.flags, *(word for flag in included for word in ("-Xclang", flag))]
         if not linked_by_us():
             return self._compiled(source, "cpp", "so", [*flags, "-shared", *map(str, runtime)])
-        files = map(str, [*runtime, rounding(self.folder), *libraries()])
-        link = [str(zig()), "ld.lld", "-shared", "--gc-sections", "-z", "now", *files]
+        link = [str(zig()), "ld.lld", "-shared", "-z", "now", *map(str, runtime), *libraries()]
         return self._compiled(source, "cpp", "so", flags, "-c", link=link)
 
     def _compiled(

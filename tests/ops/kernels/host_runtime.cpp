@@ -13,18 +13,28 @@
 
 #pragma GCC visibility push(hidden)
 
-// clang calls this to round a number to bf16 on a CPU without an instruction for it, and zig's runtime lacks it.
+// clang calls these to round to bf16 and fp16, and to widen fp16, on a CPU without an instruction for it.
 extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
+  uint32_t bits = as_type<uint32_t>(x);
   // Rounded to nearest, ties to even; a NaN stays one.
   bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
-  const uint16_t high = (uint16_t)(bits >> 16);
-  __bf16 rounded;
-  memcpy(&rounded, &high, sizeof rounded);
-  return rounded;
+  return as_type<__bf16>((uint16_t)(bits >> 16));
 }
-
+extern "C" __attribute__((weak)) _Float16 __truncsfhf2(float x) {
+  const uint32_t bits = as_type<uint32_t>(x), size = bits & 0x7fffffff;
+  uint32_t rounded = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+  // Below the least normal number, fp32 rounds at 0.5 to the same places. From 65,520 on, numbers are infinite.
+  if (size < 0x38800000) rounded = as_type<uint32_t>(as_type<float>(size) + 0.5f) - 0x3f000000;
+  if (size >= 0x477ff000) rounded = size > 0x7f800000 ? 0x7e00 | (size >> 13 & 0x1ff) : 0x7c00;
+  return as_type<_Float16>((uint16_t)(bits >> 16 & 0x8000 | rounded));
+}
+extern "C" __attribute__((weak)) float __extendhfsf2(_Float16 x) {
+  const uint32_t bits = as_type<uint16_t>(x), size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+  uint32_t wide = (size << 13) + 0x38000000;
+  if (size < 0x400) wide = as_type<uint32_t>((float)size * 5.9604644775390625e-8f);
+  if (size >= 0x7c00) wide = size << 13 | 0x7f800000;
+  return as_type<float>(sign | wide);
+}
 
 namespace host {
 

@@ -26,7 +26,7 @@ TEXT, _wide = of_one_adapter.TEXT, of_one_adapter._wide
 make_machine, gpu, on_gpu = of_one_adapter.make_machine, of_one_adapter.gpu, of_one_adapter.on_gpu
 SCALE = 1.75
 # The number of adapters and their rank: those that the kernels take together, and those that they take one by one.
-TOGETHER = [(2, 8), (3, 16), (4, 8), (4, 16)]
+TOGETHER = [(2, 8), (3, 16), (4, 16)]
 SEPARATE = [(2, 4), (3, 32)]
 
 

@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from beside import load
@@ -156,11 +155,10 @@ def test_a_planted_defect_shows(hopper, name, run, make, oracle, host_module):
     dtype, bound = (mx.bfloat16, HALF * half_norm("bfloat16")) if hopper else (mx.float32, NORMAL)
     case = oracle.Case("planted", **sizes)
     try:
-        worst = max(max(run(case, dtype, machine, hopper, seed).values()) for seed in ([1] if hopper else [1, 2, 3]))
+        errors = (max(run(case, dtype, machine, hopper, seed).values()) for seed in ([1] if hopper else [1, 2, 3]))
+        assert not all(error <= bound for error in errors)
     except host_module.HostError as refusal:
-        worst = np.inf
         print(refusal)
-    assert not worst <= bound
 
 
 def test_spans_of_segments():

@@ -132,7 +132,7 @@ def same_bits(results: dict, others: dict) -> bool:
 
 
 def test_a_beta_of_bf16_is_read_and_its_gradient_written_as_it_is(run, table):
-    case, read = table.Case("documents", **CASES["documents, masked middle"]), []
+    case, read = table.Case("130 tokens", **SIZES), []
 
     def small(beta: mx.array) -> mx.array:
         return beta.astype(mx.bfloat16)
@@ -152,8 +152,8 @@ def test_a_beta_of_bf16_is_read_and_its_gradient_written_as_it_is(run, table):
 
 @pytest.mark.parametrize("heads", TEXTS)
 def test_kernels_for_racecheck_compute_the_same(heads, run, table):
-    case = table.Case("documents", **CASES["documents, masked middle"])
-    results, _ = run(case, heads)
+    case = table.Case("130 tokens", **SIZES)
+    results, _ = run(case, heads, seed=10)
     others, _ = run(case, heads, change=lambda text: f"#define DELTATUNE_RACECHECK\n{text}")
     assert same_bits(results, others)
 
@@ -250,7 +250,7 @@ def planted(heads: str, old: str, new: str) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_shows(name, run, norms, table, host_module):
-    case = table.Case("planted", **SIZES | OPEN | {"length": 300, "repeats": 2, "beta": 1.9, "keys": "near"})
+    case = table.Case("planted", **SIZES | OPEN | {"length": 260, "beta": 1.9, "keys": "near"})
     bounds = {key: fused_bf16_norm(0.0) for key in ("y", "q", "k", "v", "log_g", "beta")} | {"state": 1e-3}
     try:
         # What was never written may be a signalling NaN, of which NumPy warns.
@@ -281,8 +281,8 @@ def test_a_state_keeps_more_than_bf16(heads, run, norms, table):
 
 @pytest.mark.parametrize("heads", TEXTS)
 def test_other_orders_of_the_lanes_give_the_same_bits(heads, run, table):
-    case = table.Case("orders", **SIZES | {"repeats": 2, "gates": "mixed"})
-    first, second = (run(case, heads, seed=seed)[0] for seed in (1, 2))
+    case = table.Case("130 tokens", **SIZES)
+    first, second = (run(case, heads, seed=seed)[0] for seed in (10, 2))
     assert same_bits(first, second)
 
 

@@ -128,6 +128,6 @@ def built(folder, name, text):
     body = "".join(line for line in text.splitlines(True) if not line.startswith("#include")).replace('extern "C" ', "")
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(MACHINE + TYPES + body + RUN.replace("NAME", name))
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-nostdlib++", "-nostdinc++"]
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-nostdlib", "-nostdinc++"]
     subprocess.run([sys.executable, "-m", "ziglang", "c++", *flags, source, "-o", library], check=True)
     return ctypes.CDLL(str(library))

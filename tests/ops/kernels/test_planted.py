@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from deltatune.ops.gated_delta.fused_channel import FILES
@@ -51,13 +50,14 @@ DEFECTS = {
 
 @pytest.fixture
 def planted(machine, host_module, host_folder, on_host, errors, table):
-    """Return planted(kernel, text) -> the largest error over three orders of lanes, with `text` for that kernel."""
+    """Return planted(kernel, text) -> whether one of three orders of lanes shows errors, with that kernel in `text`."""
     case = table.Case("planted", batch=1, length=70, key_size=24, value_size=40)
 
-    def run(kernel: str, text: str) -> float:
+    def run(kernel: str, text: str) -> bool:
         wrong = host_module.HostMachine(host_folder, text)
         mixed = host_module.OneKernelReplaced(f"gated_delta_{kernel}", wrong, machine)
-        return max(max(errors(*on_host(mixed, case, mx.bfloat16, lanes=lanes)).values()) for lanes in range(1, 4))
+        worst = (max(errors(*on_host(mixed, case, mx.bfloat16, lanes=lanes)).values()) for lanes in range(1, 4))
+        return not all(error <= BOUND for error in worst)
 
     return run
 
@@ -73,13 +73,12 @@ def at_first_barrier(kernel: str, instead: str) -> str:
 
 
 def test_the_unchanged_text_passes(planted):
-    assert planted("scan", header("metal", FILES) + "\n") <= BOUND
+    assert not planted("scan", header("metal", FILES) + "\n")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_removed_barrier(kernel, planted):
-    worst = planted(kernel, at_first_barrier(kernel, ";"))
-    assert not worst <= BOUND
+    assert planted(kernel, at_first_barrier(kernel, ";"))
 
 
 @pytest.mark.parametrize("kernel", ["scan", "reverse"])
@@ -107,11 +106,9 @@ def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
 def test_fails_or_is_refused(name, planted, host_module):
     kernel, old, new = DEFECTS[name]
     try:
-        worst = planted(kernel, host_module.plant(header("metal", FILES), old, new))
+        assert planted(kernel, host_module.plant(header("metal", FILES), old, new))
     except host_module.HostError as refusal:
-        worst = np.inf
         print(refusal)
-    assert not worst <= BOUND
 
 
 # Defects that no largest error shows: the text, and what replaces it.

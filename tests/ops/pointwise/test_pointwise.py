@@ -17,6 +17,7 @@ from deltatune.ops.pointwise import conv, conv_silu, gated_norm, gates, gating, 
 from deltatune.ops.pointwise.passes import Passes
 from deltatune.ops.pointwise.silu import _backward, _forward, _plain
 from pass_definitions import inverse_rms, reference_conv, reference_gates
+from two_dtypes import in_two_dtypes
 
 # The largest error over the largest element: that of fp32 sums of 256 terms and an exponential, or of rounding.
 BOUND = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
@@ -90,11 +91,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
 @pytest.mark.parametrize("spread", [1.0, 20.0])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_value_and_gradients_against_float64(case, spread, dtype, execute):
-    function, reference, shapes = case
+    function, reference, shapes = CASES[case]
     arrays = draw(*shapes, dtype=dtype, spread=spread)
     ours = partial(function, execute=execute)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,12 @@ from model_gradients import gradients, next_token_loss, relative_errors
 
 LATENT = ("kimi_linear", "bailing", "kimi_k3")
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "qwen3", "gemma3_text", *LATENT)
+DAILY = [("gemma3_text", "mx.checkpoint"), ("kimi_linear", "checkpointed"), ("olmo_hybrid", "compiled")]
+WEEKLY = [
+    pytest.param(family, how, marks=pytest.mark.weekly)
+    for family, how in itertools.product(*zip(*DAILY, strict=True))
+    if (family, how) not in DAILY
+]
 OURS, UPSTREAM = whole_rows.OURS, whole_rows.UPSTREAM
 
 
@@ -79,8 +85,7 @@ def test_losses_and_gradients_are_upstreams_and_no_mask_is_read(tiny_model, mask
     assert tensor < 1e-4
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "kimi_linear", "olmo_hybrid"])
-@pytest.mark.parametrize("how", ["checkpointed", "compiled", "mx.checkpoint"])
+@pytest.mark.parametrize(("family", "how"), [*DAILY, *WEEKLY])
 def test_inside_checkpoints_and_compiled_steps(tiny_model, masks_read, family, how):
     model = tiny_model(family)
     rows = tokens(2, 41)
@@ -213,31 +218,6 @@ def test_a_module_that_holds_mlxs_function_by_value_is_reached():
         assert holder.attention is mx.fast.scaled_dot_product_attention is upstream
     finally:
         del sys.modules["holder_of_attention"]
-
-
-LATE = """
-import deltatune
-from deltatune.patches import patched, whole_rows
-from deltatune.patches.tables import latent_attention
-import mlx.core as mx, mlx.nn as nn
-with patched():
-    from mlx_lm.models import kimi_linear, qwen3
-    from mlx_lm.tuner import trainer
-    assert kimi_linear.KimiMLAAttention.__call__.__wrapped__
-    assert trainer.evaluate.__wrapped__ and qwen3.create_attention_mask.__wrapped__
-    arguments = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-        num_key_value_heads=1, rms_norm_eps=1e-6, vocab_size=9, max_position_embeddings=99, rope_theta=1e4)
-    model = qwen3.Model(qwen3.ModelArgs(model_type="qwen3", tie_word_embeddings=True, **arguments))
-    nn.value_and_grad(model, lambda rows: model(rows).sum())(mx.array([[1, 2, 3]]))
-print(dict(whole_rows.served()))
-"""
-
-
-@pytest.mark.any_blas
-def test_models_that_are_imported_later_are_reached():
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{'deltatune': 1}"
 
 
 def test_mlxs_own_may_be_forced(tiny_model, monkeypatch):

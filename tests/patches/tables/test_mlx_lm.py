@@ -21,7 +21,9 @@ from deltatune.patches.tables import mlx_lm, residual_weights
 from deltatune.patches.tables.mlx_lm import UPDATE
 from model_gradients import gradients, next_token_loss, relative_errors
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
+# The layers of qwen3_5_moe that are tested here are those of qwen3_5.
+FAMILIES = ("qwen3_5", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
+FAMILIES += (pytest.param("qwen3_5_moe", marks=pytest.mark.weekly),)
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
@@ -94,17 +96,6 @@ def test_packed_documents_train_as_they_do_alone(tiny_model, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_document_sees_another(tiny_model, family):
-    model = tiny_model(family)
-    before, other, after = tokens(1, 6), tokens(1, 6, seed=1), tokens(1, 9, seed=2)
-    owner = mx.array([[0] * 6 + [1] * 9])
-    with patched(model), segments(owner):
-        one, two = (model(mx.concatenate([first, after], axis=1)) for first in (before, other))
-    assert mx.abs(one[:, :6] - two[:, :6]).max().item() > 0.1
-    assert mx.abs(one[:, 6:] - two[:, 6:]).max().item() < 1e-5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -125,7 +116,7 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_model, family):
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
     """A prompt is read in pieces, as mlx-lm reads a long one; the model then decodes from the state that is left."""

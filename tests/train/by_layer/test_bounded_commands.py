@@ -2,14 +2,12 @@
 
 import gc
 import io
-import os
 import re
 import sys
 
 import mlx.core as mx
 import pytest
 
-from console import deltatune
 from counted_programs import PLANNED_WITHIN
 from deltatune import cli
 from deltatune import finetune as train
@@ -90,7 +88,9 @@ def simple_evaluate(model, **_):
 }
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "chat", "comparing chat", "tasks"])
+@pytest.mark.parametrize(
+    "command", ["eval", "generate", "comparing chat", "tasks", pytest.param("chat", marks=pytest.mark.weekly)]
+)
 def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
     if command == "tasks":
@@ -187,8 +187,8 @@ def test_weights_of_a_short_conversation_go_before_a_longer_one(chatting, monkey
 
 
 def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
-    """Thirty-six tensors of 1 MB change."""
-    path = tiny_checkpoint("qwen3_5", num_hidden_layers=12, intermediate_size=4096)
+    """Twenty-four tensors of 1 MB change."""
+    path = tiny_checkpoint("qwen3_5", num_hidden_layers=8, intermediate_size=4096)
     model = load_model(path, lazy=True)[0]
     convert_to_lora(model, LoraConfig(rank=2, keys=["*.gate_proj", "*.up_proj", "*.down_proj"]))
     save_adapters(model, tmp_path / "adapter", {"model": str(path)})
@@ -197,16 +197,8 @@ def test_a_merge_holds_a_few_tensors_at_a_time(tiny_checkpoint, tmp_path):
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    assert len(merge_checkpoint(path, tmp_path / "adapter", tmp_path / "merged").changed) == 36
+    assert len(merge_checkpoint(path, tmp_path / "adapter", tmp_path / "merged").changed) == 24
     assert mx.get_peak_memory() - before < 8_000_000
-
-
-def test_tasks_run_within_a_bound_through_the_console_script(trained, harness):
-    environment = {"PYTHONPATH": os.pathsep.join([str(harness), os.environ["PYTHONPATH"]])}
-    bounded = deltatune(*commands(trained)["tasks"], "--memory", "7MB", **environment)
-    assert bounded.returncode == 0, bounded.stderr
-    assert re.search(r"of 6 layers, [\d.]+ MB, stay on the disk", bounded.stderr)
-    assert "Likelihood(total=" in bounded.stdout.splitlines()[-1]
 
 
 @pytest.mark.bad_input("`chat --compare` together with `--memory`, for a fully trained model")

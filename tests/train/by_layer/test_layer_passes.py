@@ -16,7 +16,6 @@ from deltatune.train.setup import training
 from layer_runs import assert_same_bits, batch, by_layers, loaded, options, whole
 
 CASES = {
-    "dense": ("qwen3_5", {}),
     "DoRA": ("qwen3_5", {"fine_tune_type": "dora"}),
     "dropout in packed rows": ("qwen3_5", {"dropout": 0.2, "pack": True}),
     "noise, and an embedding that trains and is the head": (
@@ -35,7 +34,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others differ from one of these in a part that has a test of its own.
+OFTEN = (
+    "dropout in packed rows",
+    "noise, and an embedding that trains and is the head",
+    "experts",
+    "upper layers alone",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.weekly] * (case not in OFTEN)) for case in CASES]
+)
 def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_checkpoint, case):
     family, changes = CASES[case]
     folder = tiny_checkpoint(family)
@@ -47,7 +57,9 @@ def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_checkpoint, case):
     assert weights.disk.read > 0
 
 
-@pytest.mark.parametrize(("quantize", "dtype"), [({}, mx.float32), ({}, mx.bfloat16), (None, mx.bfloat16)])
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), [({}, mx.bfloat16), pytest.param({}, mx.float32, marks=pytest.mark.weekly)]
+)
 def test_weights_of_four_and_sixteen_bits_stream_with_the_same_bits(tiny_checkpoint, quantize, dtype):
     folder = tiny_checkpoint("qwen3_5", quantize=quantize, dtype=dtype)
     config, given = options(folder), batch()

@@ -11,7 +11,7 @@ from PIL import Image
 
 import counted_programs
 import vision
-from console import called, deltatune
+from console import called
 from deltatune.cli import main
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
@@ -62,7 +62,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("deeper features that train", "experts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.weekly] * (case not in OFTEN)) for case in CASES]
+)
 def test_a_step_by_layers_has_the_bits_of_a_whole_step(tiny_vision_checkpoint, batch_of, case):
     family, changes = CASES[case]
     folder = tiny_vision_checkpoint(family)
@@ -100,7 +105,7 @@ def test_a_bounded_run_on_images_has_the_bits_of_one_without(tiny_vision_checkpo
     assert found.splitlines()[-1] == expected.splitlines()[-1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.weekly), "qwen3_vl"])
 def test_an_answer_to_pictures_within_a_bound_is_the_one_without(tiny_vision_checkpoint, pictures, capsys, family):
     """Layers of 0.8 MB each."""
     model = tiny_vision_checkpoint(family, intermediate_size=1024)
@@ -121,16 +126,6 @@ def test_an_answer_to_pictures_within_a_bound_is_the_one_without(tiny_vision_che
     found = capsys.readouterr()
     assert re.search(r"(\d) of \1 layers", found.err)
     assert found.out == expected
-
-
-def test_pictures_are_looked_at_within_a_bound_through_the_console_script(tiny_vision_checkpoint, pictures):
-    model = tiny_vision_checkpoint("qwen3_5", intermediate_size=1024)
-    flags = ["generate", "--model", model, "--prompt", "which?", "-m", "2", "--image", pictures / "0_0.png"]
-    flags += ["--verbose", "false"]
-    bounded = deltatune(*flags, "--memory", "4MB")
-    assert bounded.returncode == 0, bounded.stderr
-    assert "stay on the disk" in bounded.stderr
-    assert bounded.stdout == called(*flags).stdout
 
 
 COUNTED = """
@@ -174,7 +169,7 @@ def of_large_pictures(tiny_vision_checkpoint, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("more", [0, 1_000_000_000])
+@pytest.mark.parametrize("more", [0, pytest.param(1_000_000_000, marks=pytest.mark.weekly)])
 def test_cached_features_stay_within_the_bound(of_large_pictures, many_pictures, tmp_path, more):
     flags = run_flags(of_large_pictures, many_pictures, tmp_path / "out", **{"iters": 8, "batch-size": 1})
     refused = called("train", *flags, "--memory", "1MB")

@@ -181,8 +181,10 @@ def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("change", [rewritten, cut, os.remove])
-@pytest.mark.parametrize("moment", ["before the next pass", "within a pass"])
+@pytest.mark.parametrize(
+    ("change", "moment"),
+    [(rewritten, "before the next pass"), (cut, "within a pass"), (os.remove, "before the next pass")],
+)
 def test_files_that_change_end_the_reading(folder, change, moment):
     _, weights = weights_of(folder, range(4))
     passes = weights.along([*range(4), *range(4)])

@@ -76,19 +76,18 @@ def test_damage_of_the_checksum_itself_does_not_read_as_a_file_without_one(tmp_p
 
 
 @pytest.mark.bad_input("--resume with a state that is {kind}: the one before it is used")
-@pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "gone"])
+@pytest.mark.parametrize("kind", ["flipped", "cut", "gone"])
 def test_the_state_before_a_damaged_one_is_used_and_it_is_said(
     make_trainer, tmp_path, screen_text, read_metrics, finished, kind, straight_run
 ):
     straight = straight_run()
     path = state.state_path(finished)
-    size = path.stat().st_size
     if kind == "flipped":
-        flip(path, 8 * size - 100)
+        flip(path, 8 * path.stat().st_size - 100)
     elif kind == "gone":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[: size // 2 if kind == "cut" else 0])
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     make_trainer(resume=True).run()
     printed = screen_text.text()
     problem = "is missing" if kind == "gone" else r"is damaged \(.+\)"

@@ -12,7 +12,7 @@ from deltatune.train.ending.peers import Peers
 from killed_runs import KILLED_AT_A_MOMENT, adapters
 
 # The most seconds that the others may take to end.
-ALLOWED = 30.0
+ALLOWED = 60.0
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def killed(launch, tmp_path):
 
 @pytest.fixture
 def two_ranks(options, tmp_path):
-    """Options of a run of 40 iterations, with dropout, into the folder `out`."""
-    return options | {"iters": 40, "val_batches": 0, "adapter_path": str(tmp_path / "out"), "save_every": 10}
+    """Options of a run of 16 iterations, with dropout, into the folder `out`."""
+    return options | {"iters": 16, "val_batches": 0, "adapter_path": str(tmp_path / "out"), "save_every": 4}
 
 
 def message(done):
@@ -50,16 +50,7 @@ def message(done):
     return found[0]
 
 
-def test_a_killed_rank_is_named_once_and_the_last_save_is_named(killed, two_ranks):
-    done, was_killed = killed(two_ranks | {"iters": 10**5, "save_every": 2}, 1, 5.0)
-    assert was_killed
-    assert "rank 1 of 2 ended before the run did" in message(done)
-    # mlx.launch prints how each rank ended.
-    assert "Node with rank 0 exited with code 2" in done.stdout + done.stderr
-    saved = r"the state after iteration [1-9]\d* is saved in .*\. Run the same command with --resume to continue"
-    assert re.search(saved, message(done))
-
-
+@pytest.mark.weekly
 def test_one_of_two_others_speaks_for_both(killed, two_ranks):
     """Rank 0, which alone saves, is dead, so that the lower of the other two reports it."""
     done, was_killed = killed(two_ranks | {"iters": 10**5, "save_every": 10**5, "batch_size": 6}, 0, 5.5, ranks=3)
@@ -147,10 +138,10 @@ _SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "sample_max_tokens
     ("place", "backend", "more", "saved"),
     [
         ("evaluation", "stuck", {"val_batches": -1, "steps_per_eval": 4}, 3),
-        ("samples", "ring", _SAMPLED, 3),
-        ("update", "ring", {"save_every": 4}, 4),
+        pytest.param("samples", "ring", _SAMPLED, 3, marks=pytest.mark.weekly),
+        pytest.param("update", "ring", {"save_every": 4}, 4, marks=pytest.mark.weekly),
         # The third iteration is the first half of an update, whose sums are gathered.
-        ("save", "stuck", {"save_every": 1}, 2),
+        pytest.param("save", "stuck", {"save_every": 1}, 2, marks=pytest.mark.weekly),
         # Files that are being written when the rank dies are written to their end.
         ("save, slow", "ring", {}, 3),
     ],
@@ -160,11 +151,11 @@ def test_a_rank_that_dies_costs_only_unsaved_iterations(launch, two_ranks, place
     started = time.monotonic()
     done = launch(options, program=KILLED_WHILE_OTHERS_WAIT, before=(place, backend))
     assert time.monotonic() - started < ALLOWED
+    assert "rank 1 of 2 ended before the run did" in message(done)
     assert f"the state after iteration {saved} is saved in" in message(done)
-    if place == "update":
-        again = launch(options, "--resume")
-        assert f"Resuming after iteration {saved} of 8" in again.stdout, again.stderr
-        assert "Iter 8/8" in again.stdout, again.stderr
+    assert "Run the same command with --resume to continue" in message(done)
+    # mlx.launch prints how each rank ended.
+    assert "Node with rank 0 exited with code 2" in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +172,7 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
     wanted = request.config.getoption("--kills") or 1
     if not straight:
         done = launch(two_ranks | {"adapter_path": str(tmp_path / "straight")}, backend=backend)
-        assert "Iter 40/40" in done.stdout, done.stderr
+        assert "Iter 16/16" in done.stdout, done.stderr
         straight["adapters"] = adapters(tmp_path / "straight")
     draw = random.Random(0)
     kills = 0
@@ -192,7 +183,7 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
         while not finished:
             victim, moment = draw.randrange(2), draw.uniform(0.0, 8.0) if kills < wanted else 1e6
             done, was_killed = killed(options, victim, moment, backend=backend)
-            finished = "Iter 40/40" in done.stdout
+            finished = "Iter 16/16" in done.stdout
             if not finished and f"process rank {victim} with" not in done.stderr:
                 assert f"rank {victim} of 2 ended before the run did" in message(done)
             kills += was_killed and not finished

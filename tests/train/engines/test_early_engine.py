@@ -21,7 +21,7 @@ from killed_runs import same
 ONLY = {"val_batches": 0, "save_every": 100}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.weekly)])
 def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate, straight_run):
     """Dropout draws the same, and evaluations, saves and reports see the same parameters."""
     given = {"grad_accumulation_steps": accumulate}
@@ -38,8 +38,7 @@ def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate, stra
     assert during == [2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("iteration", [3, 4])
+@pytest.mark.parametrize(("iteration", "accumulate"), [(3, 2), (4, 1)])
 def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
     make_trainer, tmp_path, early_starts, monkeypatch, iteration, accumulate, straight_run
 ):
@@ -87,14 +86,10 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
     same(tmp_path / "out", straight)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_error_while_a_step_is_compiled_loses_nothing(
-    make_trainer, tmp_path, request, monkeypatch, early, straight_run
-):
+def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path, request, monkeypatch, straight_run):
     """As where a batch of another shape comes, and its step is compiled anew."""
     straight = straight_run(**ONLY)
-    if early:
-        request.getfixturevalue("early_starts")
+    request.getfixturevalue("early_starts")
     trainer, plain = make_trainer(**ONLY), Engine.computed
 
     def launched(self, batch, accumulated, iteration):
@@ -117,11 +112,9 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(
     same(tmp_path / "out", straight)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, early, straight_run):
+def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, straight_run):
     straight = straight_run(**ONLY)
-    if early:
-        request.getfixturevalue("early_starts")
+    request.getfixturevalue("early_starts")
     trainer, plain, taken = make_trainer(**ONLY), BatchOrder.__next__, []
 
     def next_batch(self):
@@ -139,7 +132,7 @@ def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, mon
     same(tmp_path / "out", straight)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.weekly), 2])
 def test_nan_in_an_iteration_keeps_the_state_before_it(
     make_trainer, tmp_path, early_starts, monkeypatch, accumulate, straight_run
 ):

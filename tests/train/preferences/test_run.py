@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -67,6 +68,15 @@ def test_a_run_starts_at_its_reference_and_reports_what_it_learns(preference_tra
     assert all(title in report for title in ("Loss per preference", "Rewards", "Margin of the chosen"))
     # The test set's reference is that of the start, too.
     assert all(np.isfinite(one.reference).all() for one in trainer.splits.test)
+
+
+def test_a_packed_run_names_its_preferences_an_update(preference_trainer, screen_text):
+    trainer = preference_trainer("dpo", pack=True, grad_accumulation_steps=2, val_batches=0, max_seq_length=64)
+    trainer.run()
+    shown = " ".join(screen_text.text().split())
+    (rows,) = re.findall(r"30 training, .*; (\d+) rows an epoch, 2 a batch", shown)
+    expected = round(30 / int(rows) * 2 * 2)
+    assert f"2 a batch, about {expected} preferences an update" in shown
 
 
 def test_a_continued_run_has_the_bits_of_a_straight_one(

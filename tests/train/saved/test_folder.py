@@ -210,6 +210,7 @@ def test_loggers_are_checked_before_loading(train, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.weekly
 def test_two_ranks_are_refused_together(launch, options, holder, tmp_path):
     done = launch(options | {"adapter_path": str(tmp_path / "out")})
     assert f"in use by another run (process {holder.pid}" in done.stderr

@@ -70,6 +70,28 @@ def test_schedules_are_those_of_mlx_lm(settings):
         assert mx.array(ours(mx.array(step))).item() == mx.array(theirs(mx.array(step))).item()
 
 
+# The rates of the first updates by get_scheduler() of transformers 5.23: 8 updates of 2e-4.
+TRANSFORMERS = {
+    ("cosine", 3): [0.0, 6.66666667e-05, 1.33333333e-04, 2e-4, 1.80901699e-04, 1.30901699e-04, 6.90983006e-05],
+    ("cosine", 0.0): [2e-4, 1.92387953e-04, 1.70710678e-04, 1.38268343e-04, 1e-4, 6.17316568e-05, 2.92893219e-05],
+    ("linear", 0.25): [0.0, 1e-4, 2e-4, 1.66666667e-04, 1.33333333e-04, 1e-4, 6.66666667e-05],
+    ("constant", 2): [0.0, 1e-4, 2e-4, 2e-4, 2e-4, 2e-4, 2e-4],
+    (None, 2): [0.0, 1e-4, 2e-4, 2e-4, 2e-4, 2e-4, 2e-4],
+    (None, 0): [2e-4] * 7,
+}
+
+
+@pytest.mark.parametrize(("word", "warmup"), TRANSFORMERS)
+def test_a_schedule_over_the_run_is_that_of_transformers(word, warmup):
+    config = TrainConfig(lr_schedule=word, warmup=warmup, learning_rate=2e-4, iters=17, grad_accumulation_steps=2)
+    optimizer, rates = build_optimizer(config), []
+    optimizer.init({"w": mx.array(0.0)})
+    for _ in range(7):
+        optimizer.apply_gradients({"w": mx.array(1.0)}, {"w": mx.array(0.0)})
+        rates.append(optimizer.learning_rate.item())
+    np.testing.assert_allclose(rates, TRANSFORMERS[word, warmup], rtol=1e-5, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_an_update_is_that_of_mlx(name):
     parameters, gradients = tree(0), tree(1)

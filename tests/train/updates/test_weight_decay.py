@@ -39,7 +39,9 @@ def trained(run, tmp_path, checkpoint, data_folder):
     return call
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "lion"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("adamw8bit", "lion"))]
+)
 def test_one_update_decays_all_but_norms_biases_and_a_log(trained, checkpoint, optimizer):
     """Two runs with one gradient differ by rate * decay * w, in float64, where w decays, and in no bit elsewhere."""
     before = {name: np.array(w, np.float64) for name, w in mx.load(str(checkpoint / "model.safetensors")).items()}

@@ -17,6 +17,7 @@ from .turn_marks import WEIGHT, unmarked
 from .unread_columns import TOOLS, refuse_judged, refuse_unread_marks, unread
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
+CAPTION = "caption"
 ASSISTANT, TOOL = "assistant", "tool"
 FUNCTIONS, SYSTEM, TOOL_CALLS = "functions", "system", "tool_calls"
 # The variables of the chat template for one row, under the name that TRL gives them.
@@ -105,6 +106,9 @@ class RowFormats:
                 ]
         elif kind == ALPACA:
             messages = _alpaca(row, source)
+        elif kind == CAPTION:
+            # The turn of the user is the image alone.
+            messages = [{"role": "user", "content": ""}, _message(ASSISTANT, row, CAPTION, source)]
         else:
             key = self.features.chat if kind == CHAT else "conversations"
             entries = typed({key: json_text(row[key], f"{source}: {key!r}")}, key, list, source)
@@ -122,6 +126,7 @@ class RowFormats:
         # Beside plain text, which has no answer, other columns are of no concern.
         if kind != TEXT:
             read = {*vars(self.features).values(), *([SYSTEM] if kind in (SHAREGPT, ALPACA) else [])}
+            read |= {CAPTION} if kind == CAPTION else set()
             refuse_judged(row, read, source)
             refuse_unread_marks(row, messages or [], source)
             self.unread.update(unread(row, read))
@@ -141,6 +146,7 @@ class RowFormats:
             CHAT: [names.chat],
             SHAREGPT: ["conversations"],
             ALPACA: [_ALPACA[0], _ALPACA[2]],
+            CAPTION: ["image", CAPTION],
             TEXT: [names.text],
         }
         named = set(vars(names).values()) - set(vars(Features()).values())

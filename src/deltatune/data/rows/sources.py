@@ -139,6 +139,9 @@ def load_hugging_face(
         raise UserError(
             f"hf_dataset {name}: trust_remote_code is refused: deltatune never runs code of a data set; remove it."
         )
+    file = expanded(name)
+    if file.is_file():
+        name, options = str(file.parent), options | {"data_files": file.name}
     path = _library_path(name, options)
     verbosity = datasets.logging.get_verbosity()
     try:

@@ -156,7 +156,11 @@ def facts(
         rows = f"{order.window_rows:,} rows are read and shuffled at a time"
     else:
         rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
-    opening.append(Fact("data", f"{examples(splits)}; {rows}, {config.batch_size} a batch{share}"))
+    batch = f"{config.batch_size} a batch{share}"
+    if config.pack and isinstance(order, BatchOrder):
+        an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
+        batch += f", about {an_update:,.0f} {'examples' if config.loss == 'sft' else 'preferences'} an update"
+    opening.append(Fact("data", f"{examples(splits)}; {rows}, {batch}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
         per_epoch = order.batches_per_epoch
         opening.append(

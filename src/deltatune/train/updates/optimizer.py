@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -121,6 +122,25 @@ def build_schedule(settings: dict[str, Any]) -> Schedule:
     return schedulers.join_schedules([rising, schedule], [warmup + 1])
 
 
+def _rate_of(config: TrainConfig) -> float | Schedule:
+    """Return the learning rate of a run, or its schedule: that of transformers for the same words and warmup."""
+    if isinstance(config.lr_schedule, dict):
+        return build_schedule(config.lr_schedule)
+    updates = config.iters // config.grad_accumulation_steps
+    warmup = math.ceil(config.warmup * updates) if config.warmup < 1 else int(config.warmup)
+    peak = config.learning_rate
+    word = config.lr_schedule or "constant"
+    if word == "constant" and not warmup:
+        return peak
+
+    def rate(step: mx.array) -> mx.array:
+        share = mx.clip((step - warmup) / max(updates - warmup, 1), 0, 1)
+        falling = {"constant": 1.0, "cosine": 0.5 + 0.5 * mx.cos(math.pi * share), "linear": 1 - share}[word]
+        return peak * mx.where(step < warmup, step / max(warmup, 1), falling)
+
+    return rate
+
+
 def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
     """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule.
 
@@ -145,9 +165,8 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
                 f"it has {', '.join(known_settings)}."
             )
         _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
-    rate = build_schedule(config.lr_schedule) if config.lr_schedule else config.learning_rate
     try:
-        return OPTIMIZERS[name](learning_rate=rate, **settings)
+        return OPTIMIZERS[name](learning_rate=_rate_of(config), **settings)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config: {name}: {error}") from error
 
