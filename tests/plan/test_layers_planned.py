@@ -76,10 +76,8 @@ def test_passes_that_answer_are_planned_by_layers(tiny_checkpoint, monkeypatch, 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="a GPU's queue does not wait for each operation")
 @pytest.mark.usefixtures("waiting_queue", "all_on_disk")
-@pytest.mark.parametrize(
-    ("tokens", "most"),
-    [pytest.param(8193, 4, marks=pytest.mark.weekly), pytest.param(7000, 4, marks=pytest.mark.weekly), (4097, 2000)],
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize(("tokens", "most"), [(8193, 4), (7000, 4), (4097, 2000)])
 def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     """Its later pieces attend to all keys before them. Measured on two cores: 0.98 to 1.00; planned for one: 1.9 up."""
     shape = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 512}

@@ -100,11 +100,11 @@ class EarlyEngine(Engine):
         is left for the GPU. An update that nobody has launched is made when its parameters are first read.
         """
         completes = self.completes
-        self._launcher.compiled = False
+        compilations = self._launcher.compilations
         norm = self.updated()
         self._start_next(completes)
         launch: Callable[..., Future[None] | None] = self._launcher.launch
-        if self._launcher.compiled:
+        if self._launcher.compilations > compilations:
             launch = mx.async_eval
         moments = dict(self.step.optimizer.state)
         # Reports read the learning rate at once.
