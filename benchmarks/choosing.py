@@ -10,6 +10,7 @@ already are not repeated. At the end all are printed as a table.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
     lines.write_text("".join(kept), encoding="utf-8")
     config = flow.options(MODEL, folder, run["updates"], (run["rate"], run["rate"] / 25))
-    config.lora_parameters = LoraConfig(rank=run["rank"], scale=2.0)
-    config.steps_per_eval = run["updates"]
+    lora = LoraConfig(rank=run["rank"], scale=2.0)
+    config = dataclasses.replace(config, lora_parameters=lora, steps_per_eval=run["updates"])
     prepared = ready(config)
     prepared.prepare()
     result = Trainer.of(prepared, Screen(shown=False)).run()

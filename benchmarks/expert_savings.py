@@ -79,13 +79,13 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     changes, rate = RUNS[run["run"]], run["rate"]
     items = task.write(folder / "data", test=run["questions"])["test"]
     config = flow.options(MODEL, folder, run["updates"], (rate, rate / 25))
+    config = replace(config, seed=run["seed"], steps_per_eval=run["updates"])
     if "rank" in changes:
         chosen = {"rank_pattern": {EXPERTS: changes["rank"]}, "alpha": changes.get("alpha")}
-        config.lora_parameters = replace(config.lora_parameters, **chosen)
+        config = replace(config, lora_parameters=replace(config.lora_parameters, **chosen))
     if "optimizer" in changes:
-        config.optimizer_config = {changes["optimizer"]: config.optimizer_config["adamw"]}
-        config.optimizer = changes["optimizer"]
-    config.seed, config.steps_per_eval = run["seed"], run["updates"]
+        settings = {changes["optimizer"]: config.optimizer_config["adamw"]}
+        config = replace(config, optimizer=changes["optimizer"], optimizer_config=settings)
     kinds = {"adamw": ROUNDED[changes["rounded"]]} if "rounded" in changes else {}
     with patch.dict(optimizers.OPTIMIZERS, kinds):
         prepared = ready(config)

@@ -23,7 +23,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 
 import processes
-from deltatune.commands.train import train
+from deltatune import finetune
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
 from deltatune.train.setup import ready
@@ -73,7 +73,7 @@ def compared(case: tuple[str, Shape, int, int, bool, dict[str, Any]], iters: int
         mx.clear_cache()
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        train(replace(config, memory=planned))
+        finetune(replace(config, memory=planned))
     assert "Waited" in said.getvalue(), said.getvalue()
     return planned, mx.get_peak_memory() - held
 

@@ -72,7 +72,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         run = ready(config)
         run.prepare()
         rows, length = fit.shape(run)
-        plan = fit.planned_step(run.model, run.config, (rows, length), run.splits, ArrayLayout.measured())
+        plan = fit.Planner(run, ArrayLayout.measured()).at(rows, length)
         return train_counted(Trainer.of(run, Screen(shown=False)), counter, plan)
 
 

@@ -87,7 +87,7 @@ def by_layers(name: str, bits: int, experts: int, length: int) -> int:
     model, config, layout = prepared(name, bits, lora_parameters=lora, **options)
     # A command with --memory has small pieces of work.
     with patch.dict(PACES, cuda=cuda_pace(environment.SMALL_PIECE)):
-        peak = forecast_step(model, config, BatchShape(1, length), layout, inputs_on_disk=True).bytes.amount
+        peak = forecast_step(model, config, BatchShape(1, length), layout, layer_inputs="disk").bytes.amount
     frozen = [
         sum(array.nbytes for _, array in leaves(layer.module.parameters()))
         - sum(array.nbytes for _, array in leaves(layer.module.trainable_parameters()))

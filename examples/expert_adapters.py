@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
+from deltatune import LoraConfig, PlannedRun, TrainConfig
 from deltatune.demo.assets import MODEL  # A tiny mixture of 16 experts a layer. Put your own model here.
 
 import mlx.core as mx
@@ -45,17 +45,13 @@ def main() -> None:
         steps_per_report=1,
         max_seq_length=64,
     )
-    mx.random.seed(config.seed)
-    loaded = load(MODEL)
-    report = convert_to_lora(loaded.model, config.lora_parameters, num_layers=config.num_layers)
-    print("Adapted:", *report.converted, sep="\n  ")
-
-    before = dict(tree_flatten(loaded.model.trainable_parameters()))
-    splits = load_datasets(config, loaded.tokenizer)
-    Trainer(loaded.model, loaded.tokenizer, config, splits).run()
+    # finetune(config) does all of this at once; here the adapters are looked at before they train.
+    run = PlannedRun.of(config)
+    before = dict(tree_flatten(run.model.trainable_parameters()))
+    run.trainer().run()
 
     # The first axis of every expert adapter counts the experts.
-    for name, now in tree_flatten(loaded.model.trainable_parameters()):
+    for name, now in tree_flatten(run.model.trainable_parameters()):
         moved = mx.any(now != before[name], axis=(1, 2)).sum().item()
         print(f"{name}: {moved} of {len(now)} experts moved")
 

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets, patched
+from deltatune import LoraConfig, TrainConfig, finetune, load, patched
 from deltatune.demo.assets import MODEL  # A tiny model that comes with the package. Put your own here.
 from deltatune.ops.segments import segments
 
@@ -39,7 +39,7 @@ def train() -> None:
         adapter_path=str(OUTPUT / "adapters"),
         pack=True,
         max_seq_length=256,
-        grad_checkpoint=True,  # Long rows need this: each layer is recomputed instead of being kept.
+        grad_checkpoint="auto",  # As few layers are recomputed as the memory allows; long rows may need them all.
         num_layers=-1,
         lora_parameters=LoraConfig(rank=8, scale=2.0),
         learning_rate=1e-3,
@@ -47,10 +47,7 @@ def train() -> None:
         iters=4,
         steps_per_report=2,
     )
-    loaded = load(MODEL)
-    convert_to_lora(loaded.model, config.lora_parameters)
-    splits = load_datasets(config, loaded.tokenizer)
-    Trainer(loaded.model, loaded.tokenizer, config, splits).run()
+    finetune(config)
 
 
 def show_that_documents_stay_apart() -> None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
+from deltatune import LoraConfig, TrainConfig, finetune
 from deltatune.demo.assets import MODEL  # A tiny model that comes with the package. Put your own here.
 
 import mlx.core as mx
@@ -39,11 +39,7 @@ def main() -> None:
         steps_per_report=2,
         max_seq_length=64,
     )
-    mx.random.seed(config.seed)  # Every process must draw the same adapters.
-    loaded = load(MODEL)
-    convert_to_lora(loaded.model, config.lora_parameters)
-    splits = load_datasets(config, loaded.tokenizer)
-    Trainer(loaded.model, loaded.tokenizer, config, splits).run()
+    finetune(config)
 
 
 if __name__ == "__main__":

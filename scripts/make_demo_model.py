@@ -16,7 +16,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
 import demo_corpus
-from deltatune.commands import train as command
+from deltatune import finetune
 from deltatune.demo.assets import MODEL
 from deltatune.options.config import TrainConfig
 from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in the work folder")
     options = parser.parse_args()
     write_start(options.work / "start", write_corpus(options.work / "data"))
-    command.train(
+    finetune(
         TrainConfig(
             model=str(options.work / "start"),
             data=str(options.work / "data"),

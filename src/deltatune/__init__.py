@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .ops.gated_delta import gated_delta
     from .options.config import LoraConfig, TrainConfig
     from .patches import patched
+    from .plan.planned_run import PlannedRun, finetune
     from .train import Trainer
 
 _startup.prepare(_IMPLEMENTATIONS)
@@ -28,10 +29,12 @@ _startup.prepare(_IMPLEMENTATIONS)
 # The module that defines each public name, relative to this package.
 _MODULES = {
     "LoraConfig": "options.config",
+    "PlannedRun": "plan.planned_run",
     "TrainConfig": "options.config",
     "Trainer": "train",
     "attention": "ops.attention",
     "convert_to_lora": "lora",
+    "finetune": "plan.planned_run",
     "gated_delta": "ops.gated_delta",
     "generate": "answering.dialogue",
     "load": "models.load",
@@ -41,10 +44,12 @@ _MODULES = {
 
 __all__ = [
     "LoraConfig",
+    "PlannedRun",
     "TrainConfig",
     "Trainer",
     "attention",
     "convert_to_lora",
+    "finetune",
     "gated_delta",
     "generate",
     "load",

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_the_splits_that_the_run_needs(tokenizer, folder):
     assert splits.notes == []
     assert splits.train[3].source == f"{config.data}/train.jsonl:4"
     config = folder(test=TEXT[:3])
-    config.train, config.test = False, True
+    config = dataclasses.replace(config, train=False, test=True)
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
 
@@ -84,13 +85,13 @@ def test_a_file_is_the_training_data(tokenizer, folder, kind):
         rows.to_parquet(file)
     else:
         rows.to_csv(file, sep="," if kind == "csv" else "\t")
-    config.data = str(file)
+    config = dataclasses.replace(config, data=str(file))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid)] == [18, 2]
     assert all(example.source.startswith(str(file)) for example in splits.train)
-    config.train, config.test = False, True
+    config = dataclasses.replace(config, train=False, test=True)
     assert len(load_datasets(config, tokenizer).test) == 20
-    config.train = True
+    config = dataclasses.replace(config, train=True)
     with pytest.raises(UserError, match="test needs a test set, and a file holds one set; give a folder with both"):
         load_datasets(config, tokenizer)
 
@@ -99,7 +100,7 @@ def test_a_file_is_the_training_data(tokenizer, folder, kind):
 def test_a_file_of_another_kind_is_refused(tokenizer, folder, tmp_path):
     (tmp_path / "notes.docx").write_text("a text")
     config = folder(train=TEXT)
-    config.data = str(tmp_path / "notes.docx")
+    config = dataclasses.replace(config, data=str(tmp_path / "notes.docx"))
     with pytest.raises(UserError, match=r"notes.docx: expected a .jsonl, .json, .csv, .tsv or .parquet file"):
         load_datasets(config, tokenizer)
 
@@ -174,7 +175,7 @@ def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
     config = folder(train=TEXT)
-    config.test = True
+    config = dataclasses.replace(config, test=True)
     with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
         load_datasets(config, tokenizer)
 

@@ -304,7 +304,7 @@ def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkey
     prepare(model, config)
     tried = []
     monkeypatch.setattr(fit, "shape", lambda run: (1, 1))
-    monkeypatch.setattr(fit, "planned_step", lambda *given: tried.append(given[5]) or forecast(1, 1))
+    monkeypatch.setattr(fit.Planner, "at", lambda *given: tried.append(given[3]) or forecast(1, 1))
 
     class Ranks:
         largest = staticmethod(lambda number: 3.0)
@@ -313,7 +313,7 @@ def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkey
         splits, world = None, Ranks()
 
     Started.model, Started.config = model, config
-    choice = fit._choice(Started, limits(10**9), None)
+    choice = fit._choice(fit.Planner(Started, None), limits(10**9))
     assert choice.checkpoints == Checkpoints([0, 1, 2], operators=True)
     assert tried == [Checkpoints([], operators=False), Checkpoints([0, 1, 2], operators=True)]
 
@@ -322,7 +322,7 @@ def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkey
 def test_auto_without_a_plan_is_refused(tiny_model):
     model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1, grad_checkpoint="auto")
     with (
-        pytest.raises(UserError, match=r"Give Trainer\.run the checkpoints of"),
+        pytest.raises(UserError, match=r"Train with deltatune\.finetune\(config\)"),
         training(model, config, compare=False),
     ):
         pass

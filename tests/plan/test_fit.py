@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import json
 import re
@@ -146,7 +147,7 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     shapes = (BatchShape(1, 64), BatchShape(1, 256), BatchShape(4, 64))
     plain, longer, wider = (forecast_step(model, config, shape, layout) for shape in shapes)
     assert plain.bytes.amount < min(longer.bytes.amount, wider.bytes.amount)
-    config.grad_checkpoint = True
+    config = dataclasses.replace(config, grad_checkpoint=True)
     checkpointed = forecast_step(model, config, BatchShape(4, 64), layout)
     assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
     assert checkpointed.beyond < wider.beyond
@@ -212,7 +213,7 @@ def test_buffers_alone_can_be_too_many_and_force_trains_all_the_same(run, option
 def test_a_refusal_names_no_more_memory_than_there_is(checkpoint, options, there, named):
     run = ready(TrainConfig(model=str(checkpoint), data=str(options[3]), max_seq_length=32), lazy=True)
     run.prepare()
-    said = fit._from_disk(run, DeviceLimits(None, there, "a test", "a test"), ArrayLayout.measured())
+    said = fit._from_disk(fit.Planner(run, ArrayLayout.measured()), DeviceLimits(None, there, "a test", "a test"))
     assert f"it fits with --memory {named}, which" in said
     assert 0.99 * there < float(named[:-2]) * {"GB": 1e9, "MB": 1e6}[named[-2:]] <= there
 

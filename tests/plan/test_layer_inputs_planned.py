@@ -21,10 +21,10 @@ def test_the_plan_offloads_as_many_bytes_as_a_step(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=LAYERS, hidden_size=128)
     config, given = options(folder, memory=1000), blank_batch(2, 256, False)
     planned, counted = [], []
-    for inputs in (None, tmp_path / "inputs"):
+    for place, inputs in (("memory", None), ("disk", tmp_path / "inputs")):
         model, stored = loaded(folder, config)
         stored.close()
-        plan = forecast_step(model, config, BatchShape(2, 256), ArrayLayout.measured(), inputs_on_disk=bool(inputs))
+        plan = forecast_step(model, config, BatchShape(2, 256), ArrayLayout.measured(), layer_inputs=place)
         assert plan.layer_inputs == LAYERS * 2 * 256 * 128 * 4
         planned.append(plan.bytes.amount)
         del model, stored

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from counted_programs import PLANNED_WITHIN
+from deltatune import finetune
 from deltatune.answering.session import store_of
-from deltatune.commands.train import train
 from deltatune.layers import describe
 from deltatune.machine import backend
 from deltatune.models import generate
@@ -41,9 +41,7 @@ def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
     config = TrainConfig(num_layers=-1, grad_checkpoint=True)
     prepare(model, config)
     shape, layout = BatchShape(1, 128), ArrayLayout.measured()
-    whole, by_layers = (
-        forecast_step(model, dataclasses.replace(config, memory=memory), shape, layout) for memory in (None, 1000)
-    )
+    whole, by_layers = (forecast_step(model, config, shape, layout, layer_inputs=inputs) for inputs in (None, "memory"))
     assert by_layers.sizes == whole.sizes
     assert by_layers.products == whole.products
     assert by_layers.bytes.amount < 0.8 * whole.bytes.amount
@@ -91,8 +89,7 @@ def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(reading_calls(layers, placed.of(loaded.model, stack)).watched())
+    with contextlib.closing(placed.of(loaded.model)) as read, reading_calls(layers, read).watched():
         mx.reset_peak_memory()
         # The end of an answer has its largest caches: all of it is planned, and little of it need be computed.
         for _ in generate.stream(loaded, list(prompt.tokens), min(most, 4), generate.Sampling()):
@@ -159,6 +156,6 @@ def test_a_run_takes_its_planned_memory(tiny_checkpoint, rows, tmp_path, monkeyp
             mx.clear_cache()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            train(dataclasses.replace(config, memory=planned, overwrite=True))
+            finetune(dataclasses.replace(config, memory=planned, overwrite=True))
             peaks.append(mx.get_peak_memory() - before)
     assert 0.9 * planned < min(peaks) < PLANNED_WITHIN * planned

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 from PIL import Image
 
-from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, load, load_datasets
-from deltatune.commands.train import train
+from deltatune import LoraConfig, TrainConfig, Trainer, convert_to_lora, finetune, load, load_datasets
 from deltatune.data.datasets import first_image
 from deltatune.data.example import Splits
 from deltatune.demo.assets import MODEL
@@ -17,7 +16,7 @@ from deltatune.errors import UserError
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.train.reports import log
 from deltatune.train.reports.screen import Screen
-from deltatune.train.setup import settled, vision_processors
+from deltatune.train.setup import vision_processors
 from new_tokens import TOKENS, with_new_tokens
 
 ROWS = [
@@ -192,7 +191,7 @@ OFTEN = ("adapters", "dora in packed rows", "a stream", "pairs", "all weights", 
 )
 def test_a_run_in_python_is_that_of_the_command(base, tmp_path, capsys, name):
     config = TrainConfig(**base(name))
-    train(dataclasses.replace(config, adapter_path=str(tmp_path / "command")))
+    finetune(dataclasses.replace(config, adapter_path=str(tmp_path / "command")))
     of_command = capsys.readouterr().out
     in_python(dataclasses.replace(config, adapter_path=str(tmp_path / "python"))).run()
     of_python = capsys.readouterr().out
@@ -299,7 +298,7 @@ def test_a_file_of_adapter_weights_and_a_saved_run_are_continued(base, tmp_path,
     in_python(first).run()
     file = str(tmp_path / "first" / "adapters.safetensors")
     changes = {"resume_adapter_file": file, "iters": 2}
-    for way, start in (("command", train), ("python", lambda config: in_python(config).run())):
+    for way, start in (("command", finetune), ("python", lambda config: in_python(config).run())):
         config = TrainConfig(**base("", adapter_path=str(tmp_path / way), **changes))
         start(config)
         start(dataclasses.replace(config, iters=4, resume=True))
@@ -344,7 +343,7 @@ def test_loggers_get_what_the_command_gives_them(base, tmp_path, monkeypatch):
     monkeypatch.setitem(log.SERVICES, "wandb", Logger)
     options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_sample=1)
     sent = {}
-    for way, start in (("command", train), ("python", lambda config: in_python(config).run())):
+    for way, start in (("command", finetune), ("python", lambda config: in_python(config).run())):
         sent[way] = []
         monkeypatch.setattr(Logger, "sent", sent[way])
         start(TrainConfig(**options, adapter_path=str(tmp_path / way / "out")))
@@ -368,4 +367,4 @@ def test_the_variables_of_the_template_are_those_of_the_data(base, tmp_path):
 
 def test_from_scratch_trains_all_weights(base):
     config = TrainConfig(**base("from scratch"))
-    assert settled(config).fine_tune_type == in_python(config).config.fine_tune_type == "full"
+    assert config.fine_tune_type == in_python(config).config.fine_tune_type == "full"

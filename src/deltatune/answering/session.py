@@ -46,11 +46,8 @@ class PlannedWeights(Protocol):
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines on it, where every `unit` reads all layers once."""
 
-    def of(self, model: nn.Module, stack: contextlib.ExitStack) -> LayerWeights | None:
+    def of(self, model: nn.Module) -> LayerWeights | None:
         """Read the weights that stay in memory; return the store of the others, or None without any."""
-
-    def weights(self, run: Run, stack: contextlib.ExitStack) -> LayerWeights | None:
-        """Return of() for the model of a run, and settle its options."""
 
     def limit(self) -> int:
         """Return the bytes from which on MLX waits for queued work."""
@@ -148,11 +145,17 @@ class Session(Inference):
         self._placed = True
         for fact in planned.said(unit):
             print(fact, file=sys.stderr)
-        self.weights = planned.of(self.model, self._stack)
+        self._read(planned)
         self._limit(planned.limit() + (0 if self.weights is None else self.weights.on_host))
         if self.weights is not None:
             self._calls = reading_calls([layer.module for layer in describe(self.model)], self.weights)
             self._stack.enter_context(self._calls.watched())
+
+    def _read(self, planned: PlannedWeights) -> None:
+        """Read the weights that stay in memory; the files of the others are closed with the session."""
+        self.weights = planned.of(self.model)
+        if self.weights is not None:
+            self._stack.callback(self.weights.close)
 
     def _limit(self, memory: int) -> None:
         """Let MLX wait for queued work above so many bytes, until the session closes its files."""
@@ -203,7 +206,7 @@ class Session(Inference):
             planned = plan(run, store_of(run.loaded, self._options))
             for fact in planned.said("batch"):
                 screen.say(fact)
-            self.weights = planned.weights(run, self._stack)
+            self._read(planned)
             if self.weights is None:
                 self._limit(planned.limit())
         return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, self.weights)

@@ -159,7 +159,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, 
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
     refuse_unread(TRAINING, flags or {}, config, run.splits.facts)
     screen = Screen(shown=run.world.main, plain=run.world.size > 1)
-    for line in [run.splits.rule, *run.splits.notes, *run.faults]:
+    for line in [run.splits.rule, *run.splits.notes, *run.notes]:
         screen.say(line)
     with Session(run.loaded, _session_options(config, adapter_path), chat=False) as session:
         return session.loss(run, screen, placed_evaluation)

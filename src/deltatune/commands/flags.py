@@ -259,7 +259,9 @@ def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainC
         asked = changed_options(config)
         in_file = {name: name for name, value in {**values, **lora}.items() if value or name in asked}
         on_line = flag_names(TrainConfig, flags) | flag_names(LoraConfig, lora_flags)
-        notes = refuse_unread(TRAINING, asked | in_file | on_line, config, Facts())
+        # Options that others imply are not asked for.
+        of_schedule = {name: label for name, label in asked.items() if "." in name}
+        notes = refuse_unread(TRAINING, of_schedule | in_file | on_line, config, Facts())
         for note in [] if ranks.number() else notes:
             say(note)
     return config

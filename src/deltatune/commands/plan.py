@@ -60,7 +60,7 @@ def _bounded(config: TrainConfig) -> int:
     from ..train.setup import ready
 
     run = ready(config, lazy=True)
-    for note in run.faults:
+    for note in run.notes:
         say(note)
     try:
         placed = placement.placed(run)

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..machine import backend
 from .functional import as_list
-from .tracing import trace
+from .tracing import dispatch, trace
 
 # Arrays of fewer elements are not worth a rule of their own; a token alone, as in decoding, stays below.
 LEAST = 2**16
@@ -39,26 +39,25 @@ def small_cases() -> Iterator[list[str]]:
         A list that grows by the name of each serving operator.
     """
     served: list[str] = []
-    with trace.having(small_case=served):
+    with dispatch.having(small_case=served):
         yield served
 
 
 def is_small_case() -> bool:
     """Whether the code runs within small_cases()."""
-    return trace.current().small_case is not None
+    return dispatch.current().small_case is not None
 
 
 def note(name: str) -> None:
     """Note within small_cases() that the operator of this name serves."""
-    served = trace.current().small_case
+    served = dispatch.current().small_case
     if served is not None:
         served.append(name)
 
 
 def large_enough(x: mx.array) -> bool:
     """Whether an array is worth a rule of its own, or kernels; where kernels are counted, every array is."""
-    told = trace.current()
-    return x.size >= LEAST or told.next_tokens or told.small_case is not None
+    return x.size >= LEAST or trace.current().next_tokens or is_small_case()
 
 
 @dataclass(frozen=True)

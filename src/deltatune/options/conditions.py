@@ -65,7 +65,7 @@ TRAINING: Conditions = {
         "with fine_tune_type: full, since norms and biases do not train with adapters", lambda c, f: not _adapts(c)),
     "num_layers": (
         "without from_scratch, which trains all layers, and without layers, which names them",
-        lambda c, f: (not c.from_scratch or c.num_layers == -1) and c.lora_parameters.layers is None),
+        lambda c, f: not c.from_scratch and c.lora_parameters.layers is None),
     "num_layers layers layer_kinds": ("where parts has language", lambda c, f: "language" in c.trained_parts),
     "chat_turns": ("without mask_prompt: false, which counts every token", lambda c, f: c.mask_prompt is not False),
     "min_pixels max_pixels fps video_max_frames": ("for rows with images or videos", lambda c, f: f.pictures),

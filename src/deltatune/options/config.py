@@ -26,13 +26,13 @@ NO_TYPE_FROM_SCRATCH = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
-    """The options of a training run.
+    """The options of a training run, settled: making a TrainConfig checks them and sets those that others imply.
 
-    Lengths are in tokens. Schedules count optimizer steps; everything else counts iterations, of which
-    `grad_accumulation_steps` make one optimizer step. Each field's metadata holds its help text and the values that it
-    may have; making a TrainConfig checks them.
+    `from_scratch` implies `fine_tune_type: full` and all layers, and `memory` implies `grad_checkpoint`. Lengths are in
+    tokens. Schedules count optimizer steps; everything else counts iterations, of which `grad_accumulation_steps` make
+    one optimizer step. Each field's metadata holds its help text and the values that it may have.
 
     Raises:
         UserError: A value is not one that the option may have, or two options contradict each other.
@@ -349,7 +349,8 @@ class TrainConfig:
         if self.warmup > 1 and self.warmup != int(self.warmup):
             raise UserError(f"warmup: expected a share below 1 or a whole number of steps, got {self.warmup}.")
         self._check_streaming()
-        self._check_memory()
+        if self.memory is not None and self.trains_base is not None:
+            raise UserError(f"memory leaves frozen weights on the disk, and {self.trains_base}; leave one of them out.")
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
@@ -358,6 +359,20 @@ class TrainConfig:
             raise UserError(
                 "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
             )
+        if self.from_scratch:
+            vars(self).update(fine_tune_type="full", num_layers=-1)
+        if self.memory is not None:
+            vars(self).update(grad_checkpoint=True)
+
+    @property
+    def trains_base(self) -> str | None:
+        """The option with which the base model's weights change, as a clause; None where all of them stay frozen."""
+        changes = {
+            "from_scratch trains them": self.from_scratch,
+            "fine_tune_type: full trains them": self.fine_tune_type == "full",
+            "init: pissa changes them": self.lora_parameters.init == "pissa",
+        }
+        return next((clause for clause, applies in changes.items() if applies), None)
 
     @property
     def trained_parts(self) -> list[str]:
@@ -379,14 +394,3 @@ class TrainConfig:
             raise UserError(
                 f"shuffle_buffer: expected at least batch_size, which is {self.batch_size}, got {self.shuffle_buffer}."
             )
-
-    def _check_memory(self) -> None:
-        """Refuse options with which frozen weights cannot stay on the disk."""
-        refused = {
-            "fine_tune_type: full trains them": self.fine_tune_type == "full",
-            "from_scratch trains them": self.from_scratch,
-            "init: pissa changes them": self.lora_parameters.init == "pissa",
-        }
-        for reason, applies in refused.items():
-            if self.memory is not None and applies:
-                raise UserError(f"memory leaves frozen weights on the disk, and {reason}; leave one of them out.")

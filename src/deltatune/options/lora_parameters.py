@@ -9,7 +9,7 @@ from .values import FINITE, Range, fix, option
 _GROUP = "what trains"
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraConfig:
     """The options of the adapters.
 
@@ -72,7 +72,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         fix(self)
         if self.alpha is not None:
-            self.scale = self.alpha if self.rslora else self.alpha / self.rank
+            vars(self).update(scale=self.alpha if self.rslora else self.alpha / self.rank)
 
     def scale_at(self, rank: int) -> float:
         """Return the factor of an update of this rank."""

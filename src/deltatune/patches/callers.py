@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ..ops.tracing import trace
-from ..ops.tracing.trace import NotedCall
+from ..ops.tracing import dispatch
+from ..ops.tracing.dispatch import NotedCall
 
 # The tokens of the row for which a noted call asks for its implementation.
 ROW = 512
@@ -26,13 +26,13 @@ def noting() -> Iterator[list[NotedCall]]:
         A list that grows by one entry for each call.
     """
     calls: list[NotedCall] = []
-    with trace.having(callers=calls, recurrences=Counter(), attentions=Counter()):
+    with dispatch.having(callers=calls, recurrences=Counter(), attentions=Counter()):
         yield calls
 
 
 def asked() -> bool:
     """Whether calls are noted, and their implementations may be asked for."""
-    told = trace.current()
+    told = dispatch.current()
     return told.callers is not None and told.trials
 
 
@@ -44,7 +44,7 @@ def note(operator: str, implementation: Callable[[], str] | None) -> None:
         implementation: Gives the name of the implementation that serves the call in training, on rows of ROW tokens;
             None where upstream's code does.
     """
-    calls = trace.current().callers
+    calls = dispatch.current().callers
     if calls is not None:
         name = implementation() if implementation is not None and asked() else ""
         calls.append(NotedCall(operator, _selves(), name))

@@ -20,7 +20,7 @@ from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
 from ..ops.operator import candidates
 from ..ops.pointwise import gating
-from ..ops.tracing import trace
+from ..ops.tracing import dispatch, trace
 from . import callers
 from .whole_rows import PROMPT_TOKENS
 
@@ -41,12 +41,12 @@ def served() -> Counter[str]:
 
     A compiled function counts once per trace, however often it runs.
     """
-    return Counter(trace.current().recurrences)
+    return Counter(dispatch.current().recurrences)
 
 
 def reset() -> None:
     """Set the counts of served() back to zero."""
-    trace.current().recurrences.clear()
+    dispatch.current().recurrences.clear()
 
 
 def update(upstream: Update) -> Update:
@@ -61,7 +61,7 @@ def update(upstream: Update) -> Update:
     @functools.wraps(upstream)
     def gated_delta_update(*arguments: Any, **keywords: Any) -> Any:
         told = trace.current()
-        if told.upstream_serves:
+        if told.to_upstream:
             return count(UPSTREAM, upstream(*arguments, **keywords))
         if keywords.get("cache") is not None:
             # A decoder of mlx-vlm gives its cache with each token. It does not wait for bind(), which takes time.
@@ -86,7 +86,7 @@ def update(upstream: Update) -> Update:
 
 def _by_upstream(upstream: Update, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[mx.array, mx.array]:
     """Let the original function serve a call, and the calls that it makes to its own name."""
-    with trace.having(upstream_serves=True):
+    with trace.having(to_upstream=True):
         return count(UPSTREAM, upstream(*arguments, **keywords))
 
 
@@ -135,7 +135,7 @@ def route(
 
 def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
     """Count a call as served by `who`, and return its `result`; `call` is its arrays and options where ours serves."""
-    told = trace.current()
+    told = dispatch.current()
     told.recurrences[who] += 1
     if told.callers is not None:
         callers.note("gated delta", None if call is None else lambda: _implementation(*call))

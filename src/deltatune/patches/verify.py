@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..layers import LayerInfo, describe, gated_delta_layers, logits_of
 from ..ops.operator.foresight import foreseen
-from ..ops.tracing.trace import NotedCall
+from ..ops.tracing.dispatch import NotedCall
 from . import callers
 from .whole_rows import whole_rows
 

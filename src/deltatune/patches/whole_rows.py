@@ -25,7 +25,7 @@ from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating
 from ..ops.operator import candidates
-from ..ops.tracing import trace
+from ..ops.tracing import dispatch, trace
 from ..ops.tracing.known_masks import MaskRule, remember, rule_of
 from . import callers
 
@@ -49,7 +49,7 @@ def whole_rows() -> AbstractContextManager[None]:
 def serves_attention() -> bool:
     """Whether deltatune serves the attention that is called now."""
     told = trace.current()
-    return (told.whole_rows or told.segments is not None) and not told.attending
+    return (told.whole_rows or told.segments is not None) and not told.to_upstream
 
 
 def decodes(tokens: int) -> bool:
@@ -65,12 +65,12 @@ def decodes(tokens: int) -> bool:
 
 def served() -> Counter[str]:
     """How many calls OURS and UPSTREAM served since the last reset(). A compiled function counts once per trace."""
-    return Counter(trace.current().attentions)
+    return Counter(dispatch.current().attentions)
 
 
 def reset() -> None:
     """Set the counts of served() back to zero."""
-    trace.current().attentions.clear()
+    dispatch.current().attentions.clear()
 
 
 def marking(upstream: Function) -> Function:
@@ -113,19 +113,18 @@ def attending(upstream: Function) -> Function:
     ) -> mx.array:
         arrays = None if options or not serves_attention() else _arrays(q, k, v, mask, sinks)
         if arrays is None:
-            told = trace.current()
             y = None if mask is None else _of_a_token(q, k, v, scale, mask, sinks)
             if y is not None:
                 return y
             # A call of deltatune's attention that MLX's function serves is counted by whoever made it.
-            if not told.attending:
-                told.attentions[UPSTREAM] += 1
+            if not trace.current().to_upstream:
+                dispatch.current().attentions[UPSTREAM] += 1
                 callers.note("attention", None)
             return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-        trace.current().attentions[OURS] += 1
+        dispatch.current().attentions[OURS] += 1
         callers.note("attention", lambda: _implementation(arrays, scale, mask, sinks))
         # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.
-        with trace.having(attending=True):
+        with trace.having(to_upstream=True):
             return _attend(upstream, arrays, scale, mask, sinks)
 
     return scaled_dot_product_attention

@@ -34,16 +34,16 @@ class _Change(NamedTuple):
     config: TrainConfig
 
 
-def advice(run: Run, config: TrainConfig, peak: int, over: int, planned: Planned) -> str:
+def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
     """Return one sentence on 8-bit moments and a lower rank for experts, or nothing where they would hardly help.
 
     Args:
         run: The run, its model prepared.
-        config: Its options, as its step was planned.
         peak: The planned peak of the step, in bytes.
         over: How much of that is too much; less than 1 where it fits.
         planned: Plans the same step anew. It is called twice at most.
     """
+    config = run.config
     if config.resume:
         return ""
     said, left, least = [], peak, int(_LEAST_SHARE * peak)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
@@ -20,6 +19,7 @@ from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig
+from ..train.bounds import Bounds
 from ..train.reports.screen import Fact
 from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
@@ -33,6 +33,7 @@ from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
 from .search import Largest, RunForecast, Values, fits, largest
+from .traced_layers import LayerInputs
 from .traced_step import BatchShape
 
 _LONGEST = 1 << 17
@@ -41,6 +42,57 @@ _MOST_ROWS = 1024
 _MOST_RANK = 256
 # How long larger values, or those that a refused run could have, are searched for.
 _SECONDS = 12.0
+
+
+class Planner(NamedTuple):
+    """Plans steps of a run.
+
+    Attributes:
+        run: The run, its model prepared.
+        layout: How the loaded MLX stores its arrays.
+        brake: From how many bytes on MLX waits for queued work; None where it does not.
+    """
+
+    run: Run
+    layout: ArrayLayout
+    brake: Brake | None = None
+
+    def at(
+        self,
+        rows: int,
+        length: int,
+        checkpoints: Checkpoints | None = None,
+        *,
+        config: TrainConfig | None = None,
+        model: nn.Module | None = None,
+        layer_inputs: LayerInputs | None = None,
+    ) -> Forecast:
+        """Forecast a step of so many rows of so many tokens.
+
+        Args:
+            rows: The rows of the batch.
+            length: The tokens of a row.
+            checkpoints: As in forecast_step().
+            config: The options in the place of the run's.
+            model: The model in the place of the run's.
+            layer_inputs: As in forecast_step().
+        """
+        config = config or self.run.config
+        batch = batch_shape(config, rows, length, self.run.splits)
+        model = model or self.run.model
+        return forecast_step(
+            model, config, batch, self.layout, checkpoints, layer_inputs=layer_inputs, brake=self.brake
+        )
+
+    @property
+    def every_layer(self) -> Checkpoints:
+        """The recomputation of every layer."""
+        return Checkpoints(range(len(describe(self.run.model))))
+
+    @property
+    def least(self) -> Checkpoints | None:
+        """The checkpoints where memory is short: auto then recomputes every layer; None for those of the options."""
+        return self.every_layer if self.run.config.grad_checkpoint == "auto" else None
 
 
 def examine(
@@ -75,54 +127,49 @@ def examine(
     run.prepare()
     rows, length = shape(run)
     shown.shape(rows, length, run.config.max_seq_length)
-    for note in run.faults:
+    for note in run.notes:
         shown.fault(note)
-    choice = _choice(run, limits, layout, shown.tried)
-    # Where larger values are searched for, auto may checkpoint every layer.
-    searched = _without_choice(run.config)
+    planner = Planner(run, layout, limits.brake)
+    choice = _choice(planner, limits, shown.tried)
     if choice is None:
-        first = planned_step(run.model, searched, (rows, length), run.splits, layout, brake=limits.brake)
+        first = planner.at(rows, length)
         forecast = RunForecast(first, limits)
         shown.step(forecast)
     else:
-        forecast = RunForecast(choice.forecast, limits, checkpoints=str(choice))
-        shown.step(forecast)
-        all_again = choice.again == choice.of
         first = choice.forecast
-        if not all_again:
-            first = planned_step(run.model, searched, (rows, length), run.splits, layout, brake=limits.brake)
+        forecast = RunForecast(first, limits, checkpoints=str(choice))
+        shown.step(forecast)
+        # Where larger values are searched for, auto may checkpoint every layer.
+        if choice.again != choice.of:
+            first = planner.at(rows, length, planner.least)
     values = {}
-    for name, value in _searches(run, searched, first, limits, layout):
+    for name, value in _searches(planner, first, limits):
         values[name] = value
         shown.largest(name, value)
-    shown.advice(_smaller(run, searched, first, limits, layout, asked=advise).strip())
+    shown.advice(_smaller(planner, first, limits, asked=advise).strip())
     return dataclasses.replace(forecast, batch=values["batch"], length=values["length"], rank=values.get("rank"))
 
 
-def _searches(
-    run: Run, config: TrainConfig, first: Forecast, limits: DeviceLimits, layout: ArrayLayout
-) -> Iterator[tuple[str, Largest]]:
+def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterator[tuple[str, Largest]]:
     """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
     rows, length, until = first.rows, first.length, time.monotonic() + _SECONDS
-
-    def planned(rows: int, length: int, model: nn.Module = run.model, config: TrainConfig = config) -> Forecast:
-        return planned_step(model, config, (rows, length), run.splits, layout, brake=limits.brake)
+    run, config, least = planner.run, planner.run.config, planner.least
 
     def planned_at_rank(rank: int) -> Forecast:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
         other = load_model(changed, image=run.image, lazy=True).model
         prepare(other, changed)
-        return planned(rows, length, other, changed)
+        return planner.at(rows, length, least, config=changed, model=other)
 
     lengths = {length: first}
     yield "length", largest(
-        lambda length: planned(rows, length), limits, lengths,
+        lambda length: planner.at(rows, length, least), limits, lengths,
         Values(_LENGTHS, max(length, _positions(run.loaded.config))), deadline=_halfway(until),
     )  # fmt: skip
     # A further row needs at least as much memory as the same number of tokens spread over the rows.
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
-        lambda rows: planned(rows, length), limits, {rows: first},
+        lambda rows: planner.at(rows, length, least), limits, {rows: first},
         Values(_rows_each(config), max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
         # Half of the operations, those of the recurrence, are as many for any number of rows.
         slower=lambda times: (1 + times) / 2,
@@ -142,38 +189,20 @@ def _halfway(until: float) -> float:
     return (time.monotonic() + until) / 2
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A run that was checked.
-
-    Args:
-        said: Lines for the user: the plan, or why there is none on this version of MLX.
-        checkpoints: The layers to recompute, for Trainer.run; None unless `grad_checkpoint` is auto.
-        memory_limit: The bytes from which on MLX is to wait for queued work, for Trainer.run; None for MLX's own.
-        feature_bytes: The limit of cached features of images, for Trainer.run; None for its default.
-    """
-
-    said: list[Fact | str]
-    checkpoints: Checkpoints | None
-    memory_limit: int | None = None
-    feature_bytes: int | None = None
-
-
-def check(run: Run, *, force: bool = False) -> Checked:
+def check(run: Run) -> Bounds:
     """Check that a run fits the device before it starts, and choose its checkpoints if `grad_checkpoint` is auto.
 
     Args:
-        run: The run, its model prepared.
-        force: Report a run that does not fit instead of refusing it.
+        run: The run, its model prepared. With its option `force`, one that does not fit is only reported.
 
     Raises:
         UserError: The run does not fit; the message names changes with which it fits.
     """
     limits = device_limits()
     try:
-        layout = ArrayLayout.measured()
-        choice = _choice(run, limits, layout)
-        plan = choice.forecast if choice else _of_run(run, run.config, layout, limits.brake)
+        planner = Planner(run, ArrayLayout.measured(), limits.brake)
+        choice = _choice(planner, limits)
+        plan = choice.forecast if choice else planner.at(*shape(run))
     except LayoutError as error:
         line = (
             f"Plan: none, since this version of MLX stores its graphs in a way that deltatune does not know ({error})."
@@ -182,32 +211,26 @@ def check(run: Run, *, force: bool = False) -> Checked:
     said: list[Fact | str] = [] if choice is None else [screen.checkpoints(choice)]
     said.append(screen.memory(plan, limits))
     if not fits(plan, limits):
-        message = f"{said[-1]} {_remedy(run, plan, choice, limits, layout)}{_from_disk(run, limits, layout)}"
-        if not force:
-            message += _smaller(run, _without_choice(run.config), plan, limits, layout)
+        message = f"{said[-1]} {_remedy(planner, plan, choice, limits)}{_from_disk(planner, limits)}"
+        if not run.config.force:
+            message += _smaller(planner, plan, limits)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
-    return Checked(said, None if choice is None else choice.checkpoints, plan.memory_limit)
+    return Bounds(said, None if choice is None else choice.checkpoints, plan.memory_limit)
 
 
-def _of_run(run: Run, config: TrainConfig, layout: ArrayLayout, brake: Brake | None = None) -> Forecast:
-    """The plan of the run's largest step with these options."""
-    return planned_step(run.model, config, shape(run), run.splits, layout, brake=brake)
-
-
-def _choice(
-    run: Run, limits: DeviceLimits, layout: ArrayLayout, tried: Callable[[Choice], None] | None = None
-) -> Choice | None:
+def _choice(planner: Planner, limits: DeviceLimits, tried: Callable[[Choice], None] | None = None) -> Choice | None:
     """Return the choice of `grad_checkpoint: auto`: that of the continued run, or a new one; None without auto.
 
     Every rank takes the checkpoints of the one with the least memory, so that all round alike. `tried` gets each plan.
     """
+    run = planner.run
     if run.config.grad_checkpoint != "auto":
         return None
     order = order_of(run.model)
 
     def attempt(checkpoints: Checkpoints) -> Forecast:
-        plan = planned_step(run.model, run.config, shape(run), run.splits, layout, checkpoints, limits.brake)
+        plan = planner.at(*shape(run), checkpoints)
         if tried is not None:
             tried(order.choice(checkpoints, plan))
         return plan
@@ -234,16 +257,16 @@ def _saved_checkpoints(run: Run) -> Checkpoints | None:
     return None if saved is None else saved.checkpoints
 
 
-def _unplanned(run: Run, line: str) -> Checked:
+def _unplanned(run: Run, line: str) -> Bounds:
     """Return the report on a run that cannot be planned; auto then checkpoints every layer of a new run."""
     if run.config.grad_checkpoint != "auto":
-        return Checked([line], None)
+        return Bounds([line], None)
     order, saved = order_of(run.model), _saved_checkpoints(run)
     chosen = order.first(len(order.reached), operators=False) if saved is None else saved
     # The other ranks wait for this one in _choice.
     checkpoints = _of_all_ranks(run, order, chosen)
     again = order.count(checkpoints)
-    return Checked([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are recomputed."], checkpoints)
+    return Bounds([line, f"Checkpoints (auto): {again} of {len(order.reached)} layers are recomputed."], checkpoints)
 
 
 def shape(run: Run) -> tuple[int, int]:
@@ -256,71 +279,55 @@ def _rows_each(config: TrainConfig) -> int:
     return 1 if config.loss == "sft" or config.pack else 2
 
 
-def _without_choice(config: TrainConfig) -> TrainConfig:
-    """The options with every layer checkpointed where `grad_checkpoint` is auto, as it is where memory is short."""
-    return dataclasses.replace(config, grad_checkpoint=True) if config.grad_checkpoint == "auto" else config
-
-
-def _remedy(run: Run, plan: Forecast, choice: Choice | None, limits: DeviceLimits, layout: ArrayLayout) -> str:
+def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: DeviceLimits) -> str:
     """Return a sentence on changes with which the run would fit, the least change first."""
-    config = _without_choice(run.config)
-
-    def planned(config: TrainConfig, rows: int, length: int) -> Forecast:
-        return planned_step(run.model, config, (rows, length), run.splits, layout, brake=limits.brake)
-
+    run, config, least = planner.run, planner.run.config, planner.least
     words = ""
     if not config.grad_checkpoint or (choice is not None and choice.again < choice.of):
-        config = dataclasses.replace(config, grad_checkpoint=True)
-        if fits(planned(config, plan.rows, plan.length), limits):
+        least = planner.every_layer
+        if fits(planner.at(plan.rows, plan.length, least), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
     per_rank, until = _rows_each(config), time.monotonic() + _SECONDS
     fewer_rows = Values(per_rank, plan.rows - per_rank)
-    fitting = largest(lambda rows: planned(config, rows, plan.length), limits, {}, fewer_rows, deadline=until)
+    fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, deadline=until)
     if fitting.value:
         return f"It fits with {words}--batch-size {fitting.value // per_rank * run.world.size}."
     shorter = Values(_LENGTHS, plan.length - 1)
-    fitting = largest(lambda length: planned(config, plan.rows, length), limits, {}, shorter, deadline=until)
+    fitting = largest(lambda length: planner.at(plan.rows, length, least), limits, {}, shorter, deadline=until)
     if fitting.value:
         return f"It fits with {words}--max-seq-length {fitting.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
 
 
-def _smaller(
-    run: Run, config: TrainConfig, plan: Forecast, limits: DeviceLimits, layout: ArrayLayout, *, asked: bool = False
-) -> str:
+def _smaller(planner: Planner, plan: Forecast, limits: DeviceLimits, *, asked: bool = False) -> str:
     """A sentence on smaller adapters and moments, where bytes are lacking or it is asked for.
 
     Computing layers again comes first, which changes no result.
     """
     over = plan.bytes.amount - limits.bytes if limits.bytes is not None else 0
-    if not config.grad_checkpoint or (over < 1 and not asked):
+    if not planner.run.config.grad_checkpoint or (over < 1 and not asked):
         return ""
 
     def planned(model: nn.Module, config: TrainConfig) -> int:
-        tokens = plan.rows, plan.length
-        return planned_step(model, config, tokens, run.splits, layout, brake=limits.brake).bytes.amount
+        return planner.at(plan.rows, plan.length, planner.least, config=config, model=model).bytes.amount
 
-    said = advice(run, config, plan.bytes.amount, over, planned)
+    said = advice(planner.run, plan.bytes.amount, over, planned)
     return f" {said}" if said else ""
 
 
-def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
+def _from_disk(planner: Planner, limits: DeviceLimits) -> str:
     """A sentence on the option that leaves frozen layers on the disk, if the run would fit with it; else nothing."""
-    config = dataclasses.replace(run.config, grad_checkpoint=True)
-    if limits.bytes is None:
+    run = planner.run
+    if limits.bytes is None or run.config.trains_base is not None:
         return ""
     # The size in the message is the planned one, and at most the size of the device.
     scale, unit = (10**9, "GB") if limits.bytes >= 10**9 else (10**6, "MB")
     hundredths = limits.bytes * 100 // scale
     room = hundredths * scale // 100
-    try:
-        config = dataclasses.replace(config, memory=room)
-    except UserError:
-        return ""
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
-    plan = _of_run(run, config, layout)
+    plan = planner._replace(brake=None).at(*shape(run), planner.every_layer, layer_inputs="memory")
     too_many = limits.buffers is not None and plan.buffers.amount > limits.buffers
     if too_many or left_on_disk(plan.bytes.amount, frozen, room, least=1) is None:
         return ""
@@ -330,19 +337,6 @@ def _from_disk(run: Run, limits: DeviceLimits, layout: ArrayLayout) -> str:
 
 def _bytes(tree: Any) -> int:
     return sum(array.nbytes for _, array in leaves(tree))
-
-
-def planned_step(
-    model: nn.Module,
-    config: TrainConfig,
-    tokens: tuple[int, int],
-    splits: Splits,
-    layout: ArrayLayout,
-    checkpoints: Checkpoints | None = None,
-    brake: Brake | None = None,
-) -> Forecast:
-    """The forecast of a step of so many rows and tokens of a row; `checkpoints` and `brake` as in forecast_step()."""
-    return forecast_step(model, config, batch_shape(config, *tokens, splits), layout, checkpoints, brake=brake)
 
 
 def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> BatchShape:

@@ -17,6 +17,7 @@ from .device_limits import Brake
 from .graph import Node
 from .primitives import without_rule
 from .simulate import Peak, Simulation
+from .traced_layers import LayerInputs
 from .traced_step import BatchShape, TracedStep, simulate_step, simulate_tower, trace_step
 
 _SHOWN = 5
@@ -91,7 +92,7 @@ def forecast_step(
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
     *,
-    inputs_on_disk: bool = False,
+    layer_inputs: LayerInputs | None = None,
     brake: Brake | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
@@ -101,14 +102,14 @@ def forecast_step(
         config: The run.
         shape: The shape of the batch.
         layout: How the loaded MLX stores its arrays.
-        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto.
-        inputs_on_disk: Whether a step by layers keeps the inputs of layers in files, or in the host's memory.
+        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
+        layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
         brake: From how many bytes on MLX waits for queued work; None where it does not.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        built = trace_step(model, config, shape, layout, checkpoints, inputs_on_disk=inputs_on_disk)
+        built = trace_step(model, config, shape, layout, checkpoints, layer_inputs=layer_inputs)
         forecast = _planned(built, config, layout, brake)
         del built
     finally:

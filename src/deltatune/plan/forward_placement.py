@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +21,7 @@ from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
+from ..ops.recomputation import Checkpoints
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.batch_loss import loss_of
@@ -53,15 +53,14 @@ def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
     assert memory is not None
     order = run.order(run.splits.test)
     rows, length = config.batch_size // run.world.size, order.widths[-1]
-    plain = dataclasses.replace(config, grad_checkpoint=False)
-    with refusing_layouts(), training(model, plain, compare=False) as trained, evaluating(model), whole_rows():
+    trained_as = training(model, config, compare=False, checkpoints=Checkpoints())
+    with refusing_layouts(), trained_as as trained, evaluating(model), whole_rows():
         documents = [document for example in run.splits.test for document in example.documents]
         blank, shapes = blank_batch(rows, length, config.pack), largest_batch(documents, rows)
         batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
 
         def peak(bound: int | None) -> int:
-            bounded = plain if bound is None else dataclasses.replace(plain, memory=None)
-            with noted_passes(model, bounded, trained, inputs_on_disk=False) as (passes, noted, _):
+            with noted_passes(model, trained, "memory" if bound is None else None) as (passes, noted, _):
                 with drawing_from(mx.random.key(0)):
                     outputs = loss_of(trained.loss, batch) if passes is None else passes.evaluate(batch)
                 return max(_peak(model, [*noted, outputs], bound), _peak(model, [features], bound))

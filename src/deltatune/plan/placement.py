@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +25,11 @@ from ..models.checkpoint_files import weight_files
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
+from ..train.bounds import Bounds
+from ..train.by_layer.disk_time import DiskTime
 from ..train.by_layer.inputs_on_host import InputsOnHost
 from ..train.by_layer.layer_functions import array_places, lowest_layer
-from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
+from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk, KeepsInputs
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.stored_weights import StoredWeights, cached
 from ..train.reports.screen import Fact
@@ -37,12 +39,11 @@ from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
 from .device_limits import Brake, brake, device_limits
-from .fit import Checked, batch_shape, planned_step, shape
-from .forecast import Forecast, forecast_step
+from .fit import Planner, shape
+from .forecast import Forecast
 from .layers_on_disk import held, left_on_disk
 from .process_memory import LayoutError
 from .screen import size, size_above
-from .traced_step import BatchShape
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,11 @@ class Placed(NamedTuple):
     lines: list[str]
     stored: StoredWeights
 
-    def checked(self) -> Checked:
-        """Return the lines to print, the limit of cached features, and the memory limit of a step as a whole."""
-        return Checked(self.placement.said(), None, self._brake(), self.placement.features)
+    def bounds(self, run: Run) -> Bounds:
+        """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
+        placement = self.placement
+        weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
+        return Bounds(placement.said(), None, self._brake(), placement.features, weights)
 
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines to print, as Placement.said() does."""
@@ -196,37 +199,34 @@ class Placed(NamedTuple):
     def _brake(self) -> int | None:
         return None if self.placement.streamed else brake(self.placement.memory)
 
-    def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
+    def of(self, model: nn.Module, folder: Path | None = None) -> LayerWeights | None:
         """Read the weights that stay in memory; return the store of the others, or None if all stay.
 
-        The files are closed with `stack`.
+        `folder` is that of layers' inputs, where they go to the disk.
         """
         layers = [layer.module for layer in describe(model)]
         placement = self.placement
-        weights = LayerWeights(self.stored, model, layers, placement.streamed, on_host=placement.on_host)
-        stack.callback(weights.close)
-        return weights if placement.streamed else None
-
-    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
-        """Return of() for the model of a run; its option `memory` is left out if all weights stay."""
-        weights = self.of(run.model, stack)
-        if weights is None:
-            run.config = dataclasses.replace(run.config, memory=None)
-        elif self.placement.inputs_on_host:
-            weights.inputs = InputsOnHost(weights.disk)
-        elif self.placement.inputs:
-            if self.placement.on_host:
-                weights.disk.of += " and the disk"
-            folder = Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}"
-            weights.inputs = InputsOnDisk(folder, weights.disk)
-        return weights
+        disk = DiskTime(of="the host's memory" if placement.on_host else "the disk")
+        inputs: KeepsInputs | None = None
+        if placement.inputs_on_host:
+            inputs = InputsOnHost(disk)
+        elif placement.inputs and folder is not None:
+            disk.of = "the host's memory and the disk" if placement.on_host else disk.of
+            inputs = InputsOnDisk(folder, disk)
+        weights = LayerWeights(
+            self.stored, model, layers, placement.streamed, on_host=placement.on_host, disk=disk, inputs=inputs
+        )
+        if placement.streamed:
+            return weights
+        weights.close()
+        return None
 
 
 def placed(run: Run) -> Placed:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
     Args:
-        run: The run; its options are changed to those that `memory` implies.
+        run: The run.
 
     Raises:
         UserError: The run cannot be computed by layers, or `memory` is too small for it.
@@ -235,33 +235,32 @@ def placed(run: Run) -> Placed:
     memory = config.memory
     assert memory is not None
     stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
-    run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
     stored.find(model)
     rows, length = shape(run)
     with refusing_layouts():
-        layout, fits = ArrayLayout.measured(), False
+        planner = Planner(run, ArrayLayout.measured())
+        fits = False
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
-            unbounded, limit = dataclasses.replace(config, memory=None), brake(memory)
+            limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
-            plan = planned_step(model, unbounded, (rows, length), run.splits, layout, brake=waits)
+            plan = planner._replace(brake=waits).at(rows, length)
             fits = plan.bytes.amount <= memory
         if not fits:
-            plan = planned_step(model, config, (rows, length), run.splits, layout)
+            plan = planner.at(rows, length, layer_inputs="memory")
         smaller = "a smaller --batch-size or --max-seq-length"
         planned = PlannedPass(plan.bytes.amount, (rows, length), smaller, whole=fits)
         inputs = 0
         try:
             placement = chosen(model, stored, memory, planned, run.world.size)
         except TooLittleMemoryError:
-            batch = batch_shape(config, rows, length, run.splits)
-            plan = forecast_step(model, config, batch, layout, inputs_on_disk=True)
+            plan = planner.at(rows, length, layer_inputs="disk")
             planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
             try:
                 placement = chosen(model, stored, memory, planned, run.world.size)
             except TooLittleMemoryError as error:
-                raise _with_advice(error, run, batch, plan, layout) from None
+                raise _with_advice(error, planner, plan) from None
             both = (placement.on_disk + inputs) * run.world.size
             placement = dataclasses.replace(placement, inputs_on_host=placement.on_host and fits_on_host(both))
     placement = dataclasses.replace(
@@ -281,15 +280,13 @@ def _feature_bytes(model: nn.Module, spare: int) -> int:
     return CACHE_BYTES if backend.device() == "cuda" else min(spare, CACHE_BYTES)
 
 
-def _with_advice(
-    error: TooLittleMemoryError, run: Run, batch: BatchShape, plan: Forecast, layout: ArrayLayout
-) -> TooLittleMemoryError:
+def _with_advice(error: TooLittleMemoryError, planner: Planner, plan: Forecast) -> TooLittleMemoryError:
     """The refusal with a sentence on smaller adapters and moments; `plan` is that of layers' inputs on the disk."""
 
     def planned(model: nn.Module, config: TrainConfig) -> int:
-        return forecast_step(model, config, batch, layout, inputs_on_disk=True).bytes.amount
+        return planner.at(plan.rows, plan.length, config=config, model=model, layer_inputs="disk").bytes.amount
 
-    said = advice(run, run.config, plan.bytes.amount, error.lacking, planned)
+    said = advice(planner.run, plan.bytes.amount, error.lacking, planned)
     return TooLittleMemoryError(f"{error} {said}" if said else str(error))
 
 

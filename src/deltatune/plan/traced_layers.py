@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import array_places
 from ..train.by_layer.layer_passes import LayerPasses
 from ..train.by_layer.read_layers import reading_calls
@@ -18,6 +17,9 @@ from ..train.setup import Training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, read
+
+#: The place of layers' inputs in a step by layers: in memory, or on the disk (or in the host's memory beside a GPU).
+LayerInputs = Literal["memory", "disk"]
 
 
 class _AsLoaded:
@@ -96,21 +98,18 @@ class NotedPasses(NamedTuple):
 
 
 @contextmanager
-def noted_passes(
-    model: nn.Module, config: TrainConfig, trained: Training, *, inputs_on_disk: bool
-) -> Iterator[NotedPasses]:
+def noted_passes(model: nn.Module, trained: Training, layer_inputs: LayerInputs | None) -> Iterator[NotedPasses]:
     """Yield the passes of a step by layers, which note their evaluations. A step as a whole notes nothing.
 
     Args:
         model: The model, set up by setup.training(), with every layer checkpointed if the step is one by layers.
-        config: The options of the run.
         trained: The result of setup.training().
-        inputs_on_disk: Whether the inputs of layers go to the disk, or to the host's memory.
+        layer_inputs: The place of the inputs of layers between the passes; None for a step as a whole.
     """
     noted: list[list[mx.array]] = []
     note = _noting(noted)
-    inputs = NotedInputs(note, on_disk=inputs_on_disk)
-    if config.memory is None:
+    inputs = NotedInputs(note, on_disk=layer_inputs == "disk")
+    if layer_inputs is None:
         yield NotedPasses(None, noted, inputs)
         return
     layers = [layer.module for layer in trained.layers]

@@ -32,7 +32,7 @@ from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation
-from .traced_layers import noted_passes, parts_read
+from .traced_layers import LayerInputs, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -119,15 +119,15 @@ def trace_step(
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
     *,
-    inputs_on_disk: bool = False,
+    layer_inputs: LayerInputs | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `inputs_on_disk` are as in forecast_step(). UserError where options of `config` conflict.
+    `checkpoints` and `layer_inputs` are as in forecast_step(). UserError where options of `config` conflict.
     """
     with contextlib.ExitStack() as stack:
         trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
-        traced = stack.enter_context(noted_passes(model, config, trained, inputs_on_disk=inputs_on_disk))
+        traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
         before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
         sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))

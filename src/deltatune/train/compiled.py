@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.operator.foresight import foreseen
-from ..ops.tracing import trace
+from ..ops.tracing import dispatch
 from .tree import leaves
 
 # MLX's message where a function that it compiles reads the values of an array.
@@ -82,7 +82,7 @@ class Compiled:
     def _dry_run(self, arguments: tuple[Any, ...], before: Sequence[tuple[Any, Any]]) -> None:
         """Trace a call to learn its kernels, without counting it; then put back the arrays that it replaced."""
         try:
-            with trace.having(recurrences=Counter(), attentions=Counter(), callers=None):
+            with dispatch.having(recurrences=Counter(), attentions=Counter(), callers=None):
                 self._function(*arguments)
         finally:
             _put_back(before)

@@ -19,6 +19,7 @@ from ..layers import LayerInfo, gated_delta_layers
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import modes_kept
 from ..ops.random_state import drawing_from
+from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..patches.whole_rows import whole_rows
 from .batch_loss import Arrays, LossFunction, arrays, loss_of
@@ -183,9 +184,8 @@ def say_loss(
         NoResultError: The loss is not finite.
     """
     # Nothing is differentiated, so nothing needs to be recomputed.
-    config = dataclasses.replace(config, grad_checkpoint=False)
     with (
-        training(model, config, compare=weights is None) as trained,
+        training(model, config, compare=weights is None, checkpoints=Checkpoints()) as trained,
         by_layers(model, config, trained, weights) as (trained, passes),
     ):
         by_pass = None if passes is None else passes.evaluate

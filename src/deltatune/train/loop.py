@@ -22,11 +22,10 @@ from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
-from ..ops.recomputation import Checkpoints
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
-from .by_layer.layer_weights import LayerWeights
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
@@ -56,8 +55,6 @@ from .setup import (
     settled,
     training,
     training_order,
-    with_iterations,
-    with_template_options,
 )
 from .step import StepMachine
 from .trainable import check_trainable
@@ -70,7 +67,7 @@ class Trainer:
     """Trains the trainable parameters of a model on `splits.train`; run() starts it.
 
     Files are written to `config.adapter_path`: adapters, or a checkpoint after full fine-tuning. The options are
-    followed as `deltatune train` follows them; `memory` and `grad_checkpoint` auto need a plan (plan/).
+    followed as `deltatune train` follows them; `memory` and `grad_checkpoint` auto need a plan, as PlannedRun makes it.
 
     Args:
         model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them (trainable.py);
@@ -83,7 +80,7 @@ class Trainer:
         screen: Where progress is printed; standard output by default.
         folder: The output folder, if the caller has taken it already.
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
-        weights: The store of the layers' weights, where `config.memory` bounds the run (plan/placement.py).
+        bounds: The plan of the run, with which `config.memory` or `grad_checkpoint` auto is followed.
 
     Attributes:
         model, splits: The arguments.
@@ -114,17 +111,23 @@ class Trainer:
         screen: Screen | None = None,
         folder: RunFolder | None = None,
         processor: Any = None,
-        weights: LayerWeights | None = None,
+        bounds: Bounds | None = None,
     ):
+        if bounds is None and config.memory is not None:
+            raise UserError(
+                "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
+                "memory out."
+            )
+        self._bounds = bounds or Bounds()
+        weights = self._bounds.weights
         world = world or World()
-        config = with_template_options(settled(config), splits)
         _check(model, tokenizer, config, splits)
         if config.resume_adapter_file is not None:
             # A continued run takes its adapters from its state, whatever it began with.
             load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
         check = partial(_check_examples, model, tokenizer, config)
         self.splits, self._train_order = splits, training_order(splits, config, world, check)
-        config = with_iterations(config, self._train_order)
+        config = settled(config, splits, self._train_order)
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
@@ -158,42 +161,38 @@ class Trainer:
         run: Run,
         screen: Screen | None = None,
         folder: RunFolder | None = None,
-        weights: LayerWeights | None = None,
+        bounds: Bounds | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
         more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
-        return cls(*from_run, world=run.world, screen=screen, folder=folder, weights=weights, **more)
+        return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
 
-    def run(
-        self,
-        *,
-        checkpoints: Checkpoints | None = None,
-        memory_limit: int | None = None,
-        feature_bytes: int | None = None,
-    ) -> Result:
+    def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
-
-        Args:
-            checkpoints: The layers to recompute where `config.grad_checkpoint` is auto (plan.fit.check).
-            memory_limit: The bytes from which on MLX waits for queued work; None for its own limit (plan.fit.check).
-            feature_bytes: The main memory that cached features of images may take; None for none where layers stay on
-                the disk, and for 1 GiB elsewhere.
 
         Raises:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
+        weights = self.parts.weights
+        with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
+            result = self._trained()
+            self._say_rest(result)
+        return result
+
+    def _trained(self) -> Result:
         parts, config, model, progress = self.parts, self.config, self.model, self.progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             stack.enter_context(awake())
             chosen = stack.enter_context(kept_choices.keeping(config))
             kept_choices.agree(chosen, parts.world)
-            checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
+            checkpoints = self._bounds.checkpoints
             whole = parts.weights is None
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=whole))
             ending = Ending(config, parts.outputs, parts.world, parts.screen)
+            feature_bytes = self._bounds.feature_bytes
             if feature_bytes is None:
                 feature_bytes = CACHE_BYTES if whole else 0
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
@@ -201,8 +200,10 @@ class Trainer:
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
-            freed_memory = FreedMemory(config.clear_cache_threshold, memory_limit)
-            launcher = stack.enter_context(Launcher()) if starts_early(model, config, parts.world) else None
+            freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
+            # A step by layers is computed when it returns, so that an early start gains nothing.
+            early = whole and starts_early(model, config, parts.world)
+            launcher = stack.enter_context(Launcher()) if early else None
             kind = step_of(passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, self._order, progress, parts.world)
@@ -221,7 +222,6 @@ class Trainer:
                 iterations.run()
             result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
             parts.reporting.write(progress, "ended", running=False, result=result)
-        self._say_rest(result)
         return result
 
     def _say_rest(self, result: Result) -> None:

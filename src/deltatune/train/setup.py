@@ -56,7 +56,7 @@ from .updates.routers import router_losses
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A run with its model and data loaded.
 
@@ -66,7 +66,7 @@ class Run:
         splits: The examples.
         world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
-        faults: A note for each known fault of the model that the rows reach.
+        notes: Notes on options that are hardly meant, and on known faults of the model that the rows reach.
     """
 
     config: TrainConfig
@@ -74,7 +74,7 @@ class Run:
     splits: Splits
     world: World
     image: str | None
-    faults: list[str]
+    notes: list[str]
 
     @property
     def model(self) -> nn.Module:
@@ -114,9 +114,7 @@ def ready(
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
     """
-    config = settled(config)
-    if config.train:
-        check_options(config)
+    notes = check_options(config) if config.train else []
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
     path = None if comes_from_hub(config.model) else locate(config.model)
     image = first_image(config)
@@ -127,8 +125,8 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    faults = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
-    return Run(with_template_options(config, splits), loaded, splits, world or World(), image, faults)
+    notes += fault_notes(loaded.model, loaded.config, _lengths(splits, config))
+    return Run(config, loaded, splits, world or World(), image, notes)
 
 
 def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
@@ -141,19 +139,6 @@ def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
 def uses(config: TrainConfig) -> tuple[str, ...]:
     """The uses of a run's model, for patched()."""
     return (TRAINING, INFERENCE, PACKING) if config.pack else (TRAINING, INFERENCE)
-
-
-def settled(config: TrainConfig) -> TrainConfig:
-    """Return the options with those that others imply: training from scratch trains all parameters of all layers."""
-    if config.from_scratch:
-        return dataclasses.replace(config, fine_tune_type="full", num_layers=-1)
-    return config
-
-
-def with_template_options(config: TrainConfig, splits: Splits) -> TrainConfig:
-    """Return the options with the variables of the chat template that the answers of the data need."""
-    options = splits.template_options
-    return config if options is None else dataclasses.replace(config, chat_template_config=options)
 
 
 def load_model(
@@ -263,12 +248,18 @@ def training_order(
     return StreamOrder(splits.stream, splits.first, in_window, row_capacity(config))
 
 
-def with_iterations(config: TrainConfig, order: BatchOrder | StreamOrder) -> TrainConfig:
-    """Return the options with the number of iterations that `epochs` stands for, where it is given."""
-    if config.epochs is None or isinstance(order, StreamOrder):
-        return config
-    # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
-    return dataclasses.replace(config, iters=max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)))
+def settled(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrder) -> TrainConfig:
+    """Return the options with those that the data decide.
+
+    These are the variables of the chat template that the answers need, and the iterations that `epochs` stands for.
+    """
+    variables = splits.template_options
+    iters = config.iters
+    if config.epochs is not None and isinstance(order, BatchOrder):
+        # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
+        iters = max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6))
+    variables = config.chat_template_config if variables is None else variables
+    return dataclasses.replace(config, iters=iters, chat_template_config=variables)
 
 
 def build_step(
@@ -357,7 +348,7 @@ def training(
         config: The options of the run.
         compare: Whether to check by computing that the model's parts agree with the whole, and that packed documents do
             not influence each other.
-        checkpoints: The layers that a plan has chosen to recompute, where `config.grad_checkpoint` is auto.
+        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
 
     Raises:
         UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
@@ -396,12 +387,12 @@ def with_loss(
 
 
 def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -> Checkpoints:
-    """Return which of so many layers are recomputed; `chosen` is a plan's choice for auto."""
-    if config.grad_checkpoint == "auto":
-        if chosen is None:
-            raise UserError(
-                "grad_checkpoint: auto recomputes the layers that a plan chooses, and none was made. Give Trainer.run "
-                "the checkpoints of deltatune.plan.fit.check(run), or set grad_checkpoint to true or false."
-            )
+    """Return which of so many layers are recomputed: the `chosen` ones, or those of `config.grad_checkpoint`."""
+    if chosen is not None:
         return chosen
+    if config.grad_checkpoint == "auto":
+        raise UserError(
+            "grad_checkpoint: auto recomputes the layers that a plan chooses, and none was made. Train with "
+            "deltatune.finetune(config), or set grad_checkpoint to true or false."
+        )
     return Checkpoints(range(layers) if config.grad_checkpoint else ())

@@ -1,5 +1,6 @@
 """The message on a row of no known format, and the columns to read in its place."""
 
+import dataclasses
 import json
 
 import pytest
@@ -52,13 +53,8 @@ def test_the_flags_read_the_columns(tokenizer, folder, tmp_path):
     config = folder(prompt_feature="else", completion_feature="answer")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text(json.dumps(row))
-    config.data = None
-    config.hf_dataset = {
-        "path": str(tmp_path / "set"),
-        "prompt_feature": "question",
-        "train_split": "train",
-        "valid_split": "train",
-    }
+    named = {"prompt_feature": "question", "train_split": "train", "valid_split": "train"}
+    config = dataclasses.replace(config, data=None, hf_dataset={"path": str(tmp_path / "set")} | named)
     read = load_datasets(config, tokenizer).train
     assert read[0].tokens.tolist() == usual[0].tokens.tolist()
 

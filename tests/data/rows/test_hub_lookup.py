@@ -1,3 +1,4 @@
+import dataclasses
 import ssl
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -34,8 +35,7 @@ def hub(monkeypatch, tmp_path):
 def test_a_mistyped_folder_is_named_before_the_hub_is_asked(hub, folder, tokenizer, tmp_path, capsys):
     asked = hub(URLError(OSError("no route")))
     (tmp_path / "my-data").mkdir()
-    config = folder()
-    config.data = "my-dta"
+    config = dataclasses.replace(folder(), data="my-dta")
     for _ in range(2):
         with pytest.raises(UserError, match="my-dta: no such data, neither a folder here nor a data set of the"):
             load_datasets(config, tokenizer)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import datasets
 import huggingface_hub
 import pytest
@@ -62,7 +64,8 @@ def parquet(folder, **splits):
 
 def test_a_folder_that_datasets_reads(tmp_path, tokenizer, folder):
     config = folder()
-    config.data = parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2])
+    data = parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2])
+    config = dataclasses.replace(config, data=data)
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [20, 3, 0]
     assert splits.train[4].source == f"{config.data} [train] row 4"
@@ -73,11 +76,11 @@ def test_a_folder_that_datasets_saved(tmp_path, tokenizer, folder):
     config = folder(test=None)
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "valid": rows.select([0, 1])}).save_to_disk(str(tmp_path / "saved"))
-    config.data = str(tmp_path / "saved")
+    config = dataclasses.replace(config, data=str(tmp_path / "saved"))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid)] == [20, 2]
     rows.save_to_disk(str(tmp_path / "single"))
-    config.data = str(tmp_path / "single")
+    config = dataclasses.replace(config, data=str(tmp_path / "single"))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid)] == [18, 2]
 
@@ -92,7 +95,7 @@ def test_hf_dataset_with_keys_and_splits_as_mlx_lm_reads_them(tmp_path, tokenize
     assert splits.train[0].source == f"{path} [train[:80%]] row 0"
     entry = {"name": path, "train_split": "train[:5]", "valid_split": "train[5:6]", "test_split": "train[6:]"}
     both = folder(test=None, hf_dataset=[entry, entry | {"train_split": "train[18:]", "text_feature": "note"}])
-    both.test = True
+    both = dataclasses.replace(both, test=True)
     splits = load_datasets(both, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [7, 2, 28]
     assert [tokenizer.decode(splits.train[index].tokens) for index in (4, 5)] == [
@@ -141,7 +144,7 @@ def test_splits_that_are_missing(tmp_path, tokenizer, folder):
     ):
         load_datasets(folder(hf_dataset={"path": path, "valid_split": "valid"}), tokenizer)
     config = folder(hf_dataset={"path": path})
-    config.test = True
+    config = dataclasses.replace(config, test=True)
     with pytest.raises(UserError, match="test_split is needed to test"):
         load_datasets(config, tokenizer)
 
@@ -193,11 +196,11 @@ def test_a_folder_named_like_a_format_is_the_folder(tmp_path, tokenizer, folder,
     for name in FORMATS:
         for streaming in (False, True):
             config = folder(streaming=streaming, val_batches=0)
-            config.data = name
+            config = dataclasses.replace(config, data=name)
             found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
             assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
-    config.data, config.streaming, config.hf_dataset = "", False, {"path": "csv", "train_split": "train"}
-    config.hf_dataset |= {"valid_split": "train"}
+    split = {"path": "csv", "train_split": "train", "valid_split": "train"}
+    config = dataclasses.replace(config, data=None, streaming=False, hf_dataset=split)
     assert len(load_datasets(config, tokenizer).train) == 2
     # With files of its own, the name is that of the format, as everywhere in the datasets library.
     config.hf_dataset["config"] = {"data_files": "train.csv"}

@@ -1,4 +1,4 @@
-"""No hidden state: all that steers a layer's forward is in the one trace; other state of a process is listed here."""
+"""No hidden state: all that steers a call is in the trace and the dispatch; other state of a process is listed here."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def takes_identities(tree: ast.AST) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "id" for node in ast.walk(tree))
 
 
-def test_one_context_variable():
-    assert {name: count for name, tree in modules() if (count := context_variables(tree))} == {"ops.tracing.trace": 1}
+def test_context_variables_are_made_in_one_place():
+    assert {name: count for name, tree in modules() if (count := context_variables(tree))} == {"ops.tracing.context": 1}
 
 
 def test_no_other_state_of_the_process():

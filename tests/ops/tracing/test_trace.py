@@ -13,7 +13,7 @@ import pytest
 
 import deltatune
 from deltatune.ops.checkpoint import checkpoint
-from deltatune.ops.tracing import trace
+from deltatune.ops.tracing import dispatch, trace
 
 SOURCE = Path(deltatune.__file__).parent
 TRACING = SOURCE / "ops/tracing"
@@ -48,7 +48,7 @@ def test_nobody_writes_into_a_trace():
 
 
 def test_an_unknown_attribute_is_refused():
-    with pytest.raises(TypeError, match=r"a trace has no peice, segment\."):
+    with pytest.raises(TypeError, match=r"a Trace has no peice, segment\."):
         trace.having(segment=None, peice=None, piece=None)
 
 
@@ -72,8 +72,23 @@ def test_a_thread_begins_outside_all_contexts():
     assert seen[0] is trace.current()
 
 
+RECORDS = (trace.Trace, dispatch.Dispatch)
+
+
 def test_every_attribute_is_described():
-    assert all(f"        {each.name}: " in trace.Trace.__doc__ for each in fields(trace.Trace))
+    assert all(f"        {each.name}: " in record.__doc__ for record in RECORDS for each in fields(record))
+
+
+def test_dispatch_and_trace_know_nothing_of_each_other():
+    outside = trace.current()
+    with dispatch.having(trials=False):
+        assert trace.current() is outside
+        with trace.having(piece=(0, 2)):
+            assert not dispatch.current().trials
+    assert dispatch.current().trials
+    for record, name in ((dispatch, "piece"), (trace, "trials")):
+        with pytest.raises(TypeError, match=rf"has no {name}\."):
+            record.having(**{name: None})
 
 
 @pytest.mark.any_blas
@@ -83,14 +98,16 @@ def test_the_page_says_who_sets_and_who_reads():
     texts = {
         path.relative_to(SOURCE).as_posix(): text
         for path in sorted(SOURCE.rglob("*.py"))
-        if path != TRACING / "trace.py" and re.search(r"having\(|told\.|current\(", text := path.read_text("utf-8"))
+        if path.name not in ("trace.py", "dispatch.py")
+        and re.search(r"having\(|told\.|current\(", text := path.read_text("utf-8"))
     }
     found = {
         each.name: (
             [file for file, text in texts.items() if re.search(rf"\bhaving\((?:[^()]|\(\))*\b{each.name}=", text)],
             [file for file, text in texts.items() if re.search(rf"\b(?:told|current\(\))\.{each.name}\b", text)],
         )
-        for each in fields(trace.Trace)
+        for record in RECORDS
+        for each in fields(record)
     }
     assert stated == found
 

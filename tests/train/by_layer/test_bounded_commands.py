@@ -10,8 +10,8 @@ import pytest
 
 from counted_programs import PLANNED_WITHIN
 from deltatune import cli
+from deltatune import finetune as train
 from deltatune.commands import chat
-from deltatune.commands.train import train
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint

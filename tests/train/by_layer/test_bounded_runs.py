@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 
 from console import called
+from deltatune import finetune as train
 from deltatune.cli import main
-from deltatune.commands.train import train
 from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -222,10 +222,12 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, whol
 
 
 def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, whole, tmp_path, monkeypatch, capsys):
-    memory, planned = least(config), placement.planned_step
+    memory, planned = least(config), placement.Planner.at
 
-    def too_much(*of_step, **options):
-        plan = planned(*of_step, **options)
+    def too_much(*of_step, layer_inputs=None):
+        plan = planned(*of_step, layer_inputs=layer_inputs)
+        if layer_inputs == "disk":
+            return plan
         return dataclasses.replace(plan, bytes=dataclasses.replace(plan.bytes, amount=10**12))
 
     plain, writes = mx.save_safetensors, []
@@ -236,7 +238,7 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, wh
             raise RuntimeError("[write] Unable to write 4096 bytes to file.")
         return plain(file, *content)
 
-    monkeypatch.setattr(placement, "planned_step", too_much)
+    monkeypatch.setattr(placement.Planner, "at", too_much)
     monkeypatch.setattr(mx, "save_safetensors", written)
     with pytest.raises(UserError, match=r"kept there .* state after iteration 2 is saved .*; make room there and give"):
         train(in_folder(config, tmp_path / "out", memory=memory, save_every=100))
@@ -251,10 +253,12 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(config, least, wh
 @pytest.mark.parametrize("both", [True, False])
 def test_inputs_of_layers_stay_beside_weights_on_the_host(config, least, whole, tmp_path, monkeypatch, capsys, both):
     """As beside a GPU, in whose host's memory the weights fit, and with them the inputs or not."""
-    memory, planned, asked, written = least(config), placement.planned_step, [], []
+    memory, planned, asked, written = least(config), placement.Planner.at, [], []
 
-    def too_much(*of_step, **options):
-        plan = planned(*of_step, **options)
+    def too_much(*of_step, layer_inputs=None):
+        plan = planned(*of_step, layer_inputs=layer_inputs)
+        if layer_inputs == "disk":
+            return plan
         return dataclasses.replace(plan, bytes=dataclasses.replace(plan.bytes, amount=10**12))
 
     def fits(size):
@@ -262,7 +266,7 @@ def test_inputs_of_layers_stay_beside_weights_on_the_host(config, least, whole, 
         return both or size == min(asked)
 
     plain = mx.save_safetensors
-    monkeypatch.setattr(placement, "planned_step", too_much)
+    monkeypatch.setattr(placement.Planner, "at", too_much)
     monkeypatch.setattr(placement, "fits_on_host", fits)
     monkeypatch.setattr(mx, "save_safetensors", lambda file, *content: written.append(file) or plain(file, *content))
     train(in_folder(config, tmp_path / "out", memory=memory))

@@ -67,7 +67,7 @@ def _native_on_metal(call: AttentionCall) -> Candidate | str:
 
 def _without_window(*arrays: mx.array, window: int | None = None, **options: Any) -> mx.array:
     """MLX's own attention for a call with a window that hides nothing, although a patch has ours in mx.fast, too."""
-    with trace.having(attending=True):
+    with trace.having(to_upstream=True):
         return attention_native(*arrays, **options)
 
 

@@ -59,7 +59,7 @@ def is_linear(
     def call(*inputs: mx.array) -> list[mx.array]:
         return [attention_native(*inputs, scale=1.0, causal=causal)]
 
-    with trace.having(attending=True):
+    with trace.having(to_upstream=True):
         outputs, gradients = mx.vjp(call, [q, k, v], [dy])
     text = io.StringIO()
     mx.export_to_dot(text, *outputs, *gradients)

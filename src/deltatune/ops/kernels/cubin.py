@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import atomic_files, environment, nvidia
-from ..tracing import trace
+from ..tracing import dispatch
 from . import builds, fatbin, nvrtc
 
 logger = logging.getLogger(__name__)
@@ -47,23 +47,23 @@ def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[N
         builders: The threads, which may go on building after the context has ended. By default the context has threads
             of its own, and ends when all kernels are built.
     """
-    if trace.current().builders is not None:
+    if dispatch.current().builders is not None:
         yield
         return
-    with nullcontext(builders) if builders else ThreadPoolExecutor() as pool, trace.having(builders=pool):
+    with nullcontext(builders) if builders else ThreadPoolExecutor() as pool, dispatch.having(builders=pool):
         yield
 
 
 @contextmanager
 def launching() -> Iterator[None]:
     """Within the context kernels are launched, as a trial's are, even while those around it are only built."""
-    with trace.having(builders=None):
+    with dispatch.having(builders=None):
         yield
 
 
 def building() -> bool:
     """Whether kernels are only built (built_side_by_side)."""
-    return trace.current().builders is not None
+    return dispatch.current().builders is not None
 
 
 # Kernels are compared by identity (eq=False): launch.py makes one for each text.
@@ -108,7 +108,7 @@ class CubinKernel:
         """Return the kernel as a function of `inputs=` alone, for arrays of the shapes and dtypes of these."""
         shapes = [array.shape if read else () for array, read in zip(inputs, _shapes_read(self), strict=True)]
         dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
-        kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), trace.current().builders
+        kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), dispatch.current().builders
         if builders is not None:
             builds.begin(builders, (self, *kind), partial(_build, self, *kind))
             outputs = list(zip(output_shapes, output_dtypes, strict=True))

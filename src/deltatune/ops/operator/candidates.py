@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...machine import backend
-from ..tracing import trace
+from ..tracing import dispatch
 from . import foresight, rankings, timing, verdicts
 from .case import judged
 from .operator import Candidate, Operator
@@ -37,7 +37,7 @@ class ImplementationWarning(UserWarning):
 
 def without_trials() -> AbstractContextManager[None]:
     """Within the context, the last implementation of each operator serves, which needs neither kernels nor a trial."""
-    return trace.having(trials=False)
+    return dispatch.having(trials=False)
 
 
 def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
@@ -54,7 +54,7 @@ def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
         UserError: The variable forces an implementation that does not support the call or fails its check.
     """
     names, why = operator.order()
-    names = names if trace.current().trials else names[-1:]
+    names = names if dispatch.current().trials else names[-1:]
     forced, run, key = len(names) == 1, rankings.current(), f"{operator.name}, {call.words}"
     known = None if run is None or forced else run.names.get(key)
     if known is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from ...machine import backend, environment
 from ...machine.compiling import not_compiled
 from ..kernels.cubin import built_side_by_side
-from ..tracing import trace
+from ..tracing import dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def look_ahead(trace_calls: Callable[[], Any], builders: ThreadPoolExecutor) -> 
     """Trace calls of which nothing is launched and nothing tried; `builders` build their kernels."""
     try:
         # A function that mx.compile traced now would return the zeros of kernels that are only built for ever after.
-        with not_compiled(), built_side_by_side(builders), trace.having(foreseen=set()):
+        with not_compiled(), built_side_by_side(builders), dispatch.having(foreseen=set()):
             trace_calls()
     except Exception as error:  # noqa: BLE001  (the calls themselves raise it, where somebody can tell its cause)
         logger.info("kernels are built when they are needed: %s: %s", type(error).__name__, error)
@@ -50,12 +50,12 @@ def look_ahead(trace_calls: Callable[[], Any], builders: ThreadPoolExecutor) -> 
 
 def looks_ahead() -> bool:
     """Whether calls are only foreseen."""
-    return trace.current().foreseen is not None
+    return dispatch.current().foreseen is not None
 
 
 def build(trial: Hashable, call: Callable[[], Any]) -> None:
     """Build the kernels that `call`, the call of a trial, launches, unless this trial is foreseen already."""
-    begun = trace.current().foreseen
+    begun = dispatch.current().foreseen
     if begun is not None and trial not in begun:
         begun.add(trial)
         call()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-from ..tracing import trace
+from ..tracing import dispatch
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Rankings:
 
 def current() -> Rankings | None:
     """Return the choices of the run inside which this is called; None outside a run."""
-    return cast("Rankings | None", trace.current().rankings)
+    return cast("Rankings | None", dispatch.current().rankings)
 
 
 @contextmanager
@@ -48,5 +48,5 @@ def of_run() -> Iterator[Rankings]:
         yield outer
         return
     new = Rankings()
-    with trace.having(rankings=new):
+    with dispatch.having(rankings=new):
         yield new

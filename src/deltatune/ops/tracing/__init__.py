@@ -1,1 +1,1 @@
-"""The trace, which steers a layer's forward from the step around it: frozen, in one context variable."""
+"""The trace, which tells layers about the step around them, and the dispatch of calls: two frozen records."""

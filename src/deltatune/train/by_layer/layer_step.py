@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...data.batches.packing import row_capacity
-from ...errors import UserError
 from ...machine import backend
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
@@ -80,11 +79,6 @@ def by_layers(
         UserError: The model's layers cannot be computed one by one, or its packed documents influence each other.
     """
     if weights is None:
-        if config.memory is not None:
-            raise UserError(
-                "memory: which weights stay on the disk is not chosen. Give the Trainer "
-                "deltatune.plan.placement.placed(run).weights(run, stack), or leave memory out."
-            )
         yield trained, None
         return
     if config.pack:

@@ -28,11 +28,13 @@ class LayerWeights:
         layers: Its layers, in order.
         streamed: The positions of the layers with weights that stay on the disk.
         on_host: Whether these are read once, into the host's memory, and copied to the GPU from there.
+        disk: The time spent waiting for reads, which is counted here.
+        inputs: Keeps the inputs of layers for the backward pass; in memory by default.
 
     Attributes:
-        disk: The time spent waiting for reads.
+        disk: The argument.
         on_host: The bytes in the host's memory, which MLX counts as its own.
-        inputs: Keeps the inputs of layers for the backward pass.
+        inputs: The argument.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class LayerWeights:
         streamed: Collection[int],
         *,
         on_host: bool = False,
+        disk: DiskTime | None = None,
+        inputs: KeepsInputs | None = None,
     ):
-        self._stored, self.disk = stored, DiskTime()
-        self.inputs: KeepsInputs = InputsInMemory()
+        self._stored = stored
+        self.disk = disk or DiskTime()
+        self.inputs = inputs or InputsInMemory()
         self._places: list[list[Place]] = []
         self._names: list[dict[int, str]] = []
         paths = {id(module): path for path, module in model.named_modules()}
@@ -61,7 +66,6 @@ class LayerWeights:
         self.on_host = 0
         if on_host:
             self.on_host = stored.hold([list(names.values()) for names in self._names if names])
-            self.disk.of = "the host's memory"
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:

@@ -100,11 +100,11 @@ class EarlyEngine(Engine):
         is left for the GPU. An update that nobody has launched is made when its parameters are first read.
         """
         completes = self.completes
-        self._launcher.compiled = False
+        compilations = self._launcher.compilations
         norm = self.updated()
         self._start_next(completes)
         launch: Callable[..., Future[None] | None] = self._launcher.launch
-        if self._launcher.compiled:
+        if self._launcher.compilations > compilations:
             launch = mx.async_eval
         moments = dict(self.step.optimizer.state)
         # Reports read the learning rate at once.
@@ -160,7 +160,7 @@ def engine_of(
 
 
 def starts_early(model: nn.Module, config: TrainConfig, world: World) -> bool:
-    """Whether an EarlyEngine serves a run: on NVIDIA GPUs, where little enough trains."""
+    """Whether an EarlyEngine serves a run with all weights in memory: on NVIDIA GPUs, where little enough trains."""
     trained = sum(leaf.nbytes for _, leaf in leaves(model.trainable_parameters()))
     return may_start_early(config, world) and trained <= MOST_TRAINED
 
@@ -168,11 +168,9 @@ def starts_early(model: nn.Module, config: TrainConfig, world: World) -> bool:
 def may_start_early(config: TrainConfig, world: World) -> bool:
     """Whether iterations may be started early: on NVIDIA GPUs.
 
-    A step by layers is computed when it returns, so that nothing is gained. Nor is it where ranks speak over the CPU,
-    where a message waits until all started work has been computed. Several ranks with trained losses of routers wait
-    for one another's sums within the step.
+    Nothing is gained where ranks speak over the CPU, where a message waits until all started work has been computed.
+    Several ranks with trained losses of routers wait for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
-    by_layers = config.memory is not None
     routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
-    return backend.device() == "cuda" and connected and not by_layers and not routers_wait
+    return backend.device() == "cuda" and connected and not routers_wait

@@ -30,13 +30,13 @@ class Launcher:
 
     Attributes:
         stream: The stream on which everything is made that is launched here.
-        compiled: Whether a step was compiled since this was set to False. Arrays that it reads for the first time may
-            have been made on another stream, so that only the main thread can evaluate it.
+        compilations: The number of steps that were compiled. A new one reads arrays for the first time, which may have
+            been made on another stream, so that only the main thread can evaluate it.
     """
 
     def __init__(self) -> None:
         self.stream = _stream(mx.default_device().type)
-        self.compiled = False
+        self.compilations = 0
         self._thread = ThreadPoolExecutor(1, "launcher")
         self._last: Future[None] = Future()
         self._last.set_result(None)
@@ -70,7 +70,7 @@ class Launcher:
         """Wait until everything is launched: compiling may try kernels, which evaluates arrays in the main thread."""
         # A launch waits for no other rank, but a long batch may take its time.
         self.settle()
-        self.compiled = True
+        self.compilations += 1
 
     def finish(self) -> None:
         """Wait until everything is launched, and raise the error that it met."""

@@ -1,0 +1,61 @@
+"""The dispatch of calls: how implementations are chosen and their kernels built, and notes on who served which call.
+
+It is no part of the trace (trace.py), which is for layers: a run, a trial, the doctor or a test sets it around calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from .context import Context
+
+
+@dataclass(frozen=True)
+class NotedCall:
+    """A call of a patched function.
+
+    Attributes:
+        operator: The operator: "gated delta", "attention" or "experts".
+        callers: The ids of the `self` of every stack frame above it.
+        implementation: The name of the implementation that serves it in training; "" where upstream's code does.
+    """
+
+    operator: str
+    callers: list[int]
+    implementation: str
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The settings with which implementations are chosen, and the notes on their calls.
+
+    Attributes:
+        trials: Whether an implementation may serve that has to be tried on this machine before.
+        rankings: Which implementation of an operator serves which class of calls in a run, by operator/rankings.py;
+            None outside a run.
+        builders: The threads that build kernels, which are then not launched; None where kernels are launched.
+        foreseen: The trials of kernels that are being built for foreseen calls (ops/operator/foresight.py); None where
+            calls are made.
+        small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
+            small cases of patches.
+        callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
+        recurrences: Calls of the recurrence, counted by implementation.
+        attentions: Calls of attention, counted by implementation.
+    """
+
+    trials: bool = True
+    rankings: object | None = None
+    builders: Executor | None = None
+    foreseen: set[Hashable] | None = None
+    small_case: list[str] | None = None
+    callers: list[NotedCall] | None = None
+    recurrences: Counter[str] = field(default_factory=Counter)
+    attentions: Counter[str] = field(default_factory=Counter)
+
+
+_context = Context(Dispatch())
+current = _context.current
+having = _context.having
