@@ -130,7 +130,7 @@ def _outcome(patch: Patch, upstream: Function, ours: Function) -> str | None:
 
 def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
     # An NVIDIA GPU would have to build kernels for these few numbers, which takes seconds.
-    on_cpu = mx.stream(mx.cpu) if backend.device() == "cuda" else nullcontext()
+    on_cpu = mx.stream(mx.cpu) if backend.builds_kernels() else nullcontext()
     # Neither the user's random numbers nor the counts of served calls know of the check.
     with ExitStack() as stack:
         for context in (not_compiled(), on_cpu, candidates.without_trials(), drawing_from(mx.random.key(0))):
@@ -154,7 +154,7 @@ def _key(patch: Patch, upstream: Function) -> str:
     module = getattr(upstream, "__globals__", {}).get("__name__", patch.module)
     # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
     parts = [patch.target, patch.tried, patch.signature, patch.reason]
-    parts += [_modules_digest(module), _machine(), backend.device()]
+    parts += [_modules_digest(module), _machine(), str(mx.default_device())]
     parts += [str(environment.implementation(operator, names)) for operator, names in IMPLEMENTATIONS.items()]
     parts.append(str(environment.tf32()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

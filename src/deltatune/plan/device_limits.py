@@ -67,7 +67,7 @@ class DeviceLimits:
 
 def brake(size: int) -> int | None:
     """Return the bytes from which on MLX always waits for queued work, where arrays may take `size` bytes."""
-    return int(MOST * size) if backend.device() == "cuda" else None
+    return int(MOST * size) if backend.launches_ahead() else None
 
 
 def device_limits() -> DeviceLimits:
@@ -76,17 +76,23 @@ def device_limits() -> DeviceLimits:
     Metal reports both limits. On CUDA arrays may take the GPU's free memory, less CUDA_BYTES. On a CPU the limit is the
     memory of the machine or the container.
     """
-    device = backend.device()
-    if device == "cpu":
-        size, why = _main_memory()
-        return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
-    if device == "metal":
-        buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
-        why = "the GPU's recommended working set"
-        return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
-    why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
-    size, why_bytes = _cuda_memory()
-    return DeviceLimits(None, size, why, why_bytes)
+    return backend.here({"cpu": _of_cpu, "metal": _of_metal, "cuda": _of_cuda})()
+
+
+def _of_cpu() -> DeviceLimits:
+    size, why = _main_memory()
+    return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
+
+
+def _of_metal() -> DeviceLimits:
+    buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
+    why = "the GPU's recommended working set"
+    return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
+
+
+def _of_cuda() -> DeviceLimits:
+    size, why = _cuda_memory()
+    return DeviceLimits(None, size, f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
 
 
 def _cuda_memory() -> tuple[int | None, str]:

@@ -91,7 +91,7 @@ def weighted_block(upstream: Function) -> Function:
 
     def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
         watched = routing.watched()
-        if not (watched or self.training or backend.device() == "cpu"):
+        if not (watched or self.training or backend.computes_in_fp32()):
             # Upstream's experts run (_runner), which do not wait for scores; a decoder opens no context for each token.
             return upstream(self, x, *arguments, **keywords)
         indices: list[mx.array] = []
@@ -144,7 +144,7 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     inference as well.
     """
     trains = self.training or callers.asked()
-    if not trains and not (backend.device() == "cpu" and _is_beyond_mlx(self, names, x)):
+    if not trains and not (backend.computes_in_fp32() and _is_beyond_mlx(self, names, x)):
         return None
     projections = [known for name in names if (known := projection(self[name])) is not None]
     if len(projections) < len(names):

@@ -9,9 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...machine import backend
 from ...ops import segments
-from ...ops.causal_conv import causal_conv
+from ...ops.causal_conv import causal_conv, is_faster
 from ...ops.tracing import trace
 from .. import recurrence
 from ..last_convolution import convolved
@@ -100,7 +99,7 @@ def _conv1d(upstream: Function) -> Function:
         plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:
-            y = _taps(self, x) if causal and backend.device() == "cpu" else upstream(self, x)
+            y = _taps(self, x) if causal and is_faster() else upstream(self, x)
             return convolved(self, x, y) if causal else y
         if before == 0:
             return upstream(self, x)
