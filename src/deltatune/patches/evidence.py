@@ -72,11 +72,8 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     first, version = records[0], installed(records[0].package)
     if version is None:
         return f"{first.package} does not state its version."
-    candidates = [patch for patch in records if patch.settled is None or not contains(patch.settled, version)]
-    candidates.sort(key=lambda patch: _distance(patch, version))
+    candidates = sorted(records, key=lambda patch: _distance(patch, version))
     upstream = defined_function(first)
-    if not candidates:
-        return None
     if upstream is None:
         return _absent(first, version)
     signature = signature_text(upstream) if first.signature else ""

@@ -39,7 +39,6 @@ class Patch:
             Without any, the replacement saves time or memory alone.
         tried: The versions of the package that the record was tried with; TRIED's, unless others are given. They choose
             between records, and `deltatune` says where another version is installed; the evidence decides.
-        settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
     module: str
@@ -52,7 +51,6 @@ class Patch:
     holders: tuple[str, ...] = ()
     needed_for: tuple[str, ...] = ()
     tried: str = ""
-    settled: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tried", self.tried or TRIED[self.package])

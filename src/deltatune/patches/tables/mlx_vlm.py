@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .. import recurrence
 from ..patch_record import PACKING, TRAINING, Patch
-from . import mlx_vlm_experts, mlx_vlm_vision
+from . import mlx_vlm_vision
 from .mlx_lm import ATTENTION_MASK, LOOP, UPDATE_PLAIN, same_update
 
 QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
@@ -49,6 +49,5 @@ PATCHES = (
     _update(SHARED, "==0.7.0", _BOUND, _SHARED_HOLDERS),
     _update(SHARED, ">=0.7.1,<=0.7.10", f"{_BOUND}{_STEPS}", _SHARED_HOLDERS),
     Patch(**ATTENTION_MASK, module="mlx_vlm.models.base"),
-    *mlx_vlm_experts.PATCHES,
     *mlx_vlm_vision.PATCHES,
 )
