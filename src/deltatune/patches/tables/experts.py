@@ -24,8 +24,8 @@ from ...ops.experts import expert_block, routing, swiglu
 from ...ops.tracing import trace
 from ...upstream import COMBINE
 from .. import callers
-from ..patch_record import TRAINING, Check, Function, Patch
-from ..small_cases import BOUND, LENGTH, WIDTH, describe_difference, drawn, layer_input, same_layer
+from ..patch_record import Check, Function, Patch
+from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
 
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
@@ -189,26 +189,6 @@ def _switch(*names: str) -> Callable[[Function], Function]:
     return replacement
 
 
-def _argpartition(upstream: Function) -> Function:
-    def argpartition(*arguments: Any, **options: Any) -> mx.array:
-        return mx.stop_gradient(upstream(*arguments, **options))
-
-    return argpartition
-
-
-def _has_no_gradient(upstream: Function, ours: Function) -> str | None:
-    """Compare the two largest numbers of a row, and the gradient of their sum, with those of a mask."""
-    x = drawn(0, 3, 8)
-
-    def largest(x: mx.array) -> mx.array:
-        return mx.take_along_axis(x, ours(x, kth=-2, axis=-1)[..., -2:], axis=-1).sum()
-
-    chosen = x >= mx.sort(x, axis=-1)[..., -2:-1]
-    value, gradient = mx.value_and_grad(largest)(x)
-    expected = [mx.where(chosen, x, 0).sum(), chosen.astype(x.dtype)]
-    return describe_difference([value, gradient], expected, BOUND, "the largest numbers")
-
-
 _GLU = ("up_proj", "down_proj", "gate_proj")
 
 
@@ -288,16 +268,6 @@ def _switch_records(module: str, signature: str, glu: Callable[[Function], Funct
 _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 
 PATCHES: tuple[Patch, ...] = (
-    # It stands first, since the checks of the blocks of such routers run it, too.
-    Patch(
-        "mlx.core",
-        "argpartition",
-        _argpartition,
-        _has_no_gradient,
-        reason="routers of mlx-vlm before 0.7.5 let gradients reach the indices of chosen experts, which MLX refuses",
-        without="Mixtures of experts of mlx-vlm before 0.7.5 cannot be trained then.",
-        needed_for=(TRAINING,),
-    ),
     *_switch_records("mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
     *(_block_record(f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
     *_switch_records(_VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
