@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -76,10 +76,10 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     upstream = defined_function(first)
     if upstream is None:
         return _absent(first, version)
-    signature = signature_text(upstream) if first.signature else ""
+    signature = signature_text(upstream) if isinstance(upstream, FunctionType) else ""
     problem = None
     for patch in candidates:
-        if patch.signature != signature:
+        if expected_signature(patch, upstream) not in ("", signature):
             continue
         ours = functools.wraps(upstream)(patch.replacement(upstream))
         problem = _outcome(patch, upstream, ours)
@@ -87,8 +87,15 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
             return Fitting(patch, version, upstream, ours, owner_of(patch))
         if problem == SETTLED:
             return None
-    expected = " or ".join(dict.fromkeys(patch.signature for patch in candidates))
+    expected = " or ".join(dict.fromkeys(expected_signature(patch, upstream) for patch in candidates))
     return problem or f"its signature is {signature} in {first.package} {version}, and {expected} was expected."
+
+
+def expected_signature(patch: Patch, upstream: Function) -> str:
+    """The signature of the function that a record fits; "" where only its check tells."""
+    if patch.signature is not None or not isinstance(upstream, FunctionType):
+        return patch.signature or ""
+    return signature_text(patch.replacement(upstream))
 
 
 def _distance(patch: Patch, version: str) -> tuple[bool, int]:
@@ -150,7 +157,7 @@ def forget() -> None:
 def _key(patch: Patch, upstream: Function) -> str:
     module = getattr(upstream, "__globals__", {}).get("__name__", patch.module)
     # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
-    parts = [patch.target, patch.tried, patch.signature, patch.reason]
+    parts = [patch.target, patch.tried, expected_signature(patch, upstream), patch.reason]
     parts += [_modules_digest(module), _machine(), str(mx.default_device())]
     parts += [str(environment.implementation(operator, names)) for operator, names in IMPLEMENTATIONS.items()]
     parts.append(str(environment.tf32()))

@@ -133,7 +133,6 @@ def _causal_conv(cls: Any) -> Any:
 # The fields that the records of this function share, in either package.
 ATTENTION_MASK: dict[str, Any] = {
     "name": "create_attention_mask",
-    "signature": "(h, cache=None, window_size=None, return_array=False)",
     "reason": "packed documents must not attend to one another",
     "without": MIXED,
     "needed_for": (PACKING,),
@@ -163,7 +162,6 @@ PATCHES = (
     Patch(
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
-        signature="(self, x)",
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=MIXED,
         needed_for=(PACKING,),
