@@ -76,12 +76,6 @@ def findings() -> list[OperatorFindings]:
     return [_of_operator(operator) for operator in operators.OPERATORS]
 
 
-def compare_with_definitions() -> None:
-    """Run the comparisons of the last implementations; nobody looks at the results."""
-    for operator in operators.OPERATORS:
-        operator.compare_last()
-
-
 def _of_operator(operator: Operator) -> OperatorFindings:
     names, why = operator.order()
     results = [_of_last(verdict) for verdict in operator.compare_last()]

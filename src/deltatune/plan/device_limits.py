@@ -79,11 +79,6 @@ def device_limits() -> DeviceLimits:
     return backend.here({"cpu": _of_cpu, "metal": _of_metal, "cuda": _of_cuda})()
 
 
-def _of_cpu() -> DeviceLimits:
-    size, why = _main_memory()
-    return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
-
-
 def _of_metal() -> DeviceLimits:
     buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
     why = "the GPU's recommended working set"
@@ -91,25 +86,22 @@ def _of_metal() -> DeviceLimits:
 
 
 def _of_cuda() -> DeviceLimits:
-    size, why = _cuda_memory()
-    return DeviceLimits(None, size, f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
-
-
-def _cuda_memory() -> tuple[int | None, str]:
+    unlimited = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
     total, free = backend.gpu_memory(), nvidia.free_memory()
     if free is None:
-        return total or None, "the GPU's memory"
+        return DeviceLimits(None, total or None, unlimited, "the GPU's memory")
     # Memory that this process has allocated is free for the run.
     free += mx.get_active_memory() + mx.get_cache_memory()
-    return max(0, min(total, free) - CUDA_BYTES), "the free memory of the GPU"
+    return DeviceLimits(None, max(0, min(total, free) - CUDA_BYTES), unlimited, "the free memory of the GPU")
 
 
-def _main_memory() -> tuple[int | None, str]:
+def _of_cpu() -> DeviceLimits:
+    unlimited = f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}"
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
-        return None, "this system does not say"
+        return DeviceLimits(None, None, unlimited, "this system does not say")
     limited = container()
     if limited is not None and limited.limit < memory:
-        return limited.limit, "the container's memory"
-    return memory, "the machine's memory"
+        return DeviceLimits(None, limited.limit, unlimited, "the container's memory")
+    return DeviceLimits(None, memory, unlimited, "the machine's memory")
