@@ -76,7 +76,7 @@ class Case(Generic[Tried]):
 
     def build(self, tried: Tried) -> None:
         """Build the kernels of the call side by side, where an NVIDIA GPU has them to build."""
-        if backend.device() == "cuda":
+        if backend.builds_kernels():
             with built_side_by_side():
                 self.call(tried)
 

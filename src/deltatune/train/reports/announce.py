@@ -16,7 +16,7 @@ from ...data.batches.example_stream import StreamedSplits
 from ...data.batches.stream_order import StreamOrder
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
-from ...machine import backend, blas
+from ...machine import backend
 from ...ops import operators
 from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
@@ -141,8 +141,8 @@ def facts(
     opening += [Fact(operator, by) for operator, by in served(trained.patches.serving).items()]
     if trained.patches.applied or trained.patches.left_alone:
         opening.append(Fact("patches", (str(trained.patches) if verbose else trained.patches.summary()).rstrip(".")))
-    opening.append(Fact("device", f"{backend.device()}; BLAS: {blas.status()}"))
-    if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
+    opening.append(Fact("device", "; BLAS: ".join(backend.facts().values())))
+    if world.size > 1 and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
             f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
             "each rank, or import deltatune before anything uses mlx."
