@@ -6,11 +6,12 @@ The kernels are in ops/kernels/attention/attention.h, which explains their outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import e, log2
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Kernel, Launch, Plan, Values, numbers
+from ..kernels.launch import Arrays, Kernel, Launch, Outputs, Plan, Values, numbers
 
 # A block computes TILE queries by TILE keys with GROUPS groups of 32 lanes, and loads PIECE columns of an operand at a
 # time.
@@ -23,6 +24,7 @@ _TILES_ON_METAL = 10
 # reads in each step are held in it where they fit.
 _HELD_BYTES = 20 * 1024
 LOG2E = log2(e)
+Shape = tuple[int, ...]
 # The files of the bodies, and the compile-time values that every kernel but DELTA takes first.
 FILES = ("attention/attention.h",)
 _VALUES = ("In", "D", "DV", "PIECE", "SIDES", "SQUARES", "HELD", "CAUSAL", "WINDOW", "SEGMENTED")
@@ -74,11 +76,15 @@ class FusedOptions:
     segmented: bool
     with_sinks: bool
 
-    def values(self, q: mx.array, k: mx.array, v: mx.array) -> Values:
-        """Return the compile-time values of a call's kernels on every machine; a window of 0 hides no key."""
-        window = self.window if self.window is not None and self.window < k.shape[2] else 0
-        sizes: Values = {"In": q.dtype, "D": q.shape[3], "DV": v.shape[3], "CAUSAL": self.causal, "WINDOW": window}
-        return sizes | {"SEGMENTED": self.segmented, "WITH_SINKS": self.with_sinks}
+    def window_of(self, keys: int) -> int:
+        """Return the window, or 0 if it hides none of this number of keys."""
+        return self.window if self.window is not None and self.window < keys else 0
+
+    def values(self, dtype: mx.Dtype, q: Shape, k: Shape, v: Shape) -> Values:
+        """Return the compile-time values of the kernels on every machine, for q, k and v of these shapes."""
+        values: Values = {"In": dtype, "D": q[3], "DV": v[3], "CAUSAL": self.causal}
+        values |= {"WINDOW": self.window_of(k[2]), "SEGMENTED": self.segmented, "WITH_SINKS": self.with_sinks}
+        return values
 
 
 def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> Launch:
@@ -94,19 +100,26 @@ def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> La
             dy, the sums and delta.
         machine: `metal` or `cuda`.
     """
-    q, k, v = x["q"], x["k"], x["v"]
-    kinds = {"y": ((*q.shape[:3], v.shape[3]), q.dtype), "sums": (q.shape[:3], mx.float32)}
-    kinds |= {"dq": (q.shape, q.dtype), "dk": (k.shape, k.dtype), "dv": (v.shape, v.dtype)}
+    q = x["q"]
+    plan = _plan(kernel, options, machine, q.dtype, q.shape, x["k"].shape, x["v"].shape)
+    return kernel.launch(x | {"numbers": factors(options.scale)}, plan)
+
+
+@lru_cache(maxsize=1024)
+def _plan(kernel: Kernel, options: FusedOptions, machine: str, dtype: mx.Dtype, *shapes: Shape) -> Plan:
+    """Return the plan of a kernel for q, k and v of these shapes."""
+    q, k, v = shapes
+    kinds: Outputs = {"y": ((*q[:3], v[3]), dtype), "sums": (q[:3], mx.float32)}
+    kinds |= {"dq": (q, dtype), "dk": (k, dtype), "dv": (v, dtype)}
     rows = q if kernel in (FORWARD, QUERIES) else k
-    values = options.values(q, k, v) | {"PIECE": PIECE, "TO_KEYS": True, "TO_VALUES": True}
-    plan = Plan(
+    values = options.values(dtype, *shapes) | {"PIECE": PIECE, "TO_KEYS": True, "TO_VALUES": True}
+    return Plan(
         outputs={name: kinds[name] for name in kernel.arrays if name not in kernel.inputs},
         values=values | _memory(kernel, values, machine),
-        blocks=(-(-rows.shape[2] // TILE), rows.shape[1], rows.shape[0]),
+        blocks=(-(-rows[2] // TILE), rows[1], rows[0]),
         groups=GROUPS,
         machine=machine,
     )
-    return kernel.launch(x | {"numbers": factors(options.scale)}, plan)
 
 
 def delta(y: mx.array, dy: mx.array) -> mx.array:

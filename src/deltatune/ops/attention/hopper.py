@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..kernels.launch import HOPPER_WORDS, Arrays, Kernel, Outputs, Plan
 from . import fused
-from .fused import WIDEST, FusedOptions, factors
+from .fused import WIDEST, FusedOptions, Shape, factors
 
 # The queries of a block; the rows of a packed tile; the groups of 32 threads in a block, and in one of the kernel that
 # packs.
@@ -74,13 +74,8 @@ def unsupported(options: FusedOptions, q: mx.array, v: mx.array) -> str | None:
 
 def forward(options: FusedOptions, x: Arrays) -> list[mx.array]:
     """Compute y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq rounded up to a multiple of 128]."""
-    (batch, heads, queries, _), value_size, dtype = x["q"].shape, x["v"].shape[3], x["q"].dtype
-    outputs: Outputs = {
-        "y": ((batch, heads, queries, value_size), dtype),
-        "sums": ((batch, heads, _padded(queries)), mx.float32),
-    }
     height = key_tile(x)
-    return _launch(FORWARD, options, x, x | packed(x, height), height, outputs)
+    return _launch(FORWARD, options, x, x | packed(x, height), height)
 
 
 def backward(options: FusedOptions, x: Arrays) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -89,9 +84,8 @@ def backward(options: FusedOptions, x: Arrays) -> tuple[mx.array, mx.array, mx.a
     The arrays are those of the call, and dy, y and the sums.
     """
     arrays = x | packed(x, TILE)
-    (dq,) = _launch(QUERIES, options, x, arrays, TILE, {"dq": (x["q"].shape, x["q"].dtype)})
-    outputs: Outputs = {"dk": (x["k"].shape, x["k"].dtype), "dv": (x["v"].shape, x["v"].dtype)}
-    dk, dv = _launch(KEYS, options, x, arrays, key_tile(x), outputs)
+    (dq,) = _launch(QUERIES, options, x, arrays, TILE)
+    dk, dv = _launch(KEYS, options, x, arrays, key_tile(x))
     return dq, dk, dv, arrays["delta"]
 
 
@@ -102,36 +96,50 @@ def packed(x: Arrays, height: int) -> Arrays:
     rows. If there are dy and y, dy is packed too, and the inner products of their rows are returned as `delta`
     [B, Hq, rows].
     """
-    (batch, heads, queries, size), (key_heads, keys) = x["q"].shape, x["k"].shape[1:3]
-    dtype, value_size, gradients = x["q"].dtype, x["v"].shape[3], "dy" in x
+    plan = _pack_plan("dy" in x, height, x["q"].dtype, x["q"].shape, x["k"].shape, x["v"].shape)
+    return {name.removeprefix("packed_"): array for name, array in zip(plan.outputs, PACK(x, plan), strict=True)}
+
+
+@lru_cache(maxsize=256)
+def _pack_plan(gradients: bool, height: int, dtype: mx.Dtype, *shapes: Shape) -> Plan:
+    (batch, heads, queries, size), (_, key_heads, keys, _), (*_, value_size) = shapes
     of_queries, of_keys = (batch, heads, _padded(queries)), (batch, key_heads, _padded(keys))
     columns, value_columns = (-(-n // 64) * 64 for n in (size, value_size))
-    shapes = {"q": (*of_queries, columns), "k": (*of_keys, columns), "v": (*of_keys, value_columns)}
+    kinds: dict[str, Shape] = {"q": (*of_queries, columns), "k": (*of_keys, columns), "v": (*of_keys, value_columns)}
     if gradients:
-        shapes["dy"] = (*of_queries, value_columns)
-    outputs: Outputs = {f"packed_{name}": (shape, dtype) for name, shape in shapes.items()}
+        kinds["dy"] = (*of_queries, value_columns)
+    outputs: Outputs = {f"packed_{name}": (shape, dtype) for name, shape in kinds.items()}
     if gradients:
         outputs["delta"] = (of_queries, mx.float32)
     rows = batch * heads * of_queries[2] * (2 if gradients else 1) + 2 * batch * key_heads * of_keys[2]
-    plan = Plan(
+    return Plan(
         outputs=outputs,
         values={"In": dtype, "D": size, "DV": value_size, "HEIGHT": height, "GRADIENTS": gradients},
         blocks=(rows // TILE, 1, 1),
         groups=PACK_GROUPS,
     )
-    return {name.removeprefix("packed_"): array for name, array in zip(outputs, PACK(x, plan), strict=True)}
 
 
-def _launch(
-    kernel: Kernel, options: FusedOptions, x: Arrays, arrays: Arrays, height: int, outputs: Outputs
-) -> list[mx.array]:
+def _launch(kernel: Kernel, options: FusedOptions, x: Arrays, arrays: Arrays, height: int) -> list[mx.array]:
     """Run a kernel on the packed `arrays` of the call `x`; a tile of keys has `height` rows."""
-    (batch, heads, queries, _), (key_heads, keys) = x["q"].shape, x["k"].shape[1:3]
-    blocks = (key_heads, batch, _padded(keys) // height) if kernel is KEYS else (heads, batch, _padded(queries) // ROWS)
-    values = options.values(x["q"], x["k"], x["v"]) | {"HEIGHT": height}
+    q, k = x["q"].shape, x["k"].shape
     # The sizes that a kernel cannot read from the shapes of packed arrays.
-    others = {"numbers": factors(options.scale), "lengths": _lengths(heads, key_heads, queries, keys)}
-    return kernel(arrays | others, Plan(outputs=outputs, values=values, blocks=blocks, groups=GROUPS))
+    others = {"numbers": factors(options.scale), "lengths": _lengths(q[1], k[1], q[2], k[2])}
+    return kernel(arrays | others, _plan(kernel, options, height, x["q"].dtype, q, k, x["v"].shape))
+
+
+@lru_cache(maxsize=256)
+def _plan(kernel: Kernel, options: FusedOptions, height: int, dtype: mx.Dtype, *shapes: Shape) -> Plan:
+    q, k, v = shapes
+    rows, heads, unit = (k[2], k[1], height) if kernel is KEYS else (q[2], q[1], ROWS)
+    kinds: Outputs = {"y": ((*q[:3], v[3]), dtype), "sums": ((*q[:2], _padded(q[2])), mx.float32)}
+    kinds |= {"dq": (q, dtype), "dk": (k, dtype), "dv": (v, dtype)}
+    return Plan(
+        outputs={name: kinds[name] for name in kernel.arrays if name not in kernel.inputs},
+        values=options.values(dtype, *shapes) | {"HEIGHT": height},
+        blocks=(heads, q[0], _padded(rows) // unit),
+        groups=GROUPS,
+    )
 
 
 @lru_cache(maxsize=256)

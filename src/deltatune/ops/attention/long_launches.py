@@ -70,9 +70,8 @@ def _parts(kernel: Kernel, options: FusedOptions, x: Arrays, of_keys: bool) -> l
     if options.segmented and not options.causal:
         # A query's segment is the one at its place from the end, which a part would change.
         return [(0, keys if of_keys else count)]
-    values = options.values(x["q"], x["k"], x["v"])
     pairs = MOST_MULTIPLICATIONS / (batch * heads * (products[0] * size + products[1] * x["v"].shape[3]))
-    return divided(count, keys, options.causal, int(values["WINDOW"]), pairs, of_keys)
+    return divided(count, keys, options.causal, options.window_of(keys), pairs, of_keys)
 
 
 @lru_cache(maxsize=256)

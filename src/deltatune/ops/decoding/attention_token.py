@@ -56,7 +56,7 @@ def attention_token(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.a
             f"not fit; expected [B, Hq, 1, D], [B, Hk, T, D] twice, D one of {SIZES}, and [B] int32."
         )
     inputs = {"q": q, "keys": keys, "values": values, "lengths": lengths}
-    return KERNEL(inputs, _plan(q.shape, q.dtype, keys.shape[1], scale))[0]
+    return KERNEL(inputs, _plan(q.shape, keys.shape, q.dtype, scale))[0]
 
 
 def attention_token_naive(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> mx.array:
@@ -86,10 +86,10 @@ def serves(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> 
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: tuple[int, ...], dtype: mx.Dtype, key_heads: int, scale: float) -> Plan:
-    """Return the plan of a call with queries of this shape and dtype."""
+def _plan(shape: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype, scale: float) -> Plan:
+    """Return the plan of a call with queries and keys of these shapes."""
     rows, heads, _, size = shape
-    ratio = heads // key_heads
+    ratio = heads // keys[1]
     together = math.gcd(ratio, MOST_HEADS)
     return Plan(
         outputs={"y": (shape, dtype)},

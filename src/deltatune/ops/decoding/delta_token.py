@@ -126,8 +126,9 @@ def delta_token(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     if not covers(layer, arrays):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
         raise ValueError(f"delta_token: {shapes} do not fit {layer}.")
-    rows, before, _ = arrays.before.shape
-    return KERNEL(arrays.named, _plan(layer, rows, before + 1, len(arrays.projected) == 1, arrays.dtype))
+    (rows, before, _), whole = arrays.before.shape, len(arrays.projected) == 1
+    dtypes = [array.dtype for array in (arrays.before, arrays.taps, arrays.dt_bias, arrays.weight)]
+    return KERNEL(arrays.named, _plan(layer, rows, before + 1, whole, *dtypes))
 
 
 def delta_token_naive(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
@@ -204,8 +205,8 @@ def _parts(layer: DeltaToken, projected: tuple[mx.array, ...]) -> list[mx.array]
 
 
 @lru_cache(maxsize=256)
-def _plan(layer: DeltaToken, rows: int, taps: int, whole: bool, dtype: mx.Dtype) -> Plan:
-    """Return the plan of a call with so many rows and taps; its projections are one array if `whole`."""
+def _plan(layer: DeltaToken, rows: int, taps: int, whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
+    """Return the plan of a call with so many rows and taps, and parameters of `others`; see trial_case."""
     heads, widths = layer.heads, layer.widths
     places = {name: f"projected + {sum(widths[:i])}" for i, name in enumerate(("x", "z", "b", "a"))} if whole else {}
     strides = (sum(widths),) * 3 if whole else widths[:3]

@@ -120,8 +120,8 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays) -> mx.array:
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
         raise ValueError(f"gated_attention_token: {shapes} do not fit {layer}.")
     inputs = arrays.named | {"frequencies": frequencies(layer.rotary_dims, layer.base)}
-    plan = _plan(layer, arrays.keys.shape[0], len(arrays.projected) == 1, arrays.keys.dtype)
-    return KERNEL(inputs, plan)[0]
+    dtypes = [array.dtype for array in (arrays.keys, arrays.q_weight, arrays.k_weight)]
+    return KERNEL(inputs, _plan(layer, arrays.keys.shape, len(arrays.projected) == 1, *dtypes))[0]
 
 
 def gated_attention_token_naive(layer: GatedAttention, arrays: RowArrays) -> list[mx.array]:
@@ -176,8 +176,8 @@ def _ends(layer: GatedAttention) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _plan(layer: GatedAttention, rows: int, whole: bool, dtype: mx.Dtype) -> Plan:
-    """Return the plan of a call with so many rows; its projections are one array if `whole`."""
+def _plan(layer: GatedAttention, keys: tuple[int, ...], whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
+    """Return the plan of a call with keys of this shape, and weights of `others`; see trial_case."""
     widths, ratio = layer.widths, layer.heads // layer.key_heads
     together = math.gcd(ratio, MOST_HEADS)
     strides = (sum(widths),) * 3 if whole else widths
@@ -186,7 +186,7 @@ def _plan(layer: GatedAttention, rows: int, whole: bool, dtype: mx.Dtype) -> Pla
     names = ("q", "k", "v") if whole else ()
     places = {name: f"projected + {place}" for name, place in zip(names, (0, *_ends(layer)), strict=False)}
     return Plan(
-        outputs={"y": ((rows, 1, layer.heads * layer.size), dtype)},
+        outputs={"y": ((keys[0], 1, layer.heads * layer.size), dtype)},
         values={
             "GROUPS": GROUPS,
             "HEADS": together,
@@ -194,7 +194,7 @@ def _plan(layer: GatedAttention, rows: int, whole: bool, dtype: mx.Dtype) -> Pla
             "SIZE": layer.size,
             "ROTARY": layer.rotary_dims,
         },
-        blocks=(layer.heads // together, rows, 1),
+        blocks=(layer.heads // together, keys[0], 1),
         groups=GROUPS,
         sizes=(str(layer.heads), "keys_shape[2]"),
         written={"numbers": f"GatedTokenNumbers{{{numbers}}}"} | places,

@@ -129,9 +129,10 @@ def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.ar
             f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], h [..., r], "
             f"b [r, out] and a residual [..., out] of one 16-bit dtype, and inputs that are a multiple of 8."
         )
-    rows, outputs, eps = call.x.shape[:-1], call.weight.shape[0], 0.0 if call.norm is None else call.norm.eps
-    both, adapted = call.second is not None, call.low_rank is not None
-    return KERNEL(call.arrays, _plan(rows, outputs, call.x.dtype, block or _block_of(call), both, adapted, eps))[0]
+    arrays, eps = call.arrays, 0.0 if call.norm is None else call.norm.eps
+    rank = 0 if call.low_rank is None else call.low_rank.b.shape[0]
+    sizes = tuple(arrays), call.x.shape, call.weight.shape[0], rank
+    return KERNEL(arrays, _plan(*sizes, call.x.dtype, block or _block_of(call), eps))[0]
 
 
 def linear_token_naive(call: LinearToken) -> mx.array:
@@ -205,10 +206,10 @@ def _grid(rows: int, outputs: int, block: TokenBlock) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    rows: tuple[int, ...], outputs: int, dtype: mx.Dtype, block: TokenBlock, both: bool, adapted: bool, eps: float
+    names: tuple[str, ...], x: tuple[int, ...], outputs: int, rank: int, dtype: mx.Dtype, block: TokenBlock, eps: float
 ) -> Plan:
-    """Return the plan of a call with rows [*rows, in] and so many outputs."""
-    parts, last = 2 if both else 1, len(rows)
+    """Return the plan of a call with arrays of these names, x of this shape and adapters of this rank, 0 for none."""
+    rows, parts, last = x[:-1], 2 if "second" in names else 1, len(x) - 1
     return Plan(
         outputs={"y": ((*rows, outputs), dtype)},
         values={"GROUPS": GROUPS, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
@@ -218,7 +219,7 @@ def _plan(
             " * ".join(f"x_shape[{i}]" for i in range(last)),
             f"x_shape[{last}]",
             "weight_shape[0]",
-            "b_shape[0]" if adapted else "0",
+            "b_shape[0]" if rank else "0",
         ),
         written={"eps": f"{eps!r}f"},
     )

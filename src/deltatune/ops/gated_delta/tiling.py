@@ -6,9 +6,10 @@ A block is a threadgroup on Metal and a thread block on CUDA; a group is 32 lane
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Self
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -18,6 +19,9 @@ from . import fused, fused_channel
 from .fused import Kernels
 
 Shape = tuple[int, int, int, int, int, int]
+# The attributes of a tiling that tell how a call is divided.
+Division = dict[str, Any]
+T = TypeVar("T", bound="Tiling")
 # The threadgroup memory that a block may have on Metal, in bytes.
 METAL_BYTES = 32 * 1024
 # The widest key head that the Metal tilings support: the scans' registers are sized for it.
@@ -34,8 +38,24 @@ def padded(n: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a call, the dtype of q, k and v, and whether the call has a mask, and segments."""
+class Tiling:
+    """The sizes of a call with one gate per head, and how a machine divides it among blocks and groups.
+
+    Attributes:
+        batch, length, key_heads, value_heads, key_size, value_size: The sizes.
+        dtype: That of q, k and v.
+        masked, segmented: Whether the call has a mask, and segments.
+        machine: `metal` or `cuda`.
+        chunk: Positions per chunk, a multiple of 16.
+        slice: Rows of the state that a block of a scan computes, a multiple of 16.
+        split: Groups that share each strip of a scan's block.
+        loaders: Further groups of a scan's block, which only load the next chunk.
+        gradient_slice: Rows of the states that the gradient kernel reads at a time.
+        gradient_groups: Groups in a block of the gradient kernel.
+        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
+        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
+        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
+    """
 
     batch: int
     length: int
@@ -46,53 +66,16 @@ class Sizes:
     dtype: mx.Dtype
     masked: bool
     segmented: bool
-
-    @classmethod
-    def of(cls, shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool) -> Sizes:
-        names = ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")
-        return cls(**dict(zip(names, shape, strict=True)), dtype=dtype, masked=masked, segmented=segmented)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a call is divided among blocks and groups.
-
-    Attributes:
-        chunk: Positions per chunk, a multiple of 16.
-        slice: Rows of the state that a block of a scan computes, a multiple of 16.
-        split: Groups that share each strip of a scan's block.
-        loaders: Further groups of a scan's block, which only load the next chunk.
-        gradient_slice: Rows of the states that the gradient kernel reads at a time.
-        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
-        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
-        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
-    """
-
+    machine: str
     chunk: int
     slice: int
     split: int = 1
     loaders: int = 0
     gradient_slice: int
+    gradient_groups: int
     stages: int
     overlay: bool = False
     unstaged: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiling(Sizes, Division):
-    """The sizes of a call with one gate per head, and how a machine divides it.
-
-    Attributes:
-        machine: `metal` or `cuda`.
-        gradient_groups: Groups in a block of the gradient kernel.
-    """
-
-    machine: str
-    gradient_groups: int
-
-    @classmethod
-    def made(cls, sizes: Sizes, division: Division, machine: str, gradient_groups: int) -> Self:
-        return cls(**vars(sizes), **vars(division), machine=machine, gradient_groups=gradient_groups)
 
     @property
     def kernels(self) -> Kernels:
@@ -176,11 +159,14 @@ class Tiling(Sizes, Division):
 
     def launch(self, phase: str, arrays: Arrays) -> Launch:
         """Return the launch of the kernel of a phase, one of PHASES, on those of a call's arrays that it takes."""
-        key = phase, arrays["beta"].dtype
-        if key not in self._plans:
-            self._plans[key] = self._plan(*key)
+        beta = arrays["beta"].dtype
+        # A call may have a state or not.
+        key = phase, beta, arrays["initial"].shape[3] if phase == "scan" else 0
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(phase, beta)
         kernel: Kernel = getattr(self.kernels, phase)
-        return kernel.launch(arrays, self._plans[key])
+        return kernel.launch(arrays, plan)
 
     def run(self, phase: str, arrays: Arrays) -> Arrays:
         """Launch the kernel of a phase and return its outputs by name."""
@@ -188,8 +174,8 @@ class Tiling(Sizes, Division):
         return dict(zip(launch.outputs, launch(), strict=True))
 
     @cached_property
-    def _plans(self) -> dict[tuple[str, mx.Dtype], Plan]:
-        """The plans of calls that were divided so, by phase and by the dtype of beta."""
+    def _plans(self) -> dict[tuple[str, mx.Dtype, int], Plan]:
+        """The plans of calls that were divided so, by phase, the dtype of beta and the width of the state."""
         return {}
 
     def _plan(self, phase: str, beta: mx.Dtype) -> Plan:
@@ -273,22 +259,23 @@ class ChannelTiling(Tiling):
         }
 
 
-def _scan_slice(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tuple[int, int, int]:
-    """Return `slice`, `split` and `loaders` of a scan on CUDA, for `heads` = B x Hv."""
-    rows = padded(value_size)
+def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
+    return {"slice": rows, "split": split, "loaders": loaders}
+
+
+def _scan_slice(shape: Shape, dtype: mx.Dtype) -> Division:
+    """Return how a scan on CUDA is divided."""
+    batch, _, _, value_heads, key_size, value_size = shape
+    heads, rows = batch * value_heads, padded(value_size)
     if dtype == mx.bfloat16:
         # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
             if size <= max(32, rows) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:
-                return size, groups, 1
-    return _largest_full_slice(heads, value_size), 1, 0
-
-
-def _largest_full_slice(heads: int, value_size: int) -> int:
-    """Return the largest slice with which a scan on CUDA fills a large GPU, else the smallest, 32."""
-    sizes = [size for size in (128, 64, 32) if size <= max(32, padded(value_size))]
-    return next((size for size in sizes if heads * -(-value_size // size) >= _FULL_GPU_BLOCKS), sizes[-1])
+                return _scan(size, groups, 1)
+    # The largest slice with which a scan fills a large GPU, else the smallest.
+    sizes = [size for size in (128, 64, 32) if size <= max(32, rows)]
+    return _scan(next((size for size in sizes if heads * -(-value_size // size) >= _FULL_GPU_BLOCKS), sizes[-1]))
 
 
 def _gradient_slices(value_size: int) -> list[int]:
@@ -298,21 +285,22 @@ def _gradient_slices(value_size: int) -> list[int]:
 
 def _divisions_on_metal(key_size: int) -> list[Division]:
     """Return the divisions to try on an Apple GPU, where blocks have little memory, in order of preference."""
-    short = partial(Division, gradient_slice=16, stages=1, overlay=True)
+    short: Division = {"gradient_slice": 16, "stages": 1, "overlay": True}
     # In chunks of 32, keys wider than 64 would need more registers than a lane has (docs/reference/metal.md).
     chunks = (32, 16) if key_size <= 64 else (16,)
-    divisions = [short(chunk=chunk, slice=16 * groups) for chunk in chunks for groups in (2, 1)]
-    return divisions + [short(chunk=16, slice=32, unstaged=True)] * (key_size <= WIDEST_KEY)
+    divisions = [short | {"chunk": chunk, "slice": 16 * groups} for chunk in chunks for groups in (2, 1)]
+    return divisions + [short | {"chunk": 16, "slice": 32, "unstaged": True}] * (key_size <= WIDEST_KEY)
 
 
-def _gradient_groups_on_metal(key_size: int) -> int:
-    """Return the groups that share the columns of a chunk of one tile: up to eight, with one tile of keys each.
+def _gradient_groups(machine: str, key_size: int, chunk: int) -> int:
+    """Return the groups that share the columns of a chunk: on Metal up to eight, with one tile of keys each.
 
-    A group holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
+    A group there holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
     """
+    if chunk > 16:
+        return 8
     tiles = padded(key_size) // 16
-    tiles_of_group = -(-tiles // 8)
-    return max(4, -(-tiles // tiles_of_group))
+    return max(4, -(-tiles // -(-tiles // 8))) if machine == "metal" else 4
 
 
 @lru_cache(maxsize=256)
@@ -329,33 +317,29 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
     Returns:
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
     """
-    batch, _, _, value_heads, key_size, value_size = shape
-    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
+    *_, key_size, value_size = shape
+    slices = _gradient_slices(value_size)
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        scans = [_scan_slice(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
+        scans = [_scan_slice(shape, dtype), _scan(32)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         divisions = [
-            Division(chunk=chunk, slice=rows, split=split, loaders=loaders, gradient_slice=gradient_rows, stages=2)
+            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in chunks
-            for rows, split, loaders in scans
-            for gradient_rows in slices[:2]
+            for scan in scans
+            for rows in slices[:2]
         ]
         divisions += [
-            Division(chunk=16, slice=32, gradient_slice=rows, stages=stages, overlay=stages == 1)
+            {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages, "overlay": stages == 1}
             for rows in slices
             for stages in (2, 1)
         ]
     for division in divisions:
-        chunk = division.chunk
-        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
-            continue
-        groups = _gradient_groups_on_metal(key_size) if machine == "metal" and chunk == 16 else 4 if chunk == 16 else 8
-        tiling = Tiling.made(sizes, division, machine, groups)
-        if tiling.fits:
-            return tiling
-    return None
+        division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
+    return _first_that_fits(
+        partial(Tiling, machine=machine, masked=masked, segmented=segmented), shape, dtype, divisions
+    )
 
 
 @lru_cache(maxsize=256)
@@ -363,24 +347,31 @@ def choose_channel_tiling(
     machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool
 ) -> ChannelTiling | None:
     """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
-    batch, _, _, value_heads, key_size, value_size = shape
-    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
+    *_, key_size, value_size = shape
+    slices = _gradient_slices(value_size)
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        first = _scan_slice(batch * value_heads, key_size, value_size, dtype)
         divisions = [
-            Division(chunk=chunk, slice=scan_rows, split=split, loaders=loaders, gradient_slice=rows, stages=2)
+            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in (32, 16)
-            for scan_rows, split, loaders in (first, (64, 1, 0), (32, 1, 0), (16, 1, 0))
+            for scan in (_scan_slice(shape, dtype), _scan(64), _scan(32), _scan(16))
             for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
-        divisions += [Division(chunk=16, slice=16, gradient_slice=rows, stages=1, overlay=True) for rows in slices]
+        short: Division = {"chunk": 16, "slice": 16, "stages": 1, "overlay": True}
+        divisions += [short | {"gradient_slice": rows} for rows in slices]
     for division in divisions:
-        chunk = division.chunk
-        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
-            continue
-        tiling = ChannelTiling.made(sizes, division, machine, 8 if chunk == 32 else 4)
-        if tiling.fits:
+        division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
+    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented)
+    return _first_that_fits(kind, shape, dtype, divisions)
+
+
+def _first_that_fits(kind: Callable[..., T], shape: Shape, dtype: mx.Dtype, divisions: list[Division]) -> T | None:
+    """Return the first tiling that a machine's kernels support and its shared memory holds."""
+    names = ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")
+    for division in divisions:
+        tiling = kind(**dict(zip(names, shape, strict=True)), dtype=dtype, **division)
+        too_long = dtype == mx.float32 and tiling.machine == "metal" and tiling.chunk > 16
+        if not too_long and tiling.chunk // 16 % tiling.split == 0 and tiling.fits:
             return tiling
     return None

@@ -100,9 +100,10 @@ class Kernel:
         return bytes_of(self.memory, self.memory_values, self.files, values, machine) if self.memory else 0
 
 
-@dataclass(frozen=True, kw_only=True)
+# These two are made at every call where no plan is kept, and a frozen dataclass takes three times as long to make.
+@dataclass(kw_only=True, eq=False)
 class Plan:
-    """How calls of some shapes and dtypes are launched: the same for all of them, so that a plan may be kept.
+    """How calls are launched that have the same inputs by name, of the same shapes and dtypes; it may be kept for them.
 
     Attributes:
         outputs: The shapes and dtypes of the outputs by name.
@@ -126,10 +127,10 @@ class Plan:
     text: str = ""
     changes: tuple[str, ...] = ()
     machine: str = ""
-    launches: dict[Kernel, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
+    launches: dict[Kernel, dict[str, Any]] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Launch(Plan):
     """One call of a kernel, as a device runs it.
 
@@ -137,13 +138,13 @@ class Launch(Plan):
         kernel: The kernel.
         inputs: The input arrays by name.
         bytes: The shared memory of a block.
-        calls: The compiled calls, by machine and by the inputs' shapes and dtypes; shared by the launches of a plan.
+        calls: The compiled call, by machine, once it has run; shared by the launches of a plan.
     """
 
     kernel: Kernel
     inputs: Arrays
     bytes: int
-    calls: dict[tuple, Call] = field(default_factory=dict, compare=False, repr=False)
+    calls: dict[str, Call] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -164,13 +165,12 @@ class Launch(Plan):
 
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
-        kind = (_machine(), *[(array.shape, array.dtype) for array in self.inputs.values()])
-        call = self.calls.get(kind)
+        call = self.calls.get(_machine())
         if call is None:
             call = self._call(_machine())
             # A kernel that is still being built has no outputs yet.
             if not cubin.building():
-                self.calls[kind] = call
+                self.calls[_machine()] = call
         return call(inputs=list(self.inputs.values()))
 
     def _call(self, machine: str) -> Call:

@@ -33,6 +33,9 @@ class Store(NamedTuple):
     planes: int
 
 
+_PLAIN, _SINGLE, _PAIR = Store(4, 0), Store(2, 1), Store(4, 2)
+
+
 def bytes_of(
     struct: str, arguments: tuple[str, ...], bodies: tuple[str, ...], values: dict[str, Any], machine: str
 ) -> int:
@@ -117,18 +120,12 @@ class _Layouts:
 
 def _types(machine: str) -> dict[str, Callable[..., Any]]:
     """Return the types that matrices have in shared memory (metal.h, cuda.h): on CUDA, fp16 is a pair of bf16."""
-    paired, four = machine == "cuda", (mx.float32, mx.float16)
-
-    def of(numbers: int) -> Store:
-        return Store(numbers, numbers // 2)
-
-    def exact(dtype: mx.Dtype) -> Store:
-        return of(4) if paired and dtype == mx.float16 else Store(dtype.size, 0 if dtype == mx.float32 else 1)
-
+    half = (_PAIR if machine == "cuda" else _SINGLE, _PAIR, _PAIR)
+    stores = {mx.float32: (_PLAIN, _PLAIN, _PLAIN), mx.bfloat16: (_SINGLE, _PAIR, _SINGLE), mx.float16: half}
     return {
-        "Exact": exact,
-        "Wide": lambda dtype: Store(4, 0) if dtype == mx.float32 else of(4),
-        "Saved": lambda dtype: (Store(4, 0) if dtype == mx.float32 else of(4)) if dtype in four else of(2),
+        "Exact": lambda dtype: stores[dtype][0],
+        "Wide": lambda dtype: stores[dtype][1],
+        "Saved": lambda dtype: stores[dtype][2],
         "Choose": lambda first, one, other: _Chosen(one if first else other),
     }
 

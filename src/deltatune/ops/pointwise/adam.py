@@ -86,8 +86,7 @@ class AdamStep:
         inputs |= {"m": m, "v": v}
         replaced = {"new_parameter": parameter, "new_m": m, "new_v": v}
         outputs: Outputs = {name: (array.shape, array.dtype) for name, array in replaced.items()}
-        arguments = (size_of("parameter", parameter), *inputs, *outputs)
-        return by_lane("adam_step", inputs, outputs, arguments, -(-parameter.size // _LANE))()
+        return by_lane("adam_step", inputs, outputs, (size_of("parameter", parameter),), -(-parameter.size // _LANE))()
 
 
 def tried_steps() -> list[tuple[mlx.optimizers.AdamW, bool]]:

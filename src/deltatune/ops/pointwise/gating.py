@@ -90,13 +90,13 @@ def _passes(heads: int, largest_beta: float) -> Passes:
     def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Launch:
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
         outputs = dict.fromkeys(("log_g", "beta"), (a.shape, mx.float32))
-        return by_lane("gates_forward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
+        return by_lane("gates_forward", inputs, outputs, (size_of("a", a), *numbers), a.size)
 
     def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Launch:
         d = dict(zip(("dlog_g", "dbeta"), (d.astype(mx.float32) for d in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
-        return by_lane("gates_backward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
+        return by_lane("gates_backward", inputs, outputs, (size_of("a", a), *numbers), a.size)
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals

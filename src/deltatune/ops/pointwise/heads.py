@@ -209,7 +209,7 @@ def _gated(width: int) -> Passes:
     def backward(y: mx.array, gate: mx.array, d: mx.array) -> Launch:
         inputs = {"y": y, "gate": gate, "d": d.astype(y.dtype)}
         outputs: Outputs = {"dy": (y.shape, y.dtype), "dgate": (gate.shape, y.dtype)}
-        return by_lane("times_gate_backward", inputs, outputs, (*first, *inputs, *outputs), y.size // 8, (width // 8,))
+        return by_lane("times_gate_backward", inputs, outputs, first, y.size // 8, (width // 8,))
 
     def plain(y: mx.array, gate: mx.array) -> Arrays:
         return [y.swapaxes(1, 2) * gate]

@@ -147,11 +147,11 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
     def forward(x: mx.array) -> Launch:
         inputs = {"numbers": numbers(factor, eps), "x": x}
-        return by_lane("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT, *inputs, "y"), x.shape[0], lanes)
+        return by_lane("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT,), x.shape[0], lanes)
 
     def backward(x: mx.array, dy: mx.array) -> Launch:
         inputs = {"numbers": numbers(factor, eps), "x": x, "dy": dy.astype(x.dtype)}
-        return by_lane("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT, *inputs, "dx"), x.shape[0], lanes)
+        return by_lane("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT,), x.shape[0], lanes)
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
@@ -167,8 +167,7 @@ def _gated(width: int, eps: float) -> Passes:
 
     def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "gate": gate}
-        arguments = (*first(x), "x", "weight", "gate", "y")
-        return by_lane("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.size // 8, (width // 8,))
+        return by_lane("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, first(x), x.size // 8, (width // 8,))
 
     def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
@@ -184,8 +183,8 @@ def _gated(width: int, eps: float) -> Passes:
             parts *= 2
         inputs = {"x": x, "gate": gate, "dy": cotangents[0].astype(x.dtype)}
         outputs: Outputs = {"dweight": ((parts, width), mx.float32)}
-        arguments, lanes = (*first(x), *inputs, *outputs), width // 8
-        (d_weight,) = by_lane("gated_norm_weight", inputs, outputs, arguments, parts * lanes, (lanes, parts))()
+        lanes = width // 8
+        (d_weight,) = by_lane("gated_norm_weight", inputs, outputs, first(x), parts * lanes, (lanes, parts))()
         return [d_weight.sum(axis=0).astype(weight.dtype)]
 
     def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
@@ -202,12 +201,11 @@ def _halves(width: int, eps: float) -> Passes:
     def forward(x: mx.array, weight: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight}
         outputs: Outputs = dict.fromkeys(("y", "gate"), ((x.shape[0] // 2, 8), x.dtype))
-        return by_lane("norm_and_gate_forward", inputs, outputs, (*first, *inputs, *outputs), x.shape[0] // 2, lanes)
+        return by_lane("norm_and_gate_forward", inputs, outputs, first, x.shape[0] // 2, lanes)
 
     def backward(x: mx.array, weight: mx.array, dy: mx.array, dgate: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "dy": dy.astype(x.dtype), "dgate": dgate.astype(x.dtype)}
-        arguments = (*first, *inputs, "dx")
-        return by_lane("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, x.shape[0] // 2, lanes)
+        return by_lane("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, first, x.shape[0] // 2, lanes)
 
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, weight = primals

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,15 +27,30 @@ def by_lane(
         name: The name of the body.
         inputs: The input arrays by name.
         outputs: The shapes and dtypes of the output arrays by name.
-        arguments: The body's arguments, as they are written in the kernel's text.
+        arguments: The body's arguments, as they are written in the kernel's text: all, or those before its arrays.
         lanes: How many lanes the body needs.
         constants: The body's compile-time constants.
         resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
     """
+    if not any(name in arguments for name in inputs | outputs):
+        arguments = (*arguments, *inputs, *outputs)
+    kinds = tuple([(array.shape, array.dtype) for array in inputs.values()])
+    plan = _plan(name, kinds, tuple(outputs.items()), arguments, lanes, constants)
+    return _kernel(name, resident).launch(inputs, plan)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    name: str,
+    kinds: tuple[Any, ...],
+    outputs: tuple[tuple[str, Any], ...],
+    arguments: tuple[str, ...],
+    lanes: int,
+    constants: tuple[int, ...],
+) -> Plan:
     values = f"<{', '.join(map(str, constants))}>" if constants else ""
     text = f"{values}(at, {', '.join(arguments)})"
-    plan = Plan(outputs=outputs, blocks=(-(-lanes // LANES), 1, 1), groups=LANES // 32, text=text)
-    return _kernel(name, resident).launch(inputs, plan)
+    return Plan(outputs=dict(outputs), blocks=(-(-lanes // LANES), 1, 1), groups=LANES // 32, text=text)
 
 
 @cache

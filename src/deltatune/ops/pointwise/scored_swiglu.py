@@ -37,9 +37,8 @@ def gradients(
     inputs: Arrays = {"gate": gate, "x": x, "d": d, "score": score}
     outputs: Outputs = dict.fromkeys(("hidden", "dgate", "dx"), (gate.shape, gate.dtype))
     outputs |= {"dscore": (score.shape, mx.float32)}
-    arguments = ("gate_shape[0]", f"gate_shape[1] / {_PIECE}", *inputs, *outputs)
-    launch = by_lane("scored_swiglu", inputs, outputs, arguments, gate.shape[0] * _LANES, (_LANES,))
-    hidden, dgate, dx, dscore = launch()
+    sizes = ("gate_shape[0]", f"gate_shape[1] / {_PIECE}")
+    hidden, dgate, dx, dscore = by_lane("scored_swiglu", inputs, outputs, sizes, gate.shape[0] * _LANES, (_LANES,))()
     return hidden, dgate, dx, dscore
 
 

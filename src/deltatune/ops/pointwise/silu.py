@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..kernels.launch import Launch, Outputs
+from ..kernels.launch import Launch
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
 from .pass_launch import by_lane, pieces_of
@@ -46,15 +46,14 @@ def _plain(gate: mx.array, x: mx.array) -> Arrays:
 
 
 def _forward(gate: mx.array, x: mx.array) -> Launch:
-    inputs = {"gate": gate, "x": x}
-    outputs: Outputs = {"y": (gate.shape, gate.dtype)}
-    return by_lane("swiglu_forward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
+    inputs, outputs = {"gate": gate, "x": x}, {"y": (gate.shape, gate.dtype)}
+    return by_lane("swiglu_forward", inputs, outputs, (pieces_of("gate", gate),), gate.size // 8)
 
 
 def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Launch:
     inputs = {"gate": gate, "x": x, "dy": dy.astype(gate.dtype)}
     outputs = dict.fromkeys(("dgate", "dx"), (gate.shape, gate.dtype))
-    return by_lane("swiglu_backward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
+    return by_lane("swiglu_backward", inputs, outputs, (pieces_of("gate", gate),), gate.size // 8)
 
 
 _PASSES = Passes("swiglu", _forward, _backward, _plain)

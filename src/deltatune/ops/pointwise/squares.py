@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Arrays, Device, forced
+from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
@@ -40,8 +40,8 @@ def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
     # Each launch adds to the sums of the one before, so that no sums wait in memory for those of the other arrays.
     for x in arrays:
         inputs: Arrays = {"x": x, "before": sums}
-        arguments = (size_of("x", x), "x", "before", "sums")
-        (sums,) = by_lane("squares_added", inputs, {"sums": (sums.shape, mx.float32)}, arguments, lanes, (lanes,))()
+        outputs: Outputs = {"sums": (sums.shape, mx.float32)}
+        (sums,) = by_lane("squares_added", inputs, outputs, (size_of("x", x),), lanes, (lanes,))()
     return sums.sum()
 
 

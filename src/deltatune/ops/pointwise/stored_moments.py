@@ -118,9 +118,8 @@ class EightBitStep:
         outputs: Outputs = {
             f"new_{name}": (inputs[name].shape, inputs[name].dtype) for name in ("parameter", *self.moments)
         }
-        arguments = (size_of("parameter", parameter), *inputs, *outputs)
         lanes = 32 * moments[1].size
-        return by_lane("adam_step_8bit", inputs, outputs, arguments, lanes)()
+        return by_lane("adam_step_8bit", inputs, outputs, (size_of("parameter", parameter),), lanes)()
 
 
 def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Device]:

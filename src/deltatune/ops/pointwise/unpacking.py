@@ -86,7 +86,7 @@ def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits
     pieces = scales.size * group_size // 8
     count = f"(unsigned)({size_of('scales', scales)} * {group_size // 8})"
     lanes = -(-pieces // (32 * _PIECES)) * 32
-    return by_lane("unpacked_groups", inputs, outputs, (count, *inputs, "y"), lanes, (bits, group_size, _PIECES))
+    return by_lane("unpacked_groups", inputs, outputs, (count,), lanes, (bits, group_size, _PIECES))
 
 
 def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, rows: int = 7) -> Case[Device]:

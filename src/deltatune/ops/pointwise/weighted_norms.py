@@ -6,15 +6,16 @@ residual stream's two gradients in a pass of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 
 from ..functional import not_differentiated_again, refuse_second_derivative
-from ..kernels.launch import Arrays, Device, Kernel, Outputs, Plan
+from ..kernels.launch import Arrays, Device, Kernel, Plan
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import in_float64, random_arrays
@@ -117,8 +118,7 @@ def _function(kind: str, eps: float) -> Any:
         *others, weight = more
         _check(x, weight, *others)
         inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
-        outputs: Outputs = dict.fromkeys(("total", "y") if others else ("y",), (x.shape, x.dtype))
-        results = _launch(FORWARD, "x", inputs, outputs, eps)
+        results = _launch(FORWARD, inputs, ("total", "y") if others else ("y",), eps)
         return [x, *results] if kind == "branch" else results
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -131,7 +131,7 @@ def _function(kind: str, eps: float) -> Any:
 
     def backward(h: mx.array, weight: mx.array, dy: mx.array, *d_sum: mx.array) -> mx.array:
         inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
-        return _launch(BACKWARD, "h", inputs, {"dx": (h.shape, h.dtype)}, eps)[0]
+        return _launch(BACKWARD, inputs, ("dx",), eps)[0]
 
     function: Any = mx.custom_function(forward)
     function.vjp(vjp)
@@ -153,21 +153,32 @@ def _weight_gradient(h: mx.array, weight: mx.array, dy: mx.array, eps: float) ->
     return mx.vjp(lambda h, weight: [mx.fast.rms_norm(h, weight, eps)], [h, weight], [dy])[1][1]
 
 
-def _launch(kernel: Kernel, rows_of: str, inputs: Arrays, outputs: Outputs, eps: float) -> list[mx.array]:
-    shape = inputs[rows_of].shape
-    width = shape[-1]
-    rows = inputs[rows_of].size // width
+def _launch(kernel: Kernel, inputs: Arrays, outputs: tuple[str, ...], eps: float) -> list[mx.array]:
+    x, weight = next(iter(inputs.values())), inputs["weight"]
+    return kernel(inputs, _plan(tuple(inputs), outputs, x.shape, x.dtype, weight.dtype, eps))
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    names: tuple[str, ...],
+    outputs: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    _weight_dtype: mx.Dtype,
+    eps: float,
+) -> Plan:
+    """Return the plan for inputs of these names: the first has the rows, and is of this shape and dtype."""
+    *lead, width = shape
     sharing = 1 if width <= _OF_A_GROUP else GROUPS
-    axes = len(shape)
-    plan = Plan(
-        outputs=outputs,
+    rows = " * ".join(f"{names[0]}_shape[{i}]" for i in range(len(lead))) or "1"
+    return Plan(
+        outputs=dict.fromkeys(outputs, (shape, dtype)),
         values={"GROUPS": GROUPS, "SHARING": sharing, "PIECES": -(-width // (8 * 32 * sharing))},
-        blocks=(-(-rows * sharing // GROUPS), 1, 1),
+        blocks=(-(-math.prod(lead) * sharing // GROUPS), 1, 1),
         groups=GROUPS,
         written={"eps": f"{eps!r}f"},
-        sizes=(" * ".join(f"{rows_of}_shape[{i}]" for i in range(axes - 1)) or "1", f"{rows_of}_shape[{axes - 1}]"),
+        sizes=(rows, f"{names[0]}_shape[{len(lead)}]"),
     )
-    return kernel(inputs, plan)
 
 
 def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, rows: int = 7) -> Case[Device]:

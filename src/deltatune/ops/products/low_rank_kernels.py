@@ -98,7 +98,7 @@ class LowRankProduct:
     @property
     def results(self) -> int:
         """How many of the kernel's first outputs are results; the others are arrays that blocks hand to one another."""
-        return 2 if self.kernel is BOTH else 1 if self.kernel is WIDE else self.count
+        return {BOTH: 2, WIDE: 1}.get(self.kernel, self.count)
 
     @property
     def matrices(self) -> list[str]:
