@@ -117,8 +117,8 @@ def experts(dtype: mx.Dtype) -> None:
             GroupedProduct(rows, turned, ends, False),
             GroupedProduct(rows, weight, ends, True, 2.0, d),
         ):
-            mx.eval(grouped.product(operands))
-        mx.eval(grouped.gradient(None, d, rows, ends))
+            mx.eval(grouped.product(operands)())
+        mx.eval(grouped.gradient(None, d, rows, ends)())
 
 
 def experts_on_hopper() -> None:
@@ -127,11 +127,11 @@ def experts_on_hopper() -> None:
     for transpose, onto, rank in itertools.product((True, False), (None, rows), (0, 8)):
         factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
         adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
-        mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile))
+        mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile)())
     for transpose, group_size in itertools.product((True, False), (32, 64)):
         parts = [mx.zeros((2, 256, 256 // group_size), mx.bfloat16)] * 2
         packed = Packed(mx.zeros((2, 256, 32), mx.uint32), *parts, group_size)
-        mx.eval(grouped.product(GroupedProduct(rows, packed, ends, transpose), tile))
+        mx.eval(grouped.product(GroupedProduct(rows, packed, ends, transpose), tile)())
 
 
 def low_rank(dtype: mx.Dtype) -> None:

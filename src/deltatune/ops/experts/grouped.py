@@ -65,36 +65,14 @@ def gradient_tile(height: int, width: int) -> TileShape:
     return _GRADIENT_NARROW if width <= _GRADIENT_NARROW[1] else _GRADIENT_WIDE
 
 
-def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> mx.array:
-    """Compute a grouped product.
+def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> Launch:
+    """Return the launch of a grouped product.
 
     Args:
         operands: The factors, and the rows to which the product is added.
         tile: The tile of a block, which also names the kernel; without one, `product_tile` chooses.
     """
     tile = tile or product_tile(operands.rows.shape[1], operands.outputs)
-    return product_launch(operands, tile)()[0]
-
-
-def gradient(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float = 1.0
-) -> mx.array:
-    """Return total + scale * left^T right over each expert's rows, [E, a, b] fp32.
-
-    The rows are added in their order and without atomics, so that every run gives the same bits.
-
-    Args:
-        total: [E, a, b] fp32, or None for zeros.
-        left: [R, a], sorted by expert.
-        right: [R, b].
-        ends: [E] int32, for each expert the index after its last row.
-        scale: One fp32 number.
-    """
-    return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1]))()[0]
-
-
-def product_launch(operands: GroupedProduct, tile: TileShape | HopperTile) -> Launch:
-    """Describe the launch of `product` with a given tile."""
     scale, rows = _numbers(operands.scale), operands.rows
     if isinstance(tile, HopperTile):
         return grouped_hopper.product_launch(operands, scale, tile)
@@ -114,10 +92,27 @@ def product_launch(operands: GroupedProduct, tile: TileShape | HopperTile) -> La
     return PRODUCT.launch(operands.arrays(scale), plan)
 
 
-def gradient_launch(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, tile: TileShape
+def gradient(
+    total: mx.array | None,
+    left: mx.array,
+    right: mx.array,
+    ends: mx.array,
+    scale: mx.array | float = 1.0,
+    tile: TileShape | None = None,
 ) -> Launch:
-    """Describe the launch of `gradient` with a given tile."""
+    """Return the launch of total + scale * left^T right over each expert's rows, [E, a, b] fp32.
+
+    The rows are added in their order and without atomics, so that every run gives the same bits.
+
+    Args:
+        total: [E, a, b] fp32, or None for zeros.
+        left: [R, a], sorted by expert.
+        right: [R, b].
+        ends: [E] int32, for each expert the index after its last row.
+        scale: One fp32 number.
+        tile: The tile of a block; without one, `gradient_tile` chooses.
+    """
+    tile = tile or gradient_tile(left.shape[1], right.shape[1])
     experts, height, width = ends.size, left.shape[1], right.shape[1]
     inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
     if total is not None:

@@ -104,7 +104,7 @@ def product_case(
         low_rank, _, factor = _drawn(dtype, rank, outputs)
         expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
     operands = GroupedProduct(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, adapter)
-    launch = grouped.product_launch(operands, tile)
+    launch = grouped.product(operands, tile)
     return _case(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 
@@ -123,7 +123,7 @@ def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Device]
     total = weight.astype(mx.float32)
     products = [a.T @ b for a, b in zip(_by_expert(left), _by_expert(right), strict=True)]
     expected = _SCALE * np.stack(products) + (as_float64(total) if added else 0.0)
-    launch = grouped.gradient_launch(total if added else None, left, right, _ends(), _SCALE, tile)
+    launch = grouped.gradient(total if added else None, left, right, _ends(), _SCALE, tile)
     return _case(launch, expected, ON_TENSOR_CORES)
 
 

@@ -97,7 +97,9 @@ class Kernel:
 
     def bytes(self, values: Values, machine: str) -> int:
         """Return the shared memory of a block with these values, as the header lays it out."""
-        return bytes_of(self.memory, self.memory_values, self.files, values, machine) if self.memory else 0
+        return (
+            bytes_of(self.memory, self.memory_values, self.files, tuple(values.items()), machine) if self.memory else 0
+        )
 
 
 # These two are made at every call where no plan is kept, and a frozen dataclass takes three times as long to make.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -36,8 +36,9 @@ class Store(NamedTuple):
 _PLAIN, _SINGLE, _PAIR = Store(4, 0), Store(2, 1), Store(4, 2)
 
 
+@cache
 def bytes_of(
-    struct: str, arguments: tuple[str, ...], bodies: tuple[str, ...], values: dict[str, Any], machine: str
+    struct: str, arguments: tuple[str, ...], bodies: tuple[str, ...], values: tuple[tuple[str, Any], ...], machine: str
 ) -> int:
     """Return the bytes of a layout.
 
@@ -45,17 +46,10 @@ def bytes_of(
         struct: The name of the struct template.
         arguments: The text of its arguments.
         bodies: The files of the kernel's bodies.
-        values: The values that the arguments name.
+        values: The names and values that the arguments name.
         machine: `cuda`, or any other where each number is held in its own dtype.
     """
-    return _bytes_of(struct, arguments, bodies, tuple(values.items()), "cuda" if machine == "cuda" else "metal")
-
-
-@cache
-def _bytes_of(
-    struct: str, arguments: tuple[str, ...], bodies: tuple[str, ...], values: tuple[tuple[str, Any], ...], machine: str
-) -> int:
-    layouts = _Layouts.of(machine, bodies)
+    layouts = _layouts("cuda" if machine == "cuda" else "metal", bodies)
     operands = [layouts.value(text, dict(values)) for text in arguments]
     return int(layouts.names[struct](*operands).bytes)
 
@@ -94,11 +88,6 @@ class _Layouts:
         scope = _Scope(self, {}, constants)
         self.names |= {name: scope[name] for name in constants}
 
-    @staticmethod
-    @cache
-    def of(machine: str, bodies: tuple[str, ...]) -> _Layouts:
-        return _Layouts(machine, bodies)
-
     def value(self, text: str, scope: Any = None) -> Any:
         """Return the value of an expression, with the constants of a scope."""
         return eval(_code(text, self.templates), self.names, scope)
@@ -118,6 +107,9 @@ class _Layouts:
         return call
 
 
+_layouts = cache(_Layouts)
+
+
 def _types(machine: str) -> dict[str, Callable[..., Any]]:
     """Return the types that matrices have in shared memory (metal.h, cuda.h): on CUDA, fp16 is a pair of bf16."""
     half = (_PAIR if machine == "cuda" else _SINGLE, _PAIR, _PAIR)
@@ -126,12 +118,8 @@ def _types(machine: str) -> dict[str, Callable[..., Any]]:
         "Exact": lambda dtype: stores[dtype][0],
         "Wide": lambda dtype: stores[dtype][1],
         "Saved": lambda dtype: stores[dtype][2],
-        "Choose": lambda first, one, other: _Chosen(one if first else other),
+        "Choose": lambda first, one, other: SimpleNamespace(type=one if first else other),
     }
-
-
-class _Chosen(NamedTuple):
-    type: Any
 
 
 @cache
