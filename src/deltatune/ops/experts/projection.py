@@ -273,7 +273,7 @@ def product(
             onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
             factors = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
             operands = GroupedProduct(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, factors)
-            y = grouped.product(operands, tile)
+            y = grouped.product(operands, tile)()[0]
             return y.reshape(-1, 1, y.shape[-1])
     if adapter is not None:
         return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))
