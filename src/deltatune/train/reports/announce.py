@@ -151,16 +151,7 @@ def facts(
     opening.append(Fact("loss", loss.removeprefix("Loss "), line=f"{loss}."))
     *narrower, widest = (f"{width:,}" for width in order.widths)
     widths = f"{', '.join(narrower)} and {widest}" if narrower else widest
-    share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    if isinstance(order, StreamOrder):
-        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
-    else:
-        rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
-    batch = f"{config.batch_size} a batch{share}"
-    if config.pack and isinstance(order, BatchOrder):
-        an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
-        batch += f", about {an_update:,.0f} {'examples' if config.loss == 'sft' else 'preferences'} an update"
-    opening.append(Fact("data", f"{examples(splits)}; {rows}, {batch}"))
+    opening.append(Fact("data", f"{examples(splits)}; {_batches(config, splits, order, world)}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
         per_epoch = order.batches_per_epoch
         opening.append(
@@ -175,6 +166,19 @@ def facts(
             f"steps: the last {left_over:,} will wait in the state for an update that a longer run would make."
         )
     return opening
+
+
+def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrder, world: World) -> str:
+    """Describe the batches, such as `44 rows an epoch, 4 a batch`."""
+    if isinstance(order, StreamOrder):
+        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
+    else:
+        rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
+    share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
+    if config.pack and isinstance(order, BatchOrder):
+        an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
+        share += f", about {an_update:,.0f} {'examples' if config.loss == 'sft' else 'preferences'} an update"
+    return f"{rows}, {config.batch_size} a batch{share}"
 
 
 def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
