@@ -198,12 +198,13 @@ def test_an_import_that_fails_once_is_still_watched(acme, tmp_path):
     ("change", "message"),
     [
         ({"signature": "(x)"}, r"its signature is \(x, scale=1\) in acme 1.2.3, and \(x\) was expected"),
+        ({"replacement": lambda _: lambda x: x}, r"its signature is \(x, scale=1\) .* and \(x\) was expected"),
         ({"name": "gone"}, "acme 1.2.3 has no such function any more"),
         ({"name": "Gone.__call__"}, "acme 1.2.3 has no such function any more"),
         ({"check": lambda upstream, ours: upstream.weight}, "a small case of it ends in AttributeError"),
         ({"check": lambda upstream, ours: "on a small case it differs."}, "on a small case it differs"),
     ],
-    ids=["signature", "function", "class", "attribute", "check"],
+    ids=["signature", "replacement", "function", "class", "attribute", "check"],
 )
 def test_unexpected_target_stays_with_a_warning(acme, change, message):
     one = acme("acme.one")
