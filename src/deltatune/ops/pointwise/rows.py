@@ -37,7 +37,8 @@ def take_rows(x: mx.array, index: mx.array) -> mx.array:
     if index.dtype not in (mx.int32, mx.uint32):
         # NumPy's integers have 64 bits, and the kernels read 32.
         index = index.astype(mx.int32)
-    inputs, outputs = {"x": x, "index": index}, {"y": ((index.size, x.shape[1]), x.dtype)}
+    inputs = {"x": x, "index": index}
+    outputs: Outputs = {"y": ((index.size, x.shape[1]), x.dtype)}
     sizes = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]")
     return by_lane("rows_taken", inputs, outputs, sizes, index.size * x.shape[1] // _LANE)()[0]
 
