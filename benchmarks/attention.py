@@ -58,8 +58,8 @@ def warm_one(size: int, values: int, dtype: str) -> None:
 def kernel_times(size: Size, calls: int) -> None:
     """The time of each kernel of ours, by calls in a row of the forward pass alone and of each launch."""
     from deltatune.ops.attention import hopper
-    from deltatune.ops.attention.fused import FusedOptions, Operands
-    from deltatune.ops.kernels.launch import Launch
+    from deltatune.ops.attention.fused import FusedOptions
+    from deltatune.ops.kernels.launch import Launch, on
 
     q, k, v, dy = (mx.array(x).astype(mx.bfloat16) for x in drawn(size))
     kind = FusedOptions(size.size**-0.5, True, None, False, False)
@@ -71,9 +71,10 @@ def kernel_times(size: Size, calls: int) -> None:
         mx.eval(results)
         return results
 
-    x = Operands(q, k, v, None, None, None)
-    y, sums = hopper.forward(kind, x, noted)
-    hopper.backward(kind, x, dy, y, sums, noted)
+    x = {"q": q, "k": k, "v": v}
+    with on(noted):
+        y, sums = hopper.forward(kind, x)
+        hopper.backward(kind, x | {"dy": dy, "y": y, "sums": sums})
     shown = []
     for launch in launches:
         mx.eval([launch.run() for _ in range(3)])

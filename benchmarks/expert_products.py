@@ -64,7 +64,7 @@ class Product:
     def run(self, tile: Tile | None, after: mx.array | None = None) -> mx.array:
         rows = self.rows if after is None else mx.depends([self.rows], [after])[0]
         operands = GroupedProduct(rows, self.weight, self.ends, self.transpose, self.scale, self.onto)
-        return grouped.product(operands, tile)
+        return grouped.product(operands, tile)()[0]
 
     def error(self, tile: Tile | None, other: mx.array | None) -> tuple[float, mx.array]:
         """The error of some rows, or of all beside `other` if that is larger; all memory for results is NaN before."""

@@ -34,7 +34,7 @@ from deltatune.ops.gated_delta.naive import gated_delta_naive
 from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.gated_delta.triangular import unit_lower_inverse
 from deltatune.ops.kernels.cubin import CubinKernel
-from deltatune.ops.kernels.launch import Execute, Kernel, Launch, header, launched
+from deltatune.ops.kernels.launch import Device, Kernel, Launch, header, on
 from machine import heading
 from sizes import FLOATS, TINY, Size, inputs
 from verify import AGREES
@@ -91,7 +91,7 @@ def chunk(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
 
 
 def scan(
-    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, execute: Execute | None = None
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, execute: Device | None = None
 ) -> mx.array:
     """T steps again, but in one launch: a state never leaves its lanes' registers."""
     sizes = {"DK": k.shape[3], "DV": v.shape[3], "HK": k.shape[2], "HV": v.shape[2]}
@@ -114,17 +114,28 @@ def on_gpu(launch: Launch) -> list[mx.array]:
         kernel: Any = CubinKernel(launch.name, *names, launch.source, text, launch.bytes)
     else:
         kernel = mx.fast.metal_kernel(launch.name, *map(list, names), launch.source, text)
-    return launched(kernel, launch.inputs, launch.outputs, launch.blocks, launch.groups, launch.values)
+    (x, y, z), threads = launch.blocks, launch.groups * 32
+    shapes, dtypes = zip(*launch.outputs.values(), strict=True)
+    results: list[mx.array] = kernel(
+        inputs=list(launch.inputs.values()),
+        output_shapes=list(shapes),
+        output_dtypes=list(dtypes),
+        grid=(x * threads, y, z),
+        threadgroup=(threads, 1, 1),
+        template=list(launch.values.items()),
+    )
+    return results
 
 
-def three_phases(*arrays: mx.array, execute: Execute = Launch.run) -> mx.array:
+def three_phases(*arrays: mx.array, execute: Device = Launch.run) -> mx.array:
     """`chunk` in kernels: all chunks at once, then the loop over states, a block for each slice of their rows."""
     on_host = execute is not Launch.run
 
     def tiling(shape: Any, dtype: mx.Dtype, **options: bool) -> Any:
         return choose_tiling("metal" if on_host else backend.device(), shape, dtype, masked=False, segmented=False)
 
-    return gated_delta_fused(*arrays, tiling_of_call=tiling, execute=execute)[0]
+    with on(execute if on_host else None):
+        return gated_delta_fused(*arrays, tiling_of_call=tiling)[0]
 
 
 def hopper(*arrays: mx.array) -> mx.array:
@@ -132,7 +143,7 @@ def hopper(*arrays: mx.array) -> mx.array:
     return gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda"))[0]
 
 
-def host(folder: str) -> Execute:
+def host(folder: str) -> Device:
     """What runs launches without a GPU: the host machine of tests/ops/kernels, which needs clang or ziglang."""
     sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "kernels"))
     import host_machine

@@ -24,14 +24,13 @@ import mlx.core as mx
 import numpy as np
 
 import processes
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator.measure import relative_error
 from deltatune.ops.products.low_rank import BOUNDS, add_product, both_products, columns_product, rows_product
 from machine import heading
 
 ROWS, WIDTHS, SCALE, READ, SHOWN = 4096, (16, 1024, 2048, 3584, 4096, 6144), 1.75, 256 * 2**20, 64
 Arrays = dict[str, mx.array]
-OURS = {"execute": Launch.run}
 
 
 @dataclass(frozen=True)
@@ -48,38 +47,38 @@ class Product:
 # Of the results, every so manieth row is compared, or column: `shown` says which, one word for each result.
 PRODUCTS = {
     "x a": Product(
-        lambda x, n: [rows_product(x, n["a"], SCALE, **OURS)],
+        lambda x, n: [rows_product(x, n["a"], SCALE)],
         lambda x, n: [x @ n["a"]],
         lambda x, n, some: [SCALE * x[some] @ n["a"]],
         ["rows"],
     ),
     "x b^T": Product(
-        lambda x, n: [rows_product(x, n["b"], SCALE, transpose=True, **OURS)],
+        lambda x, n: [rows_product(x, n["b"], SCALE, transpose=True)],
         lambda x, n: [x @ n["b"].T],
         lambda x, n, some: [SCALE * x[some] @ n["b"].T],
         ["rows"],
     ),
     "x^T h": Product(
-        lambda x, n: [columns_product(x, n["h"], SCALE, **OURS)],
+        lambda x, n: [columns_product(x, n["h"], SCALE)],
         lambda x, n: [x.T @ n["h"]],
         lambda x, n, some: [SCALE * x[:, some].T @ n["h"]],
         ["rows"],
     ),
     "h^T x and x b^T": Product(
-        lambda x, n: both_products(x, n["h"], n["b"], SCALE, **OURS),
+        lambda x, n: both_products(x, n["h"], n["b"], SCALE),
         lambda x, n: [x @ n["b"].T, n["h"].T @ x],
         lambda x, n, some: [SCALE * x[some] @ n["b"].T, SCALE * n["h"].T @ x[:, some]],
         ["rows", "columns"],
     ),
     "x + h b": Product(
-        lambda x, n: [add_product(x, n["h"], n["b"], SCALE, **OURS)],
+        lambda x, n: [add_product(x, n["h"], n["b"], SCALE)],
         lambda x, n: [mx.addmm(x, n["h"], n["b"], alpha=SCALE)],
         lambda x, n, some: [x[some] + SCALE * n["h"][some] @ n["b"]],
         ["rows"],
         2,
     ),
     "x + h a^T": Product(
-        lambda x, n: [add_product(x, n["h"], n["a"], SCALE, transpose=True, **OURS)],
+        lambda x, n: [add_product(x, n["h"], n["a"], SCALE, transpose=True)],
         lambda x, n: [mx.addmm(x, n["h"], n["a"].T, alpha=SCALE)],
         lambda x, n, some: [x[some] + SCALE * n["h"][some] @ n["a"].T],
         ["rows"],
@@ -117,13 +116,13 @@ def best(graph: Callable[[], Sequence[mx.array]], calls: int) -> float:
 
 def layers(x: mx.array, narrow: Arrays, calls: int, ours: bool) -> list[mx.array]:
     """What LoRA adds to a layer's step, so many times; the last result of each is an operand of the next."""
-    a, b, options = narrow["a"], narrow["b"], OURS if ours else {}
+    a, b = narrow["a"], narrow["b"]
     for _ in range(calls):
         if ours:
-            h = rows_product(x, a, **options)
-            y = add_product(x, h, b, **options)
-            dh, db = both_products(y, h, b, **options)
-            dx, a = add_product(y, dh, a, transpose=True, **options), columns_product(x, dh, **options)
+            h = rows_product(x, a)
+            y = add_product(x, h, b)
+            dh, db = both_products(y, h, b)
+            dx, a = add_product(y, dh, a, transpose=True), columns_product(x, dh)
         else:
             h = x @ a
             y = mx.addmm(x, h, b)
@@ -188,4 +187,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with on(Launch.run):
+        main()

@@ -28,7 +28,7 @@ import processes
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.kernels import cubin, launch, nvrtc
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from sizes import Size
 
 DTYPES = {mx.bfloat16: "bfloat16", mx.float32: "float32", mx.int32: "int32"}
@@ -89,10 +89,11 @@ def record(size: Size, recorder: Recorder) -> None:
     log_g, beta = mx.zeros(v.shape if size.per_channel else v.shape[:3]), mx.zeros(v.shape[:3])
 
     def call(*arrays: mx.array) -> list[mx.array]:
-        return list(gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda"), execute=recorder.run))
+        return list(gated_delta_fused(*arrays, tiling_of_call=tiling_on("cuda")))
 
     state = mx.zeros((size.batch, size.value_heads, size.head_size, size.head_size))
-    mx.vjp(call, [q, q, v, log_g, beta], [v, state])
+    with on(recorder.run):
+        mx.vjp(call, [q, q, v, log_g, beta], [v, state])
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ def of_gated_delta(
     log_g = mx.zeros(v.shape if per_channel else v.shape[:3])
     constants = {"segments": mx.zeros((1, tokens), mx.int32), "mask": mx.ones((1, tokens), mx.bool_)}
     recorder = _Recorder()
-    by = {"tiling_of_call": partial(tiling_of, "metal"), "execute": recorder}
 
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        return gated_delta_fused(*arrays, **by, **(constants if documents else {}))
+        return gated_delta_fused(
+            *arrays, tiling_of_call=partial(tiling_of, "metal"), **(constants if documents else {})
+        )
 
     state = mx.zeros((1, value_heads, size, size))
-    mx.vjp(call, [q, q, v, log_g, mx.zeros(v.shape[:3])], [v, state])
+    with on(recorder):
+        mx.vjp(call, [q, q, v, log_g, mx.zeros(v.shape[:3])], [v, state])
     kind = ", a gate a channel" if per_channel else ""
     words = f"gated delta, {_short(dtype)}, {key_heads}/{value_heads} heads of {size}{kind}"
     return RecordedCall(words + ", documents" * documents, tokens, tuple(recorder.launches))
@@ -84,9 +86,10 @@ def of_attention(
     }
 
     def call(*arrays: mx.array) -> list[mx.array]:
-        return [attention_fused(*arrays, scale=1.0, machine="metal", execute=recorder, **more)]
+        return [attention_fused(*arrays, scale=1.0, machine="metal", **more)]
 
-    mx.vjp(call, [q, k, k], [q])
+    with on(recorder):
+        mx.vjp(call, [q, k, k], [q])
     words = f"attention, {_short(dtype)}, {query_heads}/{key_heads} heads of {size}"
     return RecordedCall(words + ", documents" * documents, tokens, tuple(recorder.launches))
 

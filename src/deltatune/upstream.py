@@ -27,9 +27,8 @@ from .errors import UserError
 _SET_COMPILE_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 _NO_FUSE = 2
 
-# mlx-vlm: a Qwen3-VL model's addition to its first layers, the shared expert's weight, and a SwitchGLU's last sum.
+# mlx-vlm: a Qwen3-VL model's addition to its first layers, and a SwitchGLU's last sum.
 DEEPSTACK = "_deepstack_process"
-SHARED_EXPERT_SCALE = "_shared_expert_scale"
 COMBINE = "_combine"
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
@@ -222,12 +221,6 @@ NAMES = (
         f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),
-    ),
-    PrivateName(
-        "mlx_vlm",
-        f"mlx_vlm.models.qwen3_5_moe.language: {SHARED_EXPERT_SCALE}",
-        _LEFT,
-        lambda: _holds("mlx_vlm.models.qwen3_5_moe.language", f"def {SHARED_EXPERT_SCALE}("),
     ),
 )
 

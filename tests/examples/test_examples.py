@@ -80,6 +80,7 @@ def test_experts_without_tokens_stay_as_they_are(tmp_path):
     assert all(0 < count < 16 for count in moved)
 
 
+@pytest.mark.weekly
 def test_pictures_are_named_after_training_alone(tmp_path):
     pytest.importorskip("mlx_vlm")
     printed = run_script(tmp_path, "images")

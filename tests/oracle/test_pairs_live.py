@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+from parity.pairs import CASES, checksums
 
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT
-from deltatune.selftest.parity.pairs import CASES, checksums
 
 pytestmark = [
     pytest.mark.oracle,

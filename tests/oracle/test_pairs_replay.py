@@ -6,10 +6,11 @@ import functools
 
 import numpy as np
 import pytest
+from parity import pairs_ours
+from parity.pairs import CASES
 
-from deltatune.selftest.parity import pairs_ours, recording
+from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import FALL, STEPS, initial_adapters
-from deltatune.selftest.parity.pairs import CASES
 from deltatune.train.preferences import answers
 
 RECORDED = [name for name, case in CASES.items() if case.recorded]

@@ -38,7 +38,6 @@ RECORD = Patch(
     tried=">=1.2,<1.3",
     module="acme.ops",
     name="update",
-    signature="(x, scale=1)",
     holders=("acme.one",),
     reason="to test",
     without="Training goes slowly.",

@@ -41,22 +41,12 @@ def renamed_in(function, old):
     [
         ("mlx_vlm.models.qwen3_vl.language", "Qwen3VLModel", upstream.DEEPSTACK, "has no such function any more"),
         ("mlx_vlm.models.switch_layers", "SwitchGLU", upstream.COMBINE, "a small case of it ends in AttributeError"),
-        (
-            "mlx_vlm.models.qwen3_5_moe.language",
-            "Qwen3_5MoeSparseMoeBlock",
-            upstream.SHARED_EXPERT_SCALE,
-            "a small case of it ends in AttributeError",
-        ),
     ],
 )
 def test_a_patch_without_its_private_name_is_left_alone(module, cls, name, why, monkeypatch):
     pytest.importorskip("mlx_vlm")
     owner = getattr(importlib.import_module(module), cls)
     records = [record for record in PATCHES if record.module == module and record.name.startswith(f"{cls}.")]
-    if name == upstream.SHARED_EXPERT_SCALE:
-        # The record of the versions that read the name, which newer ones no longer need.
-        records = [record for record in records if record.tried == ">=0.7.1,<0.7.5"]
-        monkeypatch.setattr(evidence, "installed", lambda package: "0.7.4")
     if name not in vars(owner):
         pytest.skip("this mlx-vlm does not have the name")
     assert patch.apply(records).complete

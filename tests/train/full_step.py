@@ -25,7 +25,7 @@ from deltatune.train.updates import bundles
 from pretended import pretended
 
 # Matrices stay separate, as they are in a model of billions of parameters.
-bundles.MOST_NUMBERS_ON_CUDA = 1000
+bundles.MOST_NUMBERS["cuda"] = 1000
 OPTIONS = {"hidden_size": 128, "num_hidden_layers": 2, "full_attention_interval": 2}
 
 

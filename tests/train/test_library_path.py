@@ -45,7 +45,8 @@ RUNS = {
         "neftune_noise_alpha": 5.0,
         "optimizer": "adamw",
         "optimizer_config": {"adamw": {"weight_decay": 0.1}},
-        "lr_schedule": {"name": "cosine_decay", "arguments": [1e-2, 4]},
+        "lr_schedule": "cosine",
+        "warmup": 0.25,
         "loraplus_lr_ratio": 4.0,
         "grad_clip": 0.01,
         "grad_accumulation_steps": 2,
@@ -65,7 +66,7 @@ RUNS = {
         "sample_prompts": ["Who has 3 cups?"],
         "steps_per_sample": 2,
         "sample_max_tokens": 3,
-        "clear_cache_threshold": 1,
+        "clear_cache_threshold": 1000,
         "train": True,
         "trust_remote_code": True,
         "force": True,
@@ -78,6 +79,7 @@ RUNS = {
         "epochs": 2.0,
         "learning_rate": 1e-2,
     },
+    "rows that are held out": {"val_split": 0.5, "batch_size": 1},
     "a stream": {"streaming": True, "shuffle_buffer": 4},
     "pairs": {"loss": "dpo", "loss_variant": "robust", "beta": 0.3, "label_smoothing": 0.1, "test": True},
     "a margin": {"loss": "simpo", "gamma": 1.0},
@@ -127,7 +129,7 @@ def base(tmp_path, tiny_vision_checkpoint):
             Image.new("RGB", (64, 64), (200, 20, 20)).save(data / "a.png")
             turns = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "content": "red"}]
             rows = [{"messages": turns, "images": ["a.png"]}] * 4
-        for split in ("train", "valid", "test"):
+        for split in ("train", *(["valid"] if "val_split" not in changes else []), "test"):
             (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         given = {"model": str(model), "data": str(data), "batch_size": 2, "iters": 2, "max_seq_length": 128}
         given |= {"learning_rate": 1e-2, "steps_per_report": 1}

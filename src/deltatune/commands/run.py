@@ -112,7 +112,7 @@ def _compile_mode() -> AbstractContextManager[object]:
     from ..machine import backend
     from ..machine.compiling import without_kernels
 
-    return without_kernels() if backend.device() == "cuda" else nullcontext()
+    return without_kernels() if backend.builds_kernels() else nullcontext()
 
 
 def _program(command: list[str]) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from ..patches.verify import serving
 from ..plan.array_layout import ArrayLayout
 from ..plan.process_memory import LayoutError
 from ..upstream import Probed, probed
-from . import implementations, inventory, mlx_kernels, probes
+from . import implementations, inventory, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient
 from .implementations import OperatorFindings, Times
 from .probes import Fault
@@ -149,7 +149,6 @@ def examine(model: str | None = None) -> Examination:
         operator.order()
     with ThreadPoolExecutor() as builders:
         # The builders work while packages are imported and patched.
-        mlx_kernels.build(builders)
         implementations.build(builders)
         with _patched() as patches:
             builders.shutdown()

@@ -61,7 +61,7 @@ class OperatorFindings:
 
 def build(builders: ThreadPoolExecutor) -> None:
     """Let `builders` build the kernels that `findings` tries, where an NVIDIA GPU has any to build."""
-    if backend.device() != "cuda":
+    if not backend.builds_kernels():
         return
     with built_side_by_side(builders):
         for operator in operators.OPERATORS:
@@ -76,17 +76,12 @@ def findings() -> list[OperatorFindings]:
     return [_of_operator(operator) for operator in operators.OPERATORS]
 
 
-def compare_with_definitions() -> None:
-    """Run the comparisons of the last implementations; nobody looks at the results."""
-    for operator in operators.OPERATORS:
-        operator.compare_last()
-
-
 def _of_operator(operator: Operator) -> OperatorFindings:
     names, why = operator.order()
     results = [_of_last(verdict) for verdict in operator.compare_last()]
     for name in operator.fast:
-        if _has_kernels(name, names):
+        # On a GPU the fused kernels are tried in any case. On a CPU MLX's own attention has no trial.
+        if (operator.tries and name == "fused") or (name in names and (operator.tries or name == "fused")):
             results += _tried(operator, name, names)
     return OperatorFindings(operator.name, f"{', then '.join(names)} ({why})", results)
 
@@ -110,19 +105,10 @@ class Times:
         return ", ".join(timing.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
 
 
-def _has_kernels(name: str, names: Sequence[str]) -> bool:
-    """Whether an implementation is to be tried: the fused kernels on any GPU, MLX's own where they may serve."""
-    if backend.device() == "cpu":
-        # MLX's own attention is made of its operations there, and has no trial.
-        return name == "fused" and name in names
-    return name == "fused" or name in names
-
-
 def times() -> list[Times]:
     """Time the implementations that findings() has found right, on a GPU."""
-    if backend.device() == "cpu":
-        return []
-    return [_times(operator, call) for operator in operators.OPERATORS for call in operator.examples()]
+    tried = [operator for operator in operators.OPERATORS if operator.tries]
+    return [_times(operator, call) for operator in tried for call in operator.examples()]
 
 
 def _times(operator: Operator, call: Any) -> Times:
@@ -142,7 +128,7 @@ def _times(operator: Operator, call: Any) -> Times:
 def _of_last(verdict: Verdict) -> Finding:
     """Judge the implementation that serves every call, which nothing replaces where it is wrong."""
     finding = _finding(verdict, "right" if verdict.passed else "wrong")
-    if not verdict.passed and backend.device() != "cpu" and max(verdict.errors.values(), default=math.inf) <= TF32:
+    if not verdict.passed and not backend.uses_blas() and max(verdict.errors.values(), default=math.inf) <= TF32:
         finding.status = "TF32"
         finding.detail += "; MLX multiplies fp32 in TF32 on this GPU unless MLX_ENABLE_TF32=0 is set"
     return finding

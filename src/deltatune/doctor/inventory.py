@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..machine import backend, blas, blas_fault, environment
+from ..machine import blas, blas_fault, environment
 from ..ops.operator import verdicts
 
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
@@ -22,7 +22,7 @@ def machine() -> dict[str, str]:
     cores = environment.cores()
     facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
     facts["system"] = f"{_system()}, Python {platform.python_version()}"
-    here = backend.device()
+    here = about["backend"]
     facts["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
     facts["BLAS"] = str(blas.status())
     facts["BLAS file"] = blas_fault.probe().library or "not found"

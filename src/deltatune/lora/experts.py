@@ -20,10 +20,11 @@ from ..upstream import dropout_rate
 from .adapter import Adapter, uniform
 from .weights import dense_weight, frozen, input_size, is_quantized, output_factor, quantization, takes_indices
 
-# The number of indices from which mlx-lm's expert layers sort their rows by expert.
-_SORTED_FROM = 64
-# The ranks that the kernels for experts on NVIDIA GPUs take are multiples of this.
-_RANKS_ON_CUDA = 8
+# The number of indices from which rows are sorted by expert: that of mlx-lm's layers, and on CUDA any, since MLX's
+# unsorted products there read misaligned memory for a rank that is no multiple of 4 or 8.
+_SORTED_FROM = {"cpu": 64, "metal": 64, "cuda": 0}
+# The ranks that the kernels for experts take are multiples of this.
+_RANKS = {"cpu": 1, "metal": 1, "cuda": 8}
 # The arrays of a switch linear.
 _ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
@@ -95,8 +96,7 @@ class LoRASwitchLinear(Adapter):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if sorted_indices:
             _check_sorted(x, indices)
-        elif indices.size >= _SORTED_FROM or backend.device() == "cuda":
-            # On CUDA, MLX's unsorted products read misaligned memory for a rank that is no multiple of 4 or 8.
+        elif indices.size >= backend.here(_SORTED_FROM):
             return _sorted_by_expert(self, x, indices)
         update = self.dropout(x)
         for factor in (self.lora_a, self.lora_b):
@@ -165,7 +165,7 @@ def projection(module: nn.Module) -> Projection | None:
 def _factors(adapter: nn.Module) -> tuple[mx.array, mx.array]:
     """Return A and B, on NVIDIA GPUs with zeros up to the next rank that the kernels there take."""
     a, b = adapter["lora_a"], adapter["lora_b"]
-    missing = -a.shape[1] % _RANKS_ON_CUDA if backend.device() == "cuda" else 0
+    missing = -a.shape[1] % backend.here(_RANKS)
     if not missing:
         return a, b
     return mx.pad(a, [(0, 0), (0, missing), (0, 0)]), mx.pad(b, [(0, 0), (0, 0), (0, missing)])

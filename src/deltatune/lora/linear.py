@@ -56,7 +56,7 @@ def with_update(
 
     A GPU multiplies in x's dtype; a CPU, where bf16 and fp16 are slow, in fp32.
     """
-    if backend.device() != "cpu":
+    if not backend.computes_in_fp32():
         a, b = a.astype(x.dtype), b.astype(x.dtype)
     if a.dtype != x.dtype:
         y = base(x)
@@ -133,7 +133,7 @@ def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
     Only LoRALinear casts its factors, and only on a GPU.
     """
     dtypes: dict[str, mx.Dtype] = {}
-    for path, module in model.named_modules() if backend.device() != "cpu" else []:
+    for path, module in model.named_modules() if not backend.computes_in_fp32() else []:
         if type(module) is not LoRALinear:
             continue
         dtype = (module.linear["scales"] if is_quantized(module.linear) else module.linear["weight"]).dtype

@@ -43,7 +43,7 @@ def adapted_token(layer: Any, x: mx.array, known: Known) -> mx.array | None:
     if a.dtype != dtype or b.dtype != dtype:
         cast = known.of(a, _Cast)
         if cast is None or cast.origin_of_b() is not b or cast.a.dtype != dtype:
-            if backend.device() == "cpu":
+            if backend.computes_in_fp32():
                 return None
             cast = _cast(a, b, dtype, known)
         _, a, b = cast

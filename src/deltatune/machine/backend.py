@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import mlx.core as mx
 
-from . import nvidia
+from . import blas, nvidia
+
+Value = TypeVar("Value")
 
 # The devices on which nobody has measured an order: there implementations are timed, and the fastest serves.
 _UNMEASURED = ("metal",)
@@ -15,6 +20,50 @@ def device() -> str:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def facts() -> dict[str, str]:
+    """Name the device and the BLAS, for people."""
+    return {"device": device(), "BLAS": str(blas.status())}
+
+
+def here(values: Mapping[str, Value], other: Value | None = None) -> Value:
+    """Return the value for MLX's default device of a table by device; `other` for a device that is not in it.
+
+    Raises:
+        KeyError: The device is not in the table, and there is no `other`.
+    """
+    return values[device()] if other is None else values.get(device(), other)
+
+
+def builds_kernels() -> bool:
+    """Whether a kernel is built before its first call, which takes seconds: on NVIDIA GPUs."""
+    return device() == "cuda"
+
+
+def launches_ahead() -> bool:
+    """Whether the host launches work long before it is computed, and loses time when it waits: on NVIDIA GPUs."""
+    return device() == "cuda"
+
+
+def has_own_memory() -> bool:
+    """Whether the device has a memory of its own beside the host's: NVIDIA GPUs."""
+    return device() == "cuda"
+
+
+def computes_in_fp32() -> bool:
+    """Whether arrays in half precision are better computed in fp32: on CPUs, which have no fast products for them."""
+    return device() == "cpu"
+
+
+def uses_blas() -> bool:
+    """Whether MLX's products are those of the CPU's BLAS."""
+    return device() == "cpu"
+
+
+def adds_in_any_order() -> bool:
+    """Whether MLX's gradient of indexed rows is summed in another order each time: on GPUs."""
+    return device() != "cpu"
 
 
 def compares_times() -> bool:

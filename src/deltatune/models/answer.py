@@ -77,7 +77,7 @@ def answer_all(
             decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, sampler, compiled=compiled)
             return decoder.run(prompts)
         checked = _CheckedSampler(sampler)
-        batch_size = min(rows, _ROWS_OF_MLX_LM.get(backend.device(), ROWS))
+        batch_size = min(rows, backend.here(_ROWS_OF_MLX_LM, ROWS))
         response = batch_generate(
             model,
             tokenizer,

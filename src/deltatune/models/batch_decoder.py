@@ -178,7 +178,7 @@ class BatchDecoder:
         """Whether a prompt is read with others, behind which the shorter ones are padded."""
         longest = max(len(member.prompt) for member in (*group, row))
         alike = self._padding_is_right is not False or len(row.prompt) == longest == len(group[0].prompt)
-        return alike and longest * (len(group) + 1) <= PROMPT_TOKENS[backend.device()]
+        return alike and longest * (len(group) + 1) <= backend.here(PROMPT_TOKENS)
 
     def _may_be_padded(self, group: list[_Row]) -> bool:
         """Whether prompts can be read together, which is tried with the first ones of different lengths.
@@ -213,7 +213,7 @@ class BatchDecoder:
             for cache in caches:
                 if isinstance(cache, ArraysCache):
                     cache.prepare(lengths=lengths)
-        piece = PROMPT_TOKENS[backend.device()]
+        piece = backend.here(PROMPT_TOKENS)
         for start in range(0, longest, piece):
             logits_of(self._model, tokens[:, start : start + piece], cache=caches)
             mx.eval([cache.state for cache in caches])

@@ -25,7 +25,7 @@ from .random_state import drawing_from, repeatable
 # the head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
 CHUNK_BYTES, LARGEST_CHUNK_BYTES, FEWEST_TOKENS = 16 * 2**20, 128 * 2**20, 128
 # How many times larger chunks are on an NVIDIA GPU, where products are fast and the launches would cost more than they.
-CUDA_FACTOR = 4
+CHUNK_FACTOR = {"cpu": 1, "metal": 1, "cuda": 4}
 
 
 def linear_cross_entropy(
@@ -330,7 +330,8 @@ def _check(hidden: mx.array, targets: mx.array, weights: mx.array, chunk_tokens:
 
 def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> int:
     vocabulary = head(hidden[:1]).shape[-1]  # MLX is lazy, so asking for the shape alone computes nothing.
-    row_bytes, factor = 4 * vocabulary, CUDA_FACTOR if backend.device() == "cuda" else 1
+    row_bytes = 4 * vocabulary
+    factor = backend.here(CHUNK_FACTOR)
     wanted = max(factor * CHUNK_BYTES // row_bytes, factor * FEWEST_TOKENS)
     return max(16, min(factor * LARGEST_CHUNK_BYTES // row_bytes, wanted))
 

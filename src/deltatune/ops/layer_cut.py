@@ -45,8 +45,7 @@ class LayerCut:
 
 def piece_bytes() -> int:
     """Return the size of a piece of the layer's input on this device."""
-    device = backend.device()
-    return max(PIECE_BYTES[device], backend.gpu_memory() // PIECES_IN_MEMORY if device == "cuda" else 0)
+    return max(backend.here(PIECE_BYTES), backend.gpu_memory() // PIECES_IN_MEMORY if backend.has_own_memory() else 0)
 
 
 def layer_cut(x: mx.array) -> LayerCut | None:
@@ -58,7 +57,7 @@ def layer_cut(x: mx.array) -> LayerCut | None:
     batch, length, width = x.shape
     row = length * width * x.dtype.size
     if row < 2 * piece_bytes():
-        pieces = min(MOST_PIECES, batch, batch * row // (piece_bytes() * ROWS_TIMES[backend.device()]))
+        pieces = min(MOST_PIECES, batch, batch * row // (piece_bytes() * backend.here(ROWS_TIMES)))
         return LayerCut(ROWS, _bounds(batch, -(-batch // pieces))) if pieces > 1 else None
     pieces = min(MOST_PIECES, length // max(1, length * piece_bytes() // (batch * row)))
     size = -(-length // pieces)

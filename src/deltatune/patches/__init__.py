@@ -97,7 +97,7 @@ _asking: set[object] = set()
 
 def _of_device() -> tuple[Patch, ...]:
     """The further patches for the device that MLX computes on."""
-    return {"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL}[backend.device()]
+    return backend.here({"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL})
 
 
 def _records() -> tuple[Patch, ...]:

@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -72,17 +72,14 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     first, version = records[0], installed(records[0].package)
     if version is None:
         return f"{first.package} does not state its version."
-    candidates = [patch for patch in records if patch.settled is None or not contains(patch.settled, version)]
-    candidates.sort(key=lambda patch: _distance(patch, version))
+    candidates = sorted(records, key=lambda patch: _distance(patch, version))
     upstream = defined_function(first)
-    if not candidates:
-        return None
     if upstream is None:
         return _absent(first, version)
-    signature = signature_text(upstream) if first.signature else ""
+    signature = signature_text(upstream) if isinstance(upstream, FunctionType) else ""
     problem = None
     for patch in candidates:
-        if patch.signature != signature:
+        if expected_signature(patch, upstream) not in ("", signature):
             continue
         ours = functools.wraps(upstream)(patch.replacement(upstream))
         problem = _outcome(patch, upstream, ours)
@@ -90,8 +87,15 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
             return Fitting(patch, version, upstream, ours, owner_of(patch))
         if problem == SETTLED:
             return None
-    expected = " or ".join(dict.fromkeys(patch.signature for patch in candidates))
+    expected = " or ".join(dict.fromkeys(expected_signature(patch, upstream) for patch in candidates))
     return problem or f"its signature is {signature} in {first.package} {version}, and {expected} was expected."
+
+
+def expected_signature(patch: Patch, upstream: Function) -> str:
+    """The signature of the function that a record fits; "" where only its check tells."""
+    if patch.signature is not None or not isinstance(upstream, FunctionType):
+        return patch.signature or ""
+    return signature_text(patch.replacement(upstream))
 
 
 def _distance(patch: Patch, version: str) -> tuple[bool, int]:
@@ -130,7 +134,7 @@ def _outcome(patch: Patch, upstream: Function, ours: Function) -> str | None:
 
 def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
     # An NVIDIA GPU would have to build kernels for these few numbers, which takes seconds.
-    on_cpu = mx.stream(mx.cpu) if backend.device() == "cuda" else nullcontext()
+    on_cpu = mx.stream(mx.cpu) if backend.builds_kernels() else nullcontext()
     # Neither the user's random numbers nor the counts of served calls know of the check.
     with ExitStack() as stack:
         for context in (not_compiled(), on_cpu, candidates.without_trials(), drawing_from(mx.random.key(0))):
@@ -153,8 +157,8 @@ def forget() -> None:
 def _key(patch: Patch, upstream: Function) -> str:
     module = getattr(upstream, "__globals__", {}).get("__name__", patch.module)
     # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
-    parts = [patch.target, patch.tried, patch.signature, patch.reason]
-    parts += [_modules_digest(module), _machine(), backend.device()]
+    parts = [patch.target, patch.tried, expected_signature(patch, upstream), patch.reason]
+    parts += [_modules_digest(module), _machine(), str(mx.default_device())]
     parts += [str(environment.implementation(operator, names)) for operator, names in IMPLEMENTATIONS.items()]
     parts.append(str(environment.tf32()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

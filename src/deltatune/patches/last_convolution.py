@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..machine import backend
+from ..ops.pointwise.passes import OPERATOR as PASSES
 from ..ops.recomputation import keeps_inputs_alone
 from ..ops.tracing import trace
 
@@ -41,7 +41,7 @@ def convolved(layer: nn.Module, x: mx.array, y: mx.array, segments: mx.array | N
     """
     known = trace.current().known
     known.forget(Convolution)
-    if (backend.device() == "cuda" or keeps_inputs_alone()) and layer.training and "bias" not in layer:
+    if (PASSES.is_for_here or keeps_inputs_alone()) and layer.training and "bias" not in layer:
         known.note(y, Convolution(x, layer.weight[..., 0], segments))
     return y
 

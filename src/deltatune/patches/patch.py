@@ -167,8 +167,6 @@ def _moved_away(records: list[Patch]) -> LeftAlone | None:
     version = installed(package)
     if patch is None or version is None:
         return None
-    if any(record.settled is not None for record in records):
-        return None
     folders = [Path(folder, *parts) for folder in getattr(sys.modules[package], "__path__", [])]
     if any(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders):
         return None

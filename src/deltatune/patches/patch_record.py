@@ -32,14 +32,13 @@ class Patch:
             they agree, SETTLED, or a sentence on the difference.
         reason: Why the function is replaced, for `deltatune doctor`.
         without: A sentence on the consequence where the function cannot be replaced, for warnings.
-        signature: The signature expected, without annotations. "" for functions that show none, such as compiled ones,
-            or with defaults that have no fixed text; `check` then decides alone.
+        signature: The signature expected, without annotations: that of the replacement, unless another is given. ""
+            for functions with defaults that have no fixed text; `check` then decides alone, as for compiled ones.
         holders: Modules known to import the function. They are examined even if they belong to another package.
         needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
             Without any, the replacement saves time or memory alone.
         tried: The versions of the package that the record was tried with; TRIED's, unless others are given. They choose
             between records, and `deltatune` says where another version is installed; the evidence decides.
-        settled: The versions in which the function needs no replacement; they cause no warning.
     """
 
     module: str
@@ -48,11 +47,10 @@ class Patch:
     check: Check
     reason: str
     without: str
-    signature: str = ""
+    signature: str | None = None
     holders: tuple[str, ...] = ()
     needed_for: tuple[str, ...] = ()
     tried: str = ""
-    settled: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tried", self.tried or TRIED[self.package])

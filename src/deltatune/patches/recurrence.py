@@ -14,8 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine import backend
-from ..ops.gated_delta import gated_delta
+from ..ops.gated_delta import gated_delta, native
 from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
 from ..ops.operator import candidates
@@ -119,7 +118,7 @@ def route(
     Raises:
         ValueError: A state is given while documents are packed, and not by a piece of the same row (ops/pieces.py).
     """
-    use_kernel = use_kernel and (backend.device() == "metal" or arrays[0].shape[1] < PROMPT_TOKENS)
+    use_kernel = use_kernel and (not native.loops() or arrays[0].shape[1] < PROMPT_TOKENS)
     told = trace.current()
     documents = told.segments
     if documents is not None:

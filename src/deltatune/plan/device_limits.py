@@ -67,7 +67,7 @@ class DeviceLimits:
 
 def brake(size: int) -> int | None:
     """Return the bytes from which on MLX always waits for queued work, where arrays may take `size` bytes."""
-    return int(MOST * size) if backend.device() == "cuda" else None
+    return int(MOST * size) if backend.launches_ahead() else None
 
 
 def device_limits() -> DeviceLimits:
@@ -76,34 +76,32 @@ def device_limits() -> DeviceLimits:
     Metal reports both limits. On CUDA arrays may take the GPU's free memory, less CUDA_BYTES. On a CPU the limit is the
     memory of the machine or the container.
     """
-    device = backend.device()
-    if device == "cpu":
-        size, why = _main_memory()
-        return DeviceLimits(None, size, f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}", why)
-    if device == "metal":
-        buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
-        why = "the GPU's recommended working set"
-        return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
-    why = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
-    size, why_bytes = _cuda_memory()
-    return DeviceLimits(None, size, why, why_bytes)
+    return backend.here({"cpu": _of_cpu, "metal": _of_metal, "cuda": _of_cuda})()
 
 
-def _cuda_memory() -> tuple[int | None, str]:
+def _of_metal() -> DeviceLimits:
+    buffers = int(mx.device_info().get("resource_limit", METAL_BUFFERS))
+    why = "the GPU's recommended working set"
+    return DeviceLimits(buffers, backend.gpu_memory() or None, "the GPU's resource limit", why)
+
+
+def _of_cuda() -> DeviceLimits:
+    unlimited = f"CUDA has no limit; Apple GPUs have {METAL_BUFFERS:,}"
     total, free = backend.gpu_memory(), nvidia.free_memory()
     if free is None:
-        return total or None, "the GPU's memory"
+        return DeviceLimits(None, total or None, unlimited, "the GPU's memory")
     # Memory that this process has allocated is free for the run.
     free += mx.get_active_memory() + mx.get_cache_memory()
-    return max(0, min(total, free) - CUDA_BYTES), "the free memory of the GPU"
+    return DeviceLimits(None, max(0, min(total, free) - CUDA_BYTES), unlimited, "the free memory of the GPU")
 
 
-def _main_memory() -> tuple[int | None, str]:
+def _of_cpu() -> DeviceLimits:
+    unlimited = f"a CPU has no limit; Apple GPUs have {METAL_BUFFERS:,}"
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
-        return None, "this system does not say"
+        return DeviceLimits(None, None, unlimited, "this system does not say")
     limited = container()
     if limited is not None and limited.limit < memory:
-        return limited.limit, "the container's memory"
-    return memory, "the machine's memory"
+        return DeviceLimits(None, limited.limit, unlimited, "the container's memory")
+    return DeviceLimits(None, memory, unlimited, "the machine's memory")

@@ -135,7 +135,7 @@ def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int
 
 def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
     """Return the peak of answering so many prompts at once (models.answer), in bytes."""
-    most = PROMPT_TOKENS[backend.device()]
+    most = backend.here(PROMPT_TOKENS)
     read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
     with inferring(model):
         caches = cache_bytes(model)

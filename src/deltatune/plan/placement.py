@@ -112,7 +112,7 @@ class Placement:
 
     def said(self, unit: str = "iteration") -> list[Fact | str]:
         """Return the lines to print; this reads from the disk for a second. Every `unit` is a pass."""
-        where = "the host's memory" if backend.device() == "cuda" else "the rest"
+        where = "the host's memory" if backend.has_own_memory() else "the rest"
         features = f"; features of images take up to {size(self.features)} of {where}" if self.features else ""
         if not self.streamed:
             text = f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}"
@@ -277,7 +277,7 @@ def _feature_bytes(model: nn.Module, spare: int) -> int:
     """Return the limit of cached features: so many bytes that a plan leaves, or the host's share beside a GPU."""
     if frozen_tower(model) is None:
         return 0
-    return CACHE_BYTES if backend.device() == "cuda" else min(spare, CACHE_BYTES)
+    return CACHE_BYTES if backend.has_own_memory() else min(spare, CACHE_BYTES)
 
 
 def _with_advice(error: TooLittleMemoryError, planner: Planner, plan: Forecast) -> TooLittleMemoryError:
@@ -365,5 +365,5 @@ def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: Planne
 
 def fits_on_host(size: int) -> bool:
     """Whether so many bytes take at most half of the free memory beside an NVIDIA GPU."""
-    free = host_memory.free() if backend.device() == "cuda" else None
+    free = host_memory.free() if backend.has_own_memory() else None
     return free is not None and size <= free // 2

@@ -276,7 +276,7 @@ def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
     """The simulated run of the vision tower on one frame; None where no tower runs before the step."""
     if built.tower is None:
         return None
-    machine = Simulation(layout, PACES[backend.device()])
+    machine = Simulation(layout, backend.here(PACES))
     machine.add_leaves([*built.held, *built.tower_reads], built.shared_buffers)
     machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
     return machine
@@ -294,7 +294,7 @@ def simulate_forward(
     phases = [_phase("forward", *part) for part in zip(*parts_read(layout, noted, existing), strict=True)]
     nodes = [node for phase in phases for node in all_nodes(phase.outputs)]
     made = {node.address for node in nodes if node.kind}
-    machine = Simulation(layout, PACES[backend.device()], brake)
+    machine = Simulation(layout, backend.here(PACES), brake)
     machine.add_leaves([*read(layout, held, existing), *_constants_among(nodes, existing | made)])
     for phase in phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
@@ -303,7 +303,7 @@ def simulate_forward(
 
 def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None) -> Simulation:
     """The simulated run of the step at the pace of MLX's default device; `brake` is MLX's memory limit."""
-    machine = Simulation(layout, PACES[backend.device()], brake)
+    machine = Simulation(layout, backend.here(PACES), brake)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)

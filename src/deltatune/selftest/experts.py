@@ -114,7 +114,7 @@ def _bound(mixture: Mixture) -> float:
 
     K is the larger side of the matrices.
     """
-    if mixture.dtype != "float32" and backend.device() != "cpu":
+    if mixture.dtype != "float32" and not backend.computes_in_fp32():
         return NARROW_NORM
     sums = max(mixture.outer, mixture.inner) ** 0.5 * 2.0**-24
     return EXACT + sums + ROUNDING[mixture.dtype]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from ..ops import operators
-from ..ops.operator.kernel_operator import KernelOperator, KernelWorkload, run_here
+from ..ops.kernels.launch import Device, Launch
+from ..ops.operator.kernel_operator import KernelOperator, KernelWorkload
 from .outcome import Check, Outcome, not_run, tried
 
 _NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16"}
@@ -23,10 +23,8 @@ def checks(quick: bool) -> Iterator[Check]:
             yield Check(name, partial(compare, operator, workload))
 
 
-def compare(
-    operator: KernelOperator, workload: KernelWorkload, execute: Callable[[Any], list[mx.array]] | None = None
-) -> Outcome:
-    """Compare outputs and gradients with float64 on the CPU; `execute` runs launches in the place of a GPU."""
-    if execute is None and not operator.is_for_here:
+def compare(operator: KernelOperator, workload: KernelWorkload, device: Device | None = None) -> Outcome:
+    """Compare outputs and gradients with float64 on the CPU; `device` runs launches in the place of a GPU."""
+    if device is None and not operator.is_for_here:
         return not_run(f"these kernels are for {' and '.join(operator.devices)}; {operator.instead} serve here")
-    return tried(workload.case(), execute or run_here)
+    return tried(workload.case(), device or Launch.run)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import inventory
-from ..machine import atomic_files, backend, packages
+from ..machine import atomic_files, packages
 from ..ops.operator import verdicts
 from ..plan.device_limits import device_limits
 from .examined import examination
@@ -47,7 +47,7 @@ class SelftestRecord:
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "versions": packages.versions(),
             "machine": inventory.machine(),
-            "device": backend.device(),
+            "device": verdicts.machine()["backend"],
             "driver": verdicts.machine()["driver"],
             "memory_bytes": limit.bytes,
             "load_average": [round(load, 2) for load in os.getloadavg()],

@@ -44,7 +44,7 @@ def _text(name: str, case: cases.ParityCase) -> Outcome:
     try:
         return compared(name, case, ours.run)
     except RuntimeError as error:
-        if case.bits is None or backend.device() != "cuda":
+        if case.bits is None or not backend.builds_kernels():
             raise
         return not_run(f"MLX's CUDA has no packed product for the rows of this tiny model ({first_line(error)[:120]})")
 

@@ -60,7 +60,7 @@ def sizes(quick: bool) -> list[Workload]:
     """The sizes to measure, each four times the one before: few heads in fp32 on a CPU, a model's in bf16 on a GPU."""
     if quick:
         return [Workload("B1 T96 H2/2 D32 fp32", ShapeClass(2, 2, 32, 32, "float32"), 96)]
-    if backend.device() == "cpu":
+    if backend.computes_in_fp32():
         return [_size(length, 4, 4, "float32") for length in (512, 2048)]
     return [_size(length, 16, 32, "bfloat16") for length in (512, 2048, 8192)]
 
@@ -97,8 +97,7 @@ def _too_much(name: str, workload: Workload, a_token: float) -> str | None:
         return f"would take about {seconds:.0f} s a call"
     limit = device_limits().bytes
     needed = workload.length * workload.shape.value_heads * workload.shape.key_size**2 * 4 * _KEPT_STATES
-    # Except on Metal, MLX's own operator is such a loop as well.
-    loops = name == LOOP or (name == NATIVE and backend.device() != "metal")
+    loops = name == LOOP or (name == NATIVE and native.loops())
     if loops and limit is not None and needed > limit // 2:
         return f"would need about {needed / 2**30:.0f} GiB"
     return None

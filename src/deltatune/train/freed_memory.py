@@ -60,6 +60,7 @@ class FreedMemory:
                 mx.clear_cache()
             return
         peak = mx.get_peak_memory()
-        if peak > self._peak and (room := ROOM.get(backend.device())):
+        room = backend.here(ROOM, 0.0)
+        if room and peak > self._peak:
             self._peak = peak
             mx.set_memory_limit(min(self._most, int(room * peak)))

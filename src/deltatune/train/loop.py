@@ -314,10 +314,12 @@ def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examp
 @contextlib.contextmanager
 def _wired() -> Iterator[None]:
     """Within the context, an Apple GPU keeps its memory wired; afterwards MLX's own limit is back."""
-    if backend.device() != "metal":
+    size = backend.gpu_memory()
+    if not size:
         yield
         return
-    before = mx.set_wired_limit(backend.gpu_memory())
+    # An NVIDIA GPU's memory is its own, and MLX sets no limit there.
+    before = mx.set_wired_limit(size)
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
-from ..machine import backend
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
+from ..ops.pointwise import adam
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import Compiled
@@ -253,9 +253,7 @@ class Step:
             gradients = tree_map(mx.add, accumulated, gradients)
         # A product's gradient is transposed, and each kernel of the update that reads it would copy it first.
         return (
-            tree_map(mx.contiguous, gradients)
-            if self._launcher is not None or backend.device() == "cuda"
-            else gradients
+            tree_map(mx.contiguous, gradients) if self._launcher is not None or adam.OPERATOR.is_for_here else gradients
         )
 
     def _trace_update(self, parameters: Any, gradients: Any, loss: mx.array, weight: mx.array) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.decoding.attention_token import BOUNDS, KERNEL, attention_token, covers, serves, trial_case
+from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator.case import judged
 
 # Heads, key heads and sizes: heads in blocks of one, two, three of four, and four.
@@ -29,7 +30,8 @@ def drawn(*shape: int, seed: int = 0) -> mx.array:
 def test_large_scores_are_those_of_float64(scale, running):
     q, keys, values = drawn(2, 4, 1, 32), drawn(2, 2, 90, 32, seed=1), drawn(2, 2, 90, 32, seed=2)
     lengths = [90, 33]
-    y = attention_token(q, keys, values, mx.array(lengths, mx.int32), scale, execute=running(KERNEL))
+    with on(running(KERNEL)):
+        y = attention_token(q, keys, values, mx.array(lengths, mx.int32), scale)
     for row, length in enumerate(lengths):
         wide = [np.array(x[row], np.float64) for x in (q, keys, values)]
         k, v = (np.repeat(x[:, :length], 2, axis=0) for x in wide[1:])

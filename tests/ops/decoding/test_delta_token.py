@@ -19,7 +19,7 @@ from deltatune.ops.decoding.delta_token import (
     trial_case,
 )
 from deltatune.ops.gated_delta import float64
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator.case import judged
 from deltatune.ops.pointwise.conv import NormedHeads
 
@@ -68,7 +68,8 @@ def test_the_recurrence_steps_as_in_float64(running):
     given = arrays_of(layer, rows=1, taps=2)
     x, _, b, a = given.projected
     given = replace(given, taps=mx.broadcast_to(mx.array([0.0, 1.0]), (layer.channels, 2)), weight=mx.ones(16))
-    y, _, state = delta_token(layer, given, execute=running(KERNEL))
+    with on(running(KERNEL)):
+        y, _, state = delta_token(layer, given)
     wide = {name: np.array(array, np.float64) for name, array in (("x", x), ("b", b), ("a", a))}
     silu = wide["x"] / (1 + np.exp(-wide["x"]))
     q, k, v = silu[:, :32], silu[:, 32:64], silu[:, 64:].reshape(1, 1, 2, 16)

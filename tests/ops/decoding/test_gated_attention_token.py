@@ -17,7 +17,7 @@ from deltatune.ops.decoding.gated_attention_token import (
     serves,
     trial_case,
 )
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator.case import judged
 
 
@@ -59,10 +59,10 @@ def test_keys_behind_a_row_do_not_matter(running):
     behind = mx.arange(9)[None, None, :, None] >= given.offsets[:, None, None, None]
     keys, values = (mx.where(behind, mx.nan, array) for array in (given.keys, given.values))
     mx.eval(keys, values, given.keys, given.values)
-    y, expected = (
-        gated_attention_token(layer, arrays, execute=running(KERNEL, nvidia=True))
-        for arrays in (replace(given, keys=keys, values=values), given)
-    )
+    with on(running(KERNEL, nvidia=True)):
+        y, expected = (
+            gated_attention_token(layer, arrays) for arrays in (replace(given, keys=keys, values=values), given)
+        )
     assert mx.array_equal(y, expected)
     for array in (keys, values):
         assert (mx.isnan(array).any(axis=(1, 3)) == (mx.arange(9) > given.offsets[:, None])).all()

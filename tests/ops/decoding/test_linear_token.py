@@ -21,7 +21,7 @@ from deltatune.ops.decoding.linear_token import (
     serves,
     trial_case,
 )
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator.case import judged
 
 # Each combination in one type, and any three parts in both.
@@ -45,7 +45,8 @@ def test_a_row_of_any_start_is_read(rows, running):
     """One row may start in the middle of another array's, at no multiple of 16 bytes."""
     wide, weight = drawn((rows, 107), (20, 104))
     call = LinearToken(wide[:, None, 3:], weight)
-    y = linear_token(call, execute=running(KERNEL))
+    with on(running(KERNEL)):
+        y = linear_token(call)
     exact = linear_token_naive(LinearToken(call.x.astype(mx.float32), weight.astype(mx.float32)))
     assert mx.abs(y - exact).max().item() <= BOUNDS[mx.bfloat16] * mx.abs(exact).max().item()
 

@@ -46,8 +46,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(unpacking, "serves", lambda *_, **__: False)
-    monkeypatch.setattr(grouped, "product", product)
-    monkeypatch.setattr(grouped, "gradient", gradient)
+    monkeypatch.setattr(grouped, "product", lambda *of: lambda: [product(*of)])
+    monkeypatch.setattr(grouped, "gradient", lambda *of: lambda: [gradient(*of)])
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     return calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from deltatune.ops.gated_delta import float64 as oracle
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
+from deltatune.ops.kernels.launch import on
 
 HERE = Path(__file__).parent
 
@@ -88,10 +90,12 @@ def on_host() -> Callable:
         def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
             if by is not None:
                 return by(*arrays[:-1], initial_state=arrays[-1], **constants)
-            execution = {"tiling_of_call": metal_tiling(**tiling), "execute": partial(machine.run, seed=lanes)}
-            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], **execution, **constants)
+            chosen = metal_tiling(**tiling)
+            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], tiling_of_call=chosen, **constants)
 
-        outputs, gradients = mx.vjp(call, [mx.array(inputs[name]) for name in oracle.INPUTS], [dy, mx.array(dstate)])
+        arrays = [mx.array(inputs[name]) for name in oracle.INPUTS]
+        with nullcontext() if machine is None else on(partial(machine.run, seed=lanes)):
+            outputs, gradients = mx.vjp(call, arrays, [dy, mx.array(dstate)])
         names = ("y", "state", *oracle.INPUTS)
         return dict(zip(names, [*outputs, *gradients], strict=True)), truth
 

@@ -13,11 +13,12 @@ import pytest
 from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
+from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator import first_use
 from deltatune.ops.products import low_rank, quantized_product
 from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.products.low_rank import add_products, columns_products, rows_products
-from deltatune.ops.products.low_rank_kernels import ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.products.low_rank_kernels import COLUMNS, ROWS, WIDE, LowRankProduct
 from deltatune.ops.products.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 
@@ -46,17 +47,20 @@ def _errors(machine, count: int, rank: int, rows: int = 70, width: int = 136, se
     """The errors of the products along rows, over rows, and of those that are added to a matrix."""
     x, *more = _drawn((rows, width), *[(width, rank)] * count, *[(rows, rank)] * count)
     weights, narrow = more[:count], more[count:]
-    execute = partial(machine.run, seed=seed)
+    with on(partial(machine.run, seed=seed)):
+        of_rows = rows_products(x, weights)
+        of_columns = columns_products(x, narrow)
+        sums = add_products(x, narrow, weights)
     x64 = _wide(x)
     errors = []
-    for found, weight in zip(rows_products(x, weights, execute=execute), map(_wide, weights), strict=True):
+    for found, weight in zip(of_rows, map(_wide, weights), strict=True):
         errors.append(_worst(found, x64 @ weight, width * 2.0**-23 * np.abs(x64) @ np.abs(weight)))
-    for found, one in zip(columns_products(x, narrow, execute=execute), map(_wide, narrow), strict=True):
+    for found, one in zip(of_columns, map(_wide, narrow), strict=True):
         errors.append(_worst(found, x64.T @ one, rows * 2.0**-23 * np.abs(x64.T) @ np.abs(one)))
     pairs = list(zip(map(_wide, narrow), map(_wide, weights), strict=True))
     exact = x64 + sum(one @ weight.T for one, weight in pairs)
     size = np.abs(x64) + sum(np.abs(one) @ np.abs(weight.T) for one, weight in pairs)
-    errors.append(_worst(add_products(x, narrow, weights, execute=execute), exact, count * rank * 2.0**-23 * size))
+    errors.append(_worst(sums, exact, count * rank * 2.0**-23 * size))
     return errors
 
 
@@ -95,9 +99,9 @@ def test_a_planted_defect(defect, make_machine, host_module):
 @pytest.mark.parametrize(
     "kernel",
     [
-        RowsKernel(mx.bfloat16, 24, 16, False, 3),
-        ColumnsKernel(mx.bfloat16, 32, 1, 256, False, 2),
-        WideKernel(mx.bfloat16, 16, True, 2),
+        LowRankProduct(ROWS, mx.bfloat16, 24, False, 3, 16),
+        LowRankProduct(COLUMNS, mx.bfloat16, 32, False, 2, 256),
+        LowRankProduct(WIDE, mx.bfloat16, 16, True, 2),
     ],
     ids=str,
 )

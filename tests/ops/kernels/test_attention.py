@@ -14,7 +14,7 @@ from deltatune.ops.attention import hopper
 from deltatune.ops.attention.fused import FILES
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import header, on
 
 TEXT = header("metal", FILES)
 HOPPER = load(Path(__file__).with_name("host_machine.py")).cuda_text(hopper.FORWARD)
@@ -48,8 +48,9 @@ def run(oracle, make):
             if hopper not in machines:
                 machines[hopper] = make(HOPPER, hopper=True)
             machine = machines[hopper]
-        execute, name = partial(machine.run, seed=seed), "hopper" if hopper else "metal"
-        return oracle.norms(*oracle.differentiate(attention_fused, case, dtype, machine=name, execute=execute))
+        with on(partial(machine.run, seed=seed)):
+            name = "hopper" if hopper else "metal"
+            return oracle.norms(*oracle.differentiate(attention_fused, case, dtype, machine=name))
 
     return differentiate
 
@@ -183,9 +184,9 @@ def test_vmap_and_second_derivatives_are_refused_by_name():
         return [mx.zeros(*kind) for kind in launch.outputs.values()]
 
     def loss(x: mx.array) -> mx.array:
-        return attention_fused(x, q, q, scale=1.0, machine="metal", execute=blank).sum()
+        return attention_fused(x, q, q, scale=1.0, machine="metal").sum()
 
-    with pytest.raises(ValueError, match=r"attention: mx\.vmap cannot map this implementation"):
+    with on(blank), pytest.raises(ValueError, match=r"attention: mx\.vmap cannot map this implementation"):
         mx.vmap(loss)(mx.stack([q, q]))
-    with pytest.raises(NotImplementedError, match="attention has no second derivative"):
+    with on(blank), pytest.raises(NotImplementedError, match="attention has no second derivative"):
         mx.grad(lambda x: mx.grad(loss)(x).sum())(q)

@@ -67,11 +67,11 @@ class ExpertCase:
     def product(self, machine, cut, transpose=True, onto=None, seed=1) -> mx.array:
         weight = self.weight if transpose else mx.contiguous(self.weight.swapaxes(-1, -2))
         operands = GroupedProduct(self.rows, weight, self.ends, transpose, self.scale, onto)
-        launch = grouped.product_launch(operands, cut)
+        launch = grouped.product(operands, cut)
         return machine.run(launch, seed)[0]
 
     def gradient(self, machine, cut, seed=1) -> mx.array:
-        return machine.run(grouped.gradient_launch(self.total, self.dy, self.rows, self.ends, self.scale, cut), seed)[0]
+        return machine.run(grouped.gradient(self.total, self.dy, self.rows, self.ends, self.scale, cut), seed)[0]
 
 
 def _error(result: mx.array, truth: np.ndarray) -> float:

@@ -15,6 +15,7 @@ from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import fused_op, gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.fused_pieces import Cut, cut_of
+from deltatune.ops.kernels.launch import on
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
@@ -37,8 +38,9 @@ def on_machine(machine):
         launched.append(launch.name)
         return machine.run(launch)
 
-    function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=execute)
-    return function, launched
+    function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"))
+    with on(execute):
+        yield function, launched
 
 
 def gradients(function, arrays: dict, **constants) -> tuple[list, list]:
@@ -232,11 +234,12 @@ def test_refuses_vmap_by_name(mapped, around):
     arrays |= {name: mx.stack([arrays[name]] * 3) for name in mapped}
 
     def loss(*given):
-        function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"), execute=lazily)
+        function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"))
         return function(*given[:-1], mask=given[-1])[0].sum()
 
     axes = tuple(0 if name in mapped else None for name in arrays)
-    with pytest.raises(ValueError, match=r"mx\.vmap cannot map the fused kernels.*fold the mapped axis into B"):
+    refused = r"mx\.vmap cannot map the fused kernels.*fold the mapped axis into B"
+    with on(lazily), pytest.raises(ValueError, match=refused):
         mx.vmap(around(loss), in_axes=axes)(*arrays.values())
 
 

@@ -51,7 +51,7 @@ def run(host_folder, host_module, monkeypatch):
         tile = grouped_hopper.product_tile(case.weight.shape[1], case.weight.shape[0])
         matrices = Packed(*mx.quantize(weight, group, 4), group) if group else weight
         operands = GroupedProduct(case.rows, matrices, case.ends, transpose, case.scale, onto, own)
-        launch = grouped.product_launch(operands, tile)
+        launch = grouped.product(operands, tile)
         return machines[text].run(launch, seed)[0]
 
     return multiply
@@ -162,7 +162,7 @@ def test_each_multiprocessor_gets_several_blocks(monkeypatch):
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.Limits(nvidia.H200.block_bytes, 3))
     case = of_any_machine.ExpertCase([70] * 10, 128, 192)
     operands = GroupedProduct(case.rows, case.weight, case.ends, True)
-    launch = grouped.product_launch(operands, grouped_hopper.product_tile(192, 10))
+    launch = grouped.product(operands, grouped_hopper.product_tile(192, 10))
     assert launch.blocks == (12, 1, 1)
     assert launch.values["BLOCKS"] == 12
 

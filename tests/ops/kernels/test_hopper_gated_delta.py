@@ -20,7 +20,7 @@ from deltatune.ops.gated_delta.fused_hopper import HopperTiling, choose_hopper_t
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
-from deltatune.ops.kernels.launch import Kernel, Launch
+from deltatune.ops.kernels.launch import Kernel, Launch, on
 
 HOST = load(Path(__file__).with_name("host_machine.py"))
 
@@ -82,7 +82,8 @@ def run(host_folder, host_module, on_host, known, monkeypatch):
         def execute(launch: Launch) -> list[mx.array]:
             text, launch = HOST.cuda_text(launch.kernel), watch(launch)
             # What a kernel writes into is known to other calls as it was.
-            launch = launch.on({name: x + 0 if name in launch.changes else x for name, x in launch.inputs.items()})
+            inputs = {name: x + 0 if name in launch.changes else x for name, x in launch.inputs.items()}
+            launch = replace(launch, inputs=inputs)
             changed = change(text)
             if changed != text:
                 return machine_of(changed).run(launch, seed=seed)
@@ -91,12 +92,13 @@ def run(host_folder, host_module, on_host, known, monkeypatch):
                 known[key] = machine_of(text).run(launch, seed=seed)
             return known[key]
 
-        fused = partial(gated_delta_fused, tiling_of_call=tiling_of_call, execute=execute)
+        fused = partial(gated_delta_fused, tiling_of_call=tiling_of_call)
 
         def by(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
             return fused(*arrays[:4], beta(arrays[4]), **options)
 
-        return on_host(None, case, mx.bfloat16, by=by)
+        with on(execute):
+            return on_host(None, case, mx.bfloat16, by=by)
 
     return differentiate
 
@@ -324,8 +326,9 @@ def test_bytes_that_a_chunk_saves(monkeypatch):
 
     q, v = (mx.zeros((1, 256, heads, 128), mx.bfloat16) for heads in shape[2:4])
     gates, state = mx.zeros((1, 256, 2)), mx.zeros((1, 2, 128, 128))
-    call = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "cuda"), execute=watched)
-    mx.vjp(lambda *arrays: list(call(*arrays)), [q, q, v, gates, gates], [v, state])
+    call = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "cuda"))
+    with on(watched):
+        mx.vjp(lambda *arrays: list(call(*arrays)), [q, q, v, gates, gates], [v, state])
     sizes = {name: int(np.prod(shape)) * dtype.size for name, (shape, dtype) in kept.items()}
     chunks, names = 4 * 2, ("solve", "scores", "states", "d_states", "u", "d_right")
     assert {name: sizes[name] / chunks / 1024 for name in names} == dict(

@@ -11,7 +11,6 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper
-from deltatune.ops.gated_delta.fused import KernelInputs, no_initial_state
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(fused_hopper.PREPARE)
 # Half of the last place of a pair of bf16, relative to the number; and of fp32.
@@ -92,7 +91,7 @@ def worst(host_folder, host_module, monkeypatch):
         shape = (*x["q"].shape[:3], *x["v"].shape[2:3], 128, x["v"].shape[3])
         masked, segmented = x["mask"] is not None, x["segments"] is not None
         tiling = fused_hopper.choose_hopper_tiling(shape, mx.bfloat16, masked=masked, segmented=segmented)
-        launch = fused_hopper.prepare(tiling, KernelInputs(**given, initial=no_initial_state()))
+        launch = tiling.launch("prepare", {name: array for name, array in given.items() if array is not None})
         solve, scores, factors = machines[text].run(launch, seed)
         truth = exact(x | {name: np.array(given[name].astype(mx.float32)) for name in "qk"})
         found = {"solve": triangle(solve), "scores": triangle(scores)}

@@ -23,11 +23,11 @@ from deltatune.ops.decoding.gated_attention_token import GatedAttention
 from deltatune.ops.decoding.linear_token import TokenBlock
 from deltatune.ops.experts import grouped, grouped_hopper
 from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
-from deltatune.ops.gated_delta import fused, fused_hopper
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.gated_delta.fused_passes import no_initial_state
 from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.pointwise import (
     conv_silu,
     gated_norm,
@@ -40,7 +40,6 @@ from deltatune.ops.pointwise import (
 )
 from deltatune.ops.pointwise.adam import AdamStep
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
 from deltatune.ops.pointwise.squares import sum_of_squares
 from deltatune.ops.pointwise.stored_moments import EightBitStep
@@ -72,17 +71,14 @@ def gated_delta(dtype: mx.Dtype, per_channel: bool, size: int = 128) -> None:
 
 def scans_of_many_heads() -> None:
     q, v, gates = mx.zeros((1, 70, 1, 128), mx.bfloat16), mx.zeros((1, 70, 2, 128), mx.bfloat16), mx.zeros((1, 70, 2))
-    x = fused.KernelInputs(q, q, v, gates, gates, fused.no_initial_state(), None, None)
+    x = {"q": q, "k": q, "v": v, "log_g": gates, "beta": gates, "initial": no_initial_state()}
     tiling = choose_hopper_tiling((1, 70, 1, 2, 128, 128), mx.bfloat16, masked=False, segmented=False)
     assert tiling is not None
     tiling = replace(tiling, slice=64)
-    prepared = {name: mx.zeros(*kind) for name, kind in fused_hopper.prepare(tiling, x).outputs.items()}
-    last = mx.zeros((1, 2, 128, 128))
-    for scan in (
-        fused_hopper.scan(tiling, x, prepared),
-        fused_hopper.reverse(tiling, x, prepared, {"dy": v, "d_last": last}),
-    ):
-        mx.eval(scan.run())
+    x |= {name: mx.zeros(*kind) for name, kind in tiling.prepared.items()}
+    x |= {"dy": v, "d_last": mx.zeros((1, 2, 128, 128))}
+    for phase in ("scan", "reverse"):
+        mx.eval(list(tiling.run(phase, x).values()))
 
 
 def passes(dtype: mx.Dtype) -> None:
@@ -99,16 +95,16 @@ def passes(dtype: mx.Dtype) -> None:
     gradients(lambda *arrays: [times_gate(*arrays)], x[:, None], x[:, :, None])
     rows, index = x.reshape(40, 64), mx.arange(40)
     mx.eval(scored_swiglu.gradients(rows, rows, rows, mx.zeros((40,))))
-    mx.eval(take_rows(rows, index, execute=Pass.run), end_to_end([x, weight], execute=Pass.run))
+    mx.eval(take_rows(rows, index), end_to_end([x, weight]))
     step, large = AdamStep.begun(mlx.optimizers.AdamW(0.1), None, mx.array(True)), [mx.zeros((300,), dtype)] * 2
     mx.eval(step(*large * 2), EightBitStep(step)(*large, *[mx.zeros((300,), mx.uint8), mx.zeros((2,))] * 2))
-    mx.eval(sum_of_squares([x, weight], execute=Pass.run))
+    mx.eval(sum_of_squares([x, weight]))
     gradients(lambda logits: [vocabulary_losses(logits, index)], rows)
     for bits in BITS:
         packed = [mx.zeros((4, 8 * bits), mx.uint32), *[mx.zeros((4, 4), dtype)] * 2]
         mx.eval(unpack(packed, 64, bits, dtype))
     for weights in (None, mx.ones((20, 2))):
-        mx.eval(sum_rows(rows, index.reshape(20, 2), weights, execute=Pass.run))
+        mx.eval(sum_rows(rows, index.reshape(20, 2), weights))
 
 
 def experts(dtype: mx.Dtype) -> None:
@@ -121,8 +117,8 @@ def experts(dtype: mx.Dtype) -> None:
             GroupedProduct(rows, turned, ends, False),
             GroupedProduct(rows, weight, ends, True, 2.0, d),
         ):
-            mx.eval(grouped.product(operands))
-        mx.eval(grouped.gradient(None, d, rows, ends))
+            mx.eval(grouped.product(operands)())
+        mx.eval(grouped.gradient(None, d, rows, ends)())
 
 
 def experts_on_hopper() -> None:
@@ -131,11 +127,11 @@ def experts_on_hopper() -> None:
     for transpose, onto, rank in ((True, None, 8), (True, rows, 0), (False, None, 0), (False, rows, 8)):
         factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
         adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
-        mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile))
+        mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile)())
     for transpose, group_size in ((True, 32), (False, 64)):
         parts = [mx.zeros((2, 256, 256 // group_size), mx.bfloat16)] * 2
         packed = Packed(mx.zeros((2, 256, 32), mx.uint32), *parts, group_size)
-        mx.eval(grouped.product(GroupedProduct(rows, packed, ends, transpose), tile))
+        mx.eval(grouped.product(GroupedProduct(rows, packed, ends, transpose), tile)())
 
 
 def low_rank(dtype: mx.Dtype) -> None:
@@ -152,7 +148,7 @@ def low_rank(dtype: mx.Dtype) -> None:
             partial(add_product, x, d, a.T),
             partial(add_product, x, d, a, transpose=True),
         ]
-        mx.eval([product(execute=Launch.run) for product in products[turn::2]])
+        mx.eval([product() for product in products[turn::2]])
         turn = 1 - turn
 
 
@@ -206,7 +202,8 @@ CASES = [pytest.param(*case, marks=[pytest.mark.weekly] * (case in WEEKLY)) for 
 def test_every_kernel_compiles(name, architecture, gpu):
     """The assembler says "serialized" where products of Hopper wait each for the one before, by a factor of three."""
     gpu.architecture, gpu.fast = architecture, True
-    (LAUNCHES | IN_OTHER_TYPES | ON_HOPPER)[name]()
+    with on(Launch.run):
+        (LAUNCHES | IN_OTHER_TYPES | ON_HOPPER)[name]()
     assert {launched["name"] for launched in gpu.launches} == set(gpu.compiled) != set()
     for launched in gpu.launches:
         code = launched["compiled_source"]
@@ -228,7 +225,8 @@ def test_every_kernel_compiles(name, architecture, gpu):
 @pytest.mark.parametrize("kernels", [passes, low_rank])
 def test_some_kernels_compile_for_older_gpus_too(kernels, gpu):
     gpu.architecture, gpu.fast = AMPERE, True
-    kernels(mx.bfloat16)
+    with on(Launch.run):
+        kernels(mx.bfloat16)
     assert {launched["name"] for launched in gpu.launches} == set(gpu.compiled) != set()
 
 

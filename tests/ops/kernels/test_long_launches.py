@@ -12,7 +12,7 @@ import pytest
 from deltatune.ops.attention import long_launches
 from deltatune.ops.attention.fused import FILES, TILE
 from deltatune.ops.attention.fused_op import attention_fused
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import header, on
 
 CASES = {
     "causal": {},
@@ -46,10 +46,11 @@ def differentiate(machine, launches: list, queries=LENGTH, segments=False, with_
         return machine.run(launch, seed=1)
 
     def call(*given):
-        run = partial(attention_fused, machine="metal", execute=execute, scale=0.25, **options)
+        run = partial(attention_fused, machine="metal", scale=0.25, **options)
         return [run(*given[:3], sinks=given[3] if with_sinks else None)]
 
-    outputs, gradients = mx.vjp(call, [q, k, v, *sinks], [dy])
+    with on(execute):
+        outputs, gradients = mx.vjp(call, [q, k, v, *sinks], [dy])
     return [np.array(x) for x in (*outputs, *gradients)]
 
 

@@ -12,7 +12,7 @@ from deltatune.ops.gated_delta import long_scans
 from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import choose_tiling
-from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS, header
+from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS, header, on
 
 # Seven chunks of sixteen in fp32, the last of them incomplete; heads of no whole tiles.
 LENGTH, KEY_HEADS, HEADS, KEY_SIZE, VALUE_SIZE = 100, 1, 2, 24, 40
@@ -55,10 +55,12 @@ def differentiate(machine, launches, dtype=mx.float32, per_channel=False, docume
 
     def call(*given):
         state = given[5] if stateful else None
-        by = {"tiling_of_call": partial(tiling_of, "metal"), "execute": execute}
+        by = {"tiling_of_call": partial(tiling_of, "metal")}
         return list(gated_delta_fused(*given[:5], initial_state=state, **by, **options))
 
-    outputs, gradients = mx.vjp(call, arrays, [drawn(*v.shape).astype(dtype), drawn(2, HEADS, VALUE_SIZE, KEY_SIZE)])
+    cotangents = [drawn(*v.shape).astype(dtype), drawn(2, HEADS, VALUE_SIZE, KEY_SIZE)]
+    with on(execute):
+        outputs, gradients = mx.vjp(call, arrays, cotangents)
     return [np.array(each.astype(mx.float32)).tobytes() for each in (*outputs, *gradients)]
 
 

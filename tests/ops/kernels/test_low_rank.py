@@ -13,11 +13,11 @@ import pytest
 from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
-from deltatune.ops.kernels.launch import Launch
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.products.low_rank_kernels import ROWS, BothKernel, ColumnsKernel, RowsKernel, WideKernel
+from deltatune.ops.products.low_rank_kernels import BOTH, COLUMNS, ROWS, WIDE, LowRankProduct
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(ROWS)
 SCALE = 1.75
@@ -76,22 +76,27 @@ def _worst(found: mx.array, left: np.ndarray, right: np.ndarray, y: np.ndarray |
     return float("inf") if np.isnan(worst) else float(worst)
 
 
+def _on(device, function, *arguments, **options):
+    with on(device):
+        return function(*arguments, **options)
+
+
 def _errors(machine, dtype: mx.Dtype, rows: int, width: int, rank: int, seed: int = 1) -> Iterator[float]:
     """The errors of every product: along rows, over rows, of both at once, and of those that are added to y.
 
     A kernel is compiled when its error is asked for.
     """
     x, a, h = _drawn(dtype, (rows, width), (width, rank), (rows, rank))
-    execute, b = partial(machine.run, seed=seed), mx.contiguous(a.T)
+    b, run = mx.contiguous(a.T), partial(_on, partial(machine.run, seed=seed))
     x64, a64, h64 = _wide(x), _wide(a), _wide(h)
-    yield _worst(rows_product(x, a, SCALE, execute=execute), x64, a64)
-    yield _worst(rows_product(x, b, SCALE, transpose=True, execute=execute), x64, a64)
-    dh, db = both_products(x, h, b, SCALE, execute=execute)
+    yield _worst(run(rows_product, x, a, SCALE), x64, a64)
+    yield _worst(run(rows_product, x, b, SCALE, transpose=True), x64, a64)
+    dh, db = run(both_products, x, h, b, SCALE)
     yield max(_worst(dh, x64, a64), _worst(db, h64.T, x64))
-    yield _worst(columns_product(x, h, SCALE, execute=execute), x64.T, h64)
-    yield _worst(columns_product(h, x, SCALE, execute=execute), h64.T, x64)
+    yield _worst(run(columns_product, x, h, SCALE), x64.T, h64)
+    yield _worst(run(columns_product, h, x, SCALE), h64.T, x64)
     for weight, transpose in ((b, False), (a, True)):
-        y = add_product(x, h, weight, SCALE, transpose=transpose, execute=execute)
+        y = run(add_product, x, h, weight, SCALE, transpose=transpose)
         yield _worst(y, h64, a64.T, x64)
 
 
@@ -128,13 +133,14 @@ def test_arrays_that_are_not_aligned(make_machine, host_module, divide):
 
 def test_leading_axes_and_the_shapes_of_results(gpu):
     x, b, h = _drawn(mx.bfloat16, (2, 9, 40), (4, 40), (2, 9, 4))
-    y = rows_product(x, b, SCALE, transpose=True, execute=gpu.run)
+    with on(gpu.run):
+        y = rows_product(x, b, SCALE, transpose=True)
+        assert columns_product(h, x).shape == (4, 40)
+        assert columns_product(x, h).shape == (40, 4)
+        assert [y.shape for y in both_products(x, h, b)] == [(2, 9, 4), (4, 40)]
+        assert add_product(x, h, b).shape == (2, 9, 40)
     assert y.shape == (2, 9, 4)
     assert _worst(y.reshape(18, 4), _wide(x).reshape(18, 40), _wide(b).T) <= 1
-    assert columns_product(h, x, execute=gpu.run).shape == (4, 40)
-    assert columns_product(x, h, execute=gpu.run).shape == (40, 4)
-    assert [y.shape for y in both_products(x, h, b, execute=gpu.run)] == [(2, 9, 4), (4, 40)]
-    assert add_product(x, h, b, execute=gpu.run).shape == (2, 9, 40)
 
 
 def test_the_order_of_lanes_and_blocks_changes_no_bit_and_nothing_races(make_machine, divide):
@@ -143,12 +149,12 @@ def test_the_order_of_lanes_and_blocks_changes_no_bit_and_nothing_races(make_mac
     b = mx.contiguous(a.T)
     divide(1, 256)
     for product in (
-        lambda run: [rows_product(x, a, SCALE, execute=run)],
-        lambda run: [columns_product(x, h, SCALE, execute=run)],
-        lambda run: both_products(x, h, b, SCALE, execute=run),
-        lambda run: [add_product(x, h, b, SCALE, execute=run)],
+        lambda: [rows_product(x, a, SCALE)],
+        lambda: [columns_product(x, h, SCALE)],
+        lambda: both_products(x, h, b, SCALE),
+        lambda: [add_product(x, h, b, SCALE)],
     ):
-        for one, two in zip(*(product(partial(machine.run, seed=seed)) for seed in (1, 2)), strict=True):
+        for one, two in zip(*(_on(partial(machine.run, seed=seed), product) for seed in (1, 2)), strict=True):
             assert mx.array_equal(one, two)
 
 
@@ -164,8 +170,9 @@ def test_no_mark_stays_in_memory(shape, gpu, divide):
 
     divide(1, 256)
     x, b, h = _drawn(mx.bfloat16, shape, (8, shape[1]), (shape[0], 8))
-    both_products(x, h, b, execute=run)
-    columns_product(h, x, execute=run)
+    with on(run):
+        both_products(x, h, b)
+        columns_product(h, x)
     set_once = np.array([0x7FE5FFC6, 0x7FD3FFA9], np.uint32)
     for found in marks:
         assert not (np.array(found).view(np.uint32).reshape(-1, 2) == set_once).all(axis=1).any()
@@ -218,13 +225,13 @@ def test_a_planted_defect(defect, make_machine, host_module, divide):
 
 
 KERNELS = [
-    RowsKernel(mx.bfloat16, 8, 16, False),
-    RowsKernel(mx.bfloat16, 8, 16, True),
-    ColumnsKernel(mx.bfloat16, 8, 1, 256, False),
-    ColumnsKernel(mx.bfloat16, 8, 1, 256, True),
-    BothKernel(mx.bfloat16, 8, 2, 128, True),
-    WideKernel(mx.bfloat16, 8, False),
-    WideKernel(mx.bfloat16, 8, True),
+    LowRankProduct(ROWS, mx.bfloat16, 8, False, block_rows=16),
+    LowRankProduct(ROWS, mx.bfloat16, 8, True, block_rows=16),
+    LowRankProduct(COLUMNS, mx.bfloat16, 8, False, block_rows=256),
+    LowRankProduct(COLUMNS, mx.bfloat16, 8, True, block_rows=256),
+    LowRankProduct(BOTH, mx.bfloat16, 8, block_rows=128, side=2),
+    LowRankProduct(WIDE, mx.bfloat16, 8, False),
+    LowRankProduct(WIDE, mx.bfloat16, 8, True),
 ]
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from host_machine import HostMachine
 
 from deltatune.machine import backend
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import Device, Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.operator.case import Case
 from deltatune.ops.pointwise import adam, stored_moments
-from deltatune.ops.pointwise.pass_launch import BODIES, Execute, Pass
+from deltatune.ops.pointwise.pass_launch import BODIES
 
 
 @pytest.fixture(scope="session")
 def execute(host_folder):
     """Runs a launch on the host machine, or on the GPU where there is one."""
-    return Pass.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
+    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
 
 
 @pytest.fixture
-def check_trial(execute, caplog) -> Callable[[Case[Execute], float], None]:
+def check_trial(execute, caplog) -> Callable[[Case[Device], float], None]:
     """Check that a trial accepts right launches, and refuses and names wrong ones (by `factor`) and failing ones."""
 
     def check(case, factor):
@@ -43,7 +43,7 @@ def check_trial(execute, caplog) -> Callable[[Case[Execute], float], None]:
 
 
 @pytest.fixture
-def launches(monkeypatch, execute) -> list[str]:
+def launches(monkeypatch, execute) -> Iterator[list[str]]:
     """The names of the launches of Adam's steps, which the host machine runs while the device passes for a GPU."""
     names: list[str] = []
 
@@ -54,6 +54,6 @@ def launches(monkeypatch, execute) -> list[str]:
     cases = (adam.trial_case, stored_moments.trial_case)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
-    original = adam.AdamStep.begun
-    monkeypatch.setattr(adam.AdamStep, "begun", staticmethod(lambda *arguments: original(*arguments[:3], run)))
-    return names
+    monkeypatch.setattr(Launch, "run", run)
+    with on(None):
+        yield names

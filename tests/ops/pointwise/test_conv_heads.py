@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu
 from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
@@ -52,10 +53,10 @@ def drawn(case, dtype, spread=1.0, batch=2):
     return [(factor * mx.random.normal(shape, key=key)).astype(dtype) for shape, key, factor in draws]
 
 
-def ours(case, execute, batch=2):
+def ours(case, batch=2):
     heads, owner = form_of(case)
     documents = None if owner is None else mx.broadcast_to(mx.array(owner.astype(np.int32)), (batch, len(owner)))
-    return lambda x, weight, state=None: conv_heads(x, weight, heads, state, documents, execute=execute)
+    return lambda x, weight, state=None: conv_heads(x, weight, heads, state, documents)
 
 
 def error(found, exact):
@@ -69,9 +70,9 @@ def error(found, exact):
 def test_values_and_gradients_against_float64(case, spread, dtype, execute):
     heads, owner = form_of(case)
     arrays = drawn(case, dtype, spread)
-    shapes = [y.shape for y in ours(case, execute)(*arrays)]
+    shapes = [y.shape for y in ours(case)(*arrays)]
     cotangents = [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i, shape in enumerate(shapes)]
-    outputs, gradients = mx.vjp(ours(case, execute), arrays, cotangents)
+    outputs, gradients = mx.vjp(ours(case), arrays, cotangents)
     with mx.stream(mx.cpu):
         wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
         exact = mx.vjp(lambda x, w, state=None: list(reference_heads(x, w, heads, state, owner)), wide, d)
@@ -87,18 +88,18 @@ def test_rows_of_zeros_have_finite_gradients(execute):
     case = "heads of 128, state, documents"
     arrays = drawn(case, mx.float32)
     arrays[0][:, 3:12] = 0
-    outputs, gradients = mx.vjp(ours(case, execute), arrays, [mx.ones_like(y) for y in ours(case, execute)(*arrays)])
+    outputs, gradients = mx.vjp(ours(case), arrays, [mx.ones_like(y) for y in ours(case)(*arrays)])
     assert all(mx.isfinite(array).all() for array in [*outputs, *gradients])
 
 
 def test_inputs_with_other_strides_and_odd_offsets(execute):
     case = "heads of 96"
     x, weight, state = drawn(case, mx.bfloat16)
-    wanted = ours(case, execute)(x, weight, state)
+    wanted = ours(case)(x, weight, state)
     odd = mx.concatenate([mx.zeros((1,), x.dtype), x.reshape(-1)])[1:].reshape(x.shape)
     turned = mx.contiguous(x.swapaxes(0, 1)).swapaxes(0, 1)
     for given in (odd, turned):
-        for one, other in zip(ours(case, execute)(given, weight, state), wanted, strict=True):
+        for one, other in zip(ours(case)(given, weight, state), wanted, strict=True):
             assert mx.array_equal(one, other)
 
 
@@ -109,11 +110,11 @@ def test_a_row_in_pieces_is_the_whole_row(execute):
     x, weight, state = drawn(case, mx.float32)
 
     def whole(x, weight, state):
-        return conv_heads(x, weight, heads, state, execute=execute)
+        return conv_heads(x, weight, heads, state)
 
     def in_pieces(x, weight, state):
-        first = conv_heads(x[:, :20], weight, heads, state, execute=execute)
-        rest = conv_heads(x[:, 20:], weight, heads, x[:, 17:20], execute=execute)
+        first = conv_heads(x[:, :20], weight, heads, state)
+        rest = conv_heads(x[:, 20:], weight, heads, x[:, 17:20])
         return [mx.concatenate(list(pair), axis=1) for pair in zip(first, rest, strict=True)]
 
     ones = [mx.random.normal(y.shape, key=mx.random.key(3)) for y in whole(x, weight, state)]
@@ -129,8 +130,8 @@ def test_without_heads_it_is_the_convolution_alone(execute):
     """The values equal those of a convolution with its state in its input's first rows."""
     case = "heads of 96"
     x, weight, state = drawn(case, mx.float32)
-    *_, values = ours(case, execute)(x, weight, state)
-    y = conv_silu(mx.concatenate([state, x], axis=1), weight, execute=execute)
+    *_, values = ours(case)(x, weight, state)
+    y = conv_silu(mx.concatenate([state, x], axis=1), weight)
     assert mx.array_equal(values, y[..., -values.shape[2] :])
 
 
@@ -142,7 +143,8 @@ def test_one_launch_forward_and_one_backward(execute):
         launches.append((launch.name, tuple(launch.outputs)))
         return execute(launch)
 
-    mx.eval(mx.grad(lambda x: sum(y.sum() for y in ours("heads of 96", counted)(x, weight, state)))(x))
+    with on(counted):
+        mx.eval(mx.grad(lambda x: sum(y.sum() for y in ours("heads of 96")(x, weight, state)))(x))
     assert launches[:2] == [("conv_silu_forward", ("q", "k", "v")), ("conv_silu_backward", ("dx", "dstate"))]
     # The host machine runs each launch at once, and a GPU those that something uses, which a frozen weight's is not.
     assert launches[2:] == [("conv_silu_taps", ("dweight",))]
@@ -167,7 +169,7 @@ def test_refuses_what_does_not_fit():
 
 
 def test_every_form_is_tried_before_its_first_use(execute, monkeypatch):
-    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, device=execute))
     monkeypatch.setattr(first_use, "_right", {})
     case = "one head of 64"
     heads, _ = form_of(case)
@@ -191,7 +193,7 @@ def test_a_kernel_that_is_wrong_is_not_used(execute, monkeypatch):
             found = execute(launch)
             return [array * 1.2 for array in found] if launch.name == name else found
 
-        monkeypatch.setattr(Passes, "passes_trial", partialmethod(_passes_trial, execute=wrong))
+        monkeypatch.setattr(Passes, "passes_trial", partialmethod(_passes_trial, device=wrong))
         monkeypatch.setattr(first_use, "_right", {})
         assert not conv.serves_heads(x, weight, heads)
 

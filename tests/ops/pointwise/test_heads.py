@@ -11,7 +11,7 @@ from host_machine import HostError, HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops import recomputation
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import heads, times_gate, turned_heads
 from deltatune.ops.pointwise.pass_launch import BODIES
@@ -73,18 +73,18 @@ def errors(function, reference, arrays):
 
 def turned_errors(case, execute, dtype=mx.float32, spread=1.0):
     (x, weight), options = given(case, dtype)
-    return errors(
-        lambda x, w: turned_heads(x, w, *options, execute=execute),
-        lambda x, w: reference_turned_heads(x, w, *options),
-        [spread * x, weight],
-    )
+    with on(execute):
+        return errors(
+            lambda x, w: turned_heads(x, w, *options),
+            lambda x, w: reference_turned_heads(x, w, *options),
+            [spread * x, weight],
+        )
 
 
 def gate_errors(execute, dtype=mx.float32, width=40):
     arrays = drawn((2, 3, 7, width), (2, 7, 3, width), dtype=dtype)
-    return errors(
-        lambda y, gate: [times_gate(y, gate, execute=execute)], lambda y, gate: [y.swapaxes(1, 2) * gate], arrays
-    )
+    with on(execute):
+        return errors(lambda y, gate: [times_gate(y, gate)], lambda y, gate: [y.swapaxes(1, 2) * gate], arrays)
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
@@ -105,7 +105,7 @@ def test_late_tokens_turn_by_the_angle_that_fp32_gives(execute):
     """An angle is off by its frequency's rounding and by its own, 2^-24 of it each; a sine by about 2^-23."""
     length, width, first = 3001, 32, 2900
     x, weight = drawn((1, length, 1, width), (width,))
-    y = turned_heads(x, weight, EPS, width, BASE, False, execute=execute)[0]
+    y = turned_heads(x, weight, EPS, width, BASE, False)[0]
     with mx.stream(mx.cpu):
         wide = [array.astype(mx.float64) for array in (x, weight)]
         exact = np.array(reference_turned_heads(*wide, EPS, width, BASE, False)[0])
@@ -126,7 +126,8 @@ def test_sines_of_large_angles(host_folder, monkeypatch):
     frequencies = np.linspace(2.0**16, 2.0**20, 16).astype(np.float32)
     execute = HostMachine(host_folder, header("metal", BODIES)).run
     x = mx.concatenate([mx.ones((1, 2, 1, 16)), mx.zeros((1, 2, 1, 16))], axis=-1)
-    y = turned_heads(x, mx.ones((32,)), 0.0, 32, BASE, False, execute=execute)[0]
+    with on(execute):
+        y = turned_heads(x, mx.ones((32,)), 0.0, 32, BASE, False)[0]
     angles = frequencies.astype(np.float64)
     exact = np.sqrt(2) * np.concatenate([np.cos(angles), np.sin(angles)])
     assert np.abs(np.array(y[0, 0, 1], np.float64) - exact).max() < np.sqrt(2) * 2.0**-22
@@ -178,7 +179,7 @@ def test_inputs_with_other_strides_and_odd_offsets(execute):
     odd = mx.concatenate([mx.zeros((1,), x.dtype), x.reshape(-1)])[1:].reshape(x.shape)
     other = mx.contiguous(x.swapaxes(1, 2)).swapaxes(1, 2)
     cotangents = drawn((2, 8, 5, 32), (2, 5, 8, 32), dtype=x.dtype)
-    turned = partial(turned_heads, execute=execute)
+    turned = partial(turned_heads)
     wanted = with_gradients(lambda x: turned(x, weight, *options), [x], cotangents)
     cotangents[0] = mx.contiguous(cotangents[0].swapaxes(1, 2)).swapaxes(1, 2)
     for each in (odd, other):
@@ -195,10 +196,11 @@ def test_one_launch_forward_and_one_backward(execute):
         return execute(launch)
 
     def loss(x):
-        y, gate = turned_heads(x, weight, *options, execute=counted)
-        return times_gate(y, gate, execute=counted).sum()
+        y, gate = turned_heads(x, weight, *options)
+        return times_gate(y, gate).sum()
 
-    mx.eval(mx.grad(loss)(x))
+    with on(counted):
+        mx.eval(mx.grad(loss)(x))
     names = ("turned_heads_forward", "times_gate_forward", "times_gate_backward", "turned_heads_backward")
     assert launches == list(names)
 
@@ -225,7 +227,7 @@ def test_refuses_what_does_not_fit():
 
 
 def test_kernels_are_tried_before_their_first_use(execute, monkeypatch):
-    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, device=execute))
     monkeypatch.setattr(first_use, "_right", {})
     (x, weight), options = given(SMALL)
     y, gate = drawn((2, 8, 5, 32), (2, 5, 8, 32))
@@ -250,7 +252,7 @@ def test_a_kernel_that_is_wrong_is_not_used(name, execute, monkeypatch):
         return [array * 1.001 for array in found] if launch.name == name else found
 
     monkeypatch.setattr(recomputation, "LEAST", 0)
-    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=wrong))
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, device=wrong))
     monkeypatch.setattr(first_use, "_right", {})
     assert heads.serves(x, weight, *options) is (name == "times_gate_backward")
     assert heads.serves_gate(y, gate) is (name != "times_gate_backward")

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import joining
 from deltatune.ops.pointwise.joining import end_to_end
-from deltatune.ops.pointwise.pass_launch import Pass
 
 SHAPES = [(3, 50), (1,), (7,), (130, 2), (8, 16)]
 
@@ -24,7 +24,8 @@ def test_equals_a_concatenation(dtype, execute):
     arrays[0] = arrays[0].T
     expected = mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
     for run in (execute, None):
-        found = end_to_end(arrays, execute=run)
+        with on(run):
+            found = end_to_end(arrays)
         assert found.dtype == mx.float32
         assert mx.array_equal(found, expected)
 
@@ -37,7 +38,7 @@ def test_when_launches_are_used(monkeypatch):
         assert len(launch.inputs) <= joining.MOST
         return [mx.concatenate([array.reshape(-1) for array in launch.inputs.values()])]
 
-    monkeypatch.setattr(Pass, "run", run)
+    monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     arrays = random_arrays(mx.float32)
     many = arrays * (1 + joining.MOST // len(arrays))

@@ -29,9 +29,9 @@ def documents(length):
 
 
 def conv_case(batch, length, channels, taps, segmented):
-    def ours(x, weight, execute):
+    def ours(x, weight):
         segments = mx.broadcast_to(documents(length), (batch, length)) if segmented else None
-        return conv_silu(x, weight, segments, execute=execute)
+        return conv_silu(x, weight, segments)
 
     owner = np.array(documents(length))[0] if segmented else None
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
@@ -61,7 +61,7 @@ CASES = {
     },
     **{
         f"gated norm of {width}": (
-            lambda x, g, w, execute: gated_norm(x, w, g, 1e-6, execute=execute),
+            lambda x, g, w: gated_norm(x, w, g, 1e-6),
             lambda x, g, w: x * inverse_rms(x, 1e-6) * w * g * mx.sigmoid(g),
             [*rows(width), (width,)],
         )
@@ -69,7 +69,7 @@ CASES = {
     },
     **{
         f"norm and gate of {width}": (
-            lambda x, w, execute: norm_and_gate(x, w, 1e-3, execute=execute),
+            lambda x, w: norm_and_gate(x, w, 1e-3),
             lambda x, w: (
                 x[..., : w.size] * inverse_rms(x[..., : w.size], 1e-3) * w,
                 mx.sigmoid(x[..., w.size :]),
@@ -96,7 +96,7 @@ CASES = {
 def test_value_and_gradients_against_float64(case, spread, dtype, execute):
     function, reference, shapes = CASES[case]
     arrays = draw(*shapes, dtype=dtype, spread=spread)
-    ours = partial(function, execute=execute)
+    ours = function
 
     def listed(f):
         return lambda *given: list(result) if isinstance(result := f(*given), tuple) else [result]
@@ -116,7 +116,7 @@ def test_value_and_gradients_against_float64(case, spread, dtype, execute):
 
 def test_a_gate_close_to_zero_is_accurate(execute):
     a, b, A_log, dt_bias = draw((4, 8), (4, 8), (8,), (8,))
-    log_g, _ = gates(a - 14, b, A_log, dt_bias, execute=execute)
+    log_g, _ = gates(a - 14, b, A_log, dt_bias)
     exact = -np.exp(np.array(A_log, np.float64)) * np.log1p(np.exp(np.array(a, np.float64) - 14 + np.array(dt_bias)))
     assert np.abs(np.array(log_g) / exact - 1).max() < 1e-5
 
@@ -124,18 +124,18 @@ def test_a_gate_close_to_zero_is_accurate(execute):
 def test_arrays_with_other_strides_and_odd_offsets(execute):
     (x,) = draw((3, 10, 64))
     transposed = x.swapaxes(0, 1)
-    found, expected = (norm(y, 1.0, 1e-6, execute=execute) for y in (transposed, mx.contiguous(transposed)))
+    found, expected = (norm(y, 1.0, 1e-6) for y in (transposed, mx.contiguous(transposed)))
     assert mx.array_equal(found, expected)
     flat = draw((65,))[0]
     offset, copied = flat[1:], mx.contiguous(flat[1:])
-    assert mx.array_equal(swiglu(offset, offset, execute=execute), swiglu(copied, copied, execute=execute))
+    assert mx.array_equal(swiglu(offset, offset), swiglu(copied, copied))
 
 
 def test_compiled_and_checkpointed(execute):
     x, g, w = draw(*rows(64), (64,))
 
     def loss(x, g, w):
-        return swiglu(gated_norm(x, w, g, 1e-6, execute=execute), x, execute=execute).square().sum()
+        return swiglu(gated_norm(x, w, g, 1e-6), x).square().sum()
 
     expected = mx.grad(loss, argnums=(0, 1, 2))(x, g, w)
     if backend.device() == "cuda":
@@ -155,11 +155,11 @@ def test_gradients_of_parameters_close_over_no_array(execute, monkeypatch):
         return differentiate(inner, primals, cotangents)
 
     monkeypatch.setattr(mx, "vjp", watched)
-    outputs = function(*arrays, execute=execute)
+    outputs = function(*arrays)
     ones = [mx.ones_like(y) for y in (outputs if isinstance(outputs, tuple) else [outputs])]
 
     def listed(*given):
-        result = function(*given, execute=execute)
+        result = function(*given)
         return list(result) if isinstance(result, tuple) else [result]
 
     differentiate(listed, arrays, ones)
@@ -170,7 +170,7 @@ def test_gradients_of_parameters_close_over_no_array(execute, monkeypatch):
 def test_no_second_derivative(execute):
     (x,) = draw((2, 64))
     with pytest.raises(NotImplementedError, match="swiglu has no second derivative"):
-        mx.grad(lambda x: mx.grad(lambda x: swiglu(x, x, execute=execute).sum())(x).sum())(x)
+        mx.grad(lambda x: mx.grad(lambda x: swiglu(x, x).sum())(x).sum())(x)
 
 
 def test_refuses_what_does_not_fit():
@@ -199,12 +199,12 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(execute, caplog):
         passes = Passes(f"swiglu {i}", _forward, backward, _plain)
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            assert passes.passes_trial(*[((96, 8), mx.float32)] * 2, execute=execute) is (warning is None)
+            assert passes.passes_trial(*[((96, 8), mx.float32)] * 2, device=execute) is (warning is None)
             assert (warning or "") in caplog.text
 
 
 def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch):
-    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, execute=execute))
+    monkeypatch.setattr(Passes, "passes_trial", partialmethod(Passes.passes_trial, device=execute))
     monkeypatch.setattr(first_use, "_right", {})
     for module in (recomputation, gating, conv):
         monkeypatch.setattr(module, "LEAST", 0)

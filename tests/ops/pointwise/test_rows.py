@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
@@ -28,10 +29,10 @@ def random_case(dtype, tokens=37, k=3, width=40):
 def test_rows_are_taken_by_index(dtype, kind, execute):
     x, _, order = random_case(dtype)
     for index in (order, order[:5], mx.concatenate([order, order]), mx.array([110, 0, 0])):
-        found = take_rows(x, index.astype(kind), execute=execute)
+        found = take_rows(x, index.astype(kind))
         assert found.dtype == dtype
         assert mx.array_equal(found, x[index])
-    below = take_rows(x, mx.array([-1, 3, -111]).astype(mx.int32), execute=execute)
+    below = take_rows(x, mx.array([-1, 3, -111]).astype(mx.int32))
     assert mx.array_equal(below, x[mx.array([110, 3, 0])])
 
 
@@ -44,7 +45,8 @@ def test_the_kernel_reads_integers_of_32_bits(kind):
         given.append(launched.inputs["index"].dtype)
         return [mx.zeros((2, 24))]
 
-    take_rows(mx.zeros((11, 24)), mx.array([3, 1]).astype(kind), execute=execute)
+    with on(execute):
+        take_rows(mx.zeros((11, 24)), mx.array([3, 1]).astype(kind))
     assert given == [mx.int32]
 
 
@@ -53,7 +55,7 @@ def test_an_embedding_and_its_gradient(shape, execute):
     weight = mx.random.normal((11, 24), key=mx.random.key(0))
     ids = mx.random.randint(-11, 11, shape, key=mx.random.key(1))
     d = mx.random.normal((*shape, 24), key=mx.random.key(2))
-    found, (gradient,) = mx.vjp(lambda weight: [embedded(weight, ids, execute=execute)], [weight], [d])
+    found, (gradient,) = mx.vjp(lambda weight: [embedded(weight, ids)], [weight], [d])
     assert mx.array_equal(found[0], weight[ids])
     expected = np.zeros((11, 24))
     np.add.at(expected, np.array(ids).reshape(-1), np.array(d, np.float64).reshape(-1, 24))
@@ -67,7 +69,7 @@ def test_an_embedding_and_its_gradient(shape, execute):
 def test_sums_of_rows_against_float64(dtype, k, result, weighted, execute):
     x, weights, order = random_case(dtype, k=k)
     index = order.reshape(-1, k)
-    found = sum_rows(x, index, weights if weighted else None, result, execute=execute)
+    found = sum_rows(x, index, weights if weighted else None, result)
     wide = np.array(x.astype(mx.float32), np.float64)[np.array(index)]
     expected = (wide * np.array(weights, np.float64)[..., None] if weighted else wide).sum(axis=1)
     assert found.dtype == (result or dtype)

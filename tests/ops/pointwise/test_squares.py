@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import squares
-from deltatune.ops.pointwise.pass_launch import Pass
 from deltatune.ops.pointwise.squares import sum_of_squares
 
 SHAPES = [(3, 50), (1,), (7,), (131, 67), (8, 16)]
@@ -34,7 +34,8 @@ def test_equals_float64(dtype, execute):
     expected = sum(np.square(np.array(array.astype(mx.float32), np.float64)).sum() for array in arrays)
     # MLX adds up an array on a CPU in long runs, each sum of which is rounded.
     for run, bound in ((execute, 1e-6), (None, 1e-5)):
-        found = sum_of_squares(arrays, execute=run)
+        with on(run):
+            found = sum_of_squares(arrays)
         assert found.dtype == mx.float32
         assert found.shape == ()
         np.testing.assert_allclose(found.item(), expected, rtol=bound)
@@ -46,7 +47,7 @@ def test_equals_float64(dtype, execute):
 def test_one_nonfinite_element_makes_the_sum_nonfinite(value, at, execute):
     x = mx.zeros((131 * 67,))
     x[at] = value
-    assert not mx.isfinite(sum_of_squares([x, mx.zeros((3,))], execute=execute))
+    assert not mx.isfinite(sum_of_squares([x, mx.zeros((3,))]))
 
 
 def test_when_launches_are_used(monkeypatch):
@@ -56,7 +57,7 @@ def test_when_launches_are_used(monkeypatch):
         launches.append(launch)
         return [launch.inputs["before"] + launch.inputs["x"].square().sum() / launch.inputs["before"].size]
 
-    monkeypatch.setattr(Pass, "run", run)
+    monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(first_use, "is_right", lambda _case_of, dtype, **_: dtype != mx.float16)
     arrays = random_arrays(mx.float32)
     for device, times in (("cpu", 0), ("metal", 0), ("cuda", len(SHAPES))):

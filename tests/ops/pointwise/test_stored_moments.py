@@ -51,7 +51,7 @@ def test_codes_and_scales_are_those_of_mlxs_operations(size, execute):
     gradient = mx.where(mx.arange(size) // 256 == 1, 0, gradient)
     optimizer = OPTIMIZERS["adamw8bit"](0.0, betas=[0.0, 0.0])
     optimizer.state["step"] = mx.array(1)
-    step = EightBitStep(AdamStep.begun(optimizer, None, mx.array(True), execute))
+    step = EightBitStep(AdamStep.begun(optimizer, None, mx.array(True)))
     parameter, blocks = mx.arange(size).astype(mx.float32), -(-size // 256)
     state = [mx.zeros(size, mx.uint8), mx.zeros(blocks)] * 2
     kept, m, m_scale, v, v_scale = step(parameter, gradient, *state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from host_machine import HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops import functional
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
 from deltatune.ops.pointwise.pass_launch import BODIES
@@ -43,7 +41,8 @@ def exactly(w, scales, biases, group_size, bits):
 
 
 def check(arrays, group_size, bits, dtype, execute):
-    found = unpack(arrays, group_size, bits, dtype, execute=execute)
+    with on(execute):
+        found = unpack(arrays, group_size, bits, dtype)
     products, biases = exactly(*arrays, group_size, bits)
     assert found.dtype == dtype
     assert found.shape == products.shape
@@ -61,7 +60,7 @@ def test_every_layout_against_float64(bits, group_size, execute):
     expected = mx.dequantize(
         *(array.astype(mx.float32) if i else array for i, array in enumerate(arrays)), group_size, bits
     )
-    found = unpack(arrays, group_size, bits, mx.float32, execute=execute)
+    found = unpack(arrays, group_size, bits, mx.float32)
     assert mx.allclose(found, expected, rtol=0, atol=2.0**-22 * mx.abs(expected).max().item())
 
 
@@ -106,7 +105,7 @@ def test_a_planted_defect_shows(defect, host_folder):
 def test_gradients_are_those_of_mlx(execute):
     w, *stored = random_matrix(dtype=mx.float32)
     d = mx.random.normal((5, 256), key=mx.random.key(1))
-    found = mx.vjp(lambda *stored: [unpack([w, *stored], 64, 4, mx.float32, execute=execute)], stored, [d])[1]
+    found = mx.vjp(lambda *stored: [unpack([w, *stored], 64, 4, mx.float32)], stored, [d])[1]
     expected = mx.vjp(lambda *stored: [mx.dequantize(w, *stored, 64, 4)], stored, [d])[1]
     assert all(mx.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -121,10 +120,11 @@ def on_gpu(monkeypatch, execute):
         return execute(launch)
 
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(unpacking, "unpack", partial(unpack, execute=run))
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(unpacking, "LEAST", 0)
-    return names
+    monkeypatch.setattr(Launch, "run", run)
+    with on(None):
+        yield names
 
 
 def test_a_product_and_its_gradients_in_a_training_step(on_gpu):

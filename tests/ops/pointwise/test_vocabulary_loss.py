@@ -13,9 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from deltatune.machine import backend
-from deltatune.ops import cross_entropy
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
-from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_at_targets, vocabulary_losses
@@ -46,7 +45,8 @@ def draw(rows, vocabulary, dtype, spread=4.0):
 
 def check(logits, targets, cotangents, execute):
     """Compare losses and gradients with float64: each within a few roundings of itself, where it is a normal number."""
-    (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
+    with on(execute):
+        (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets), [logits], [cotangents])
     assert (losses.dtype, gradients.dtype) == (mx.float32, logits.dtype)
     expected, *exact = exact_losses(logits, targets, cotangents)
     np.testing.assert_allclose(np.array(losses), expected, rtol=FP32, atol=FP32)
@@ -93,9 +93,7 @@ def test_hard_rows(dtype, vocabulary, execute):
 def test_a_target_of_minus_infinity_costs_infinitely_much(execute):
     logits = mx.array([[0.0, -mx.inf, 0.0, 0.0, -mx.inf, -mx.inf, -mx.inf, -mx.inf]] * 2)
     targets = mx.array([1, 2])
-    (losses,), (gradients,) = mx.vjp(
-        lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [mx.array([1.0, 3.0])]
-    )
+    (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets), [logits], [mx.array([1.0, 3.0])])
     assert losses.tolist() == [mx.inf, pytest.approx(np.log(3))]
     np.testing.assert_allclose(gradients[0], np.array([1, -3, 1, 1, 0, 0, 0, 0]) / 3, rtol=1e-6)
     np.testing.assert_allclose(gradients[1], [1, 0, -2, 1, 0, 0, 0, 0], rtol=1e-6)
@@ -108,7 +106,7 @@ def test_nan_and_infinity_make_their_own_row_nan(bad, vocabulary, execute):
     for row, column in ((0, 0), (1, vocabulary - 1), (2, int(targets[2])), (3, 513)):
         logits[row, column] = bad
     logits[4] = bad
-    (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
+    (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets), [logits], [cotangents])
     assert mx.isnan(losses).tolist() == [True] * 5 + [False] * 4
     assert mx.isnan(gradients).all(axis=1).tolist() == [True] * 5 + [False] * 4
     assert not mx.isnan(gradients[5:]).any()
@@ -122,7 +120,8 @@ def test_other_strides_and_the_order_of_lanes_change_no_bit(execute):
     runs = [execute, *([] if execute is Launch.run else [partial(execute, seed=seed) for seed in (2, 3)])]
     for x, d in ((logits, mx.full((9,), 0.5)), (turned, spread)):
         for run in runs:
-            (losses,), (gradients,) = mx.vjp(lambda x, run=run: vocabulary_losses(x, targets, execute=run), [x], [d])
+            with on(run):
+                (losses,), (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets), [x], [d])
             found.append((losses, gradients))
     for losses, gradients in found[1:]:
         assert mx.array_equal(losses, found[0][0])
@@ -177,8 +176,9 @@ def launches(monkeypatch, execute):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(vocabulary_loss, "LEAST", 0)
     monkeypatch.setattr(first_use, "is_right", lambda *kind, **_: is_right(*kind, run=execute))
-    monkeypatch.setattr(cross_entropy, "vocabulary_losses", partial(vocabulary_losses, execute=run))
-    return names
+    monkeypatch.setattr(Launch, "run", run)
+    with on(None):
+        yield names
 
 
 D, V, TOKENS = 24, 103, 13

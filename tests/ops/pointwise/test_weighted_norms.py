@@ -10,7 +10,7 @@ import pytest
 from host_machine import HostMachine
 
 from deltatune.machine import backend
-from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import weighted_norms
 from deltatune.ops.pointwise.weighted_norms import FILES, WIDEST, branch_norm, sum_norm, weighted_norm
@@ -35,10 +35,10 @@ def exact_norm(x, weight):
 
 
 FUNCTIONS = {
-    "alone": (lambda x, w, execute: [weighted_norm(x, w, EPS, execute=execute)], lambda x, w: [exact_norm(x, w)], 1),
-    "branch": (lambda x, w, execute: branch_norm(x, w, EPS, execute=execute), lambda x, w: [x, exact_norm(x, w)], 1),
+    "alone": (lambda x, w: [weighted_norm(x, w, EPS)], lambda x, w: [exact_norm(x, w)], 1),
+    "branch": (lambda x, w: branch_norm(x, w, EPS), lambda x, w: [x, exact_norm(x, w)], 1),
     "sum": (
-        lambda x, other, w, execute: sum_norm(x, other, w, EPS, execute=execute),
+        lambda x, other, w: sum_norm(x, other, w, EPS),
         lambda x, other, w: [x + other, exact_norm(x + other, w)],
         2,
     ),
@@ -55,10 +55,12 @@ def check(name, shape, dtype, execute, spread=1.0, weight_dtype=None):
     """Compare values and gradients with float64, at the dtype's rounding of the largest element."""
     function, exact, count = FUNCTIONS[name]
     arrays = draw(count, shape, dtype, spread, weight_dtype)
-    outputs = function(*arrays, execute=execute)
+    with on(execute):
+        outputs = function(*arrays)
     keys = mx.random.split(mx.random.key(1), len(outputs))
     cotangents = [mx.random.normal(shape, key=key).astype(dtype) for key in keys]
-    found = [*outputs, *mx.vjp(partial(function, execute=execute), arrays, cotangents)[1]]
+    with on(execute):
+        found = [*outputs, *mx.vjp(function, arrays, cotangents)[1]]
     with mx.stream(mx.cpu):
         wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
         expected = [np.array(array) for group in mx.vjp(exact, wide, d) for array in group]
@@ -84,12 +86,12 @@ def test_other_shapes_spreads_and_dtypes_of_the_weight(name, execute):
 
 def test_a_sum_equals_mlxs(execute):
     x, other, weight = draw(2, (5, 520), mx.bfloat16)
-    total, y = sum_norm(x, other, weight, EPS, execute=execute)
+    total, y = sum_norm(x, other, weight, EPS)
     assert mx.array_equal(total, x + other)
-    assert mx.array_equal(y, weighted_norm(x + other, weight, EPS, execute=execute))
-    kept, y = branch_norm(x, weight, EPS, execute=execute)
+    assert mx.array_equal(y, weighted_norm(x + other, weight, EPS))
+    kept, y = branch_norm(x, weight, EPS)
     assert mx.array_equal(kept, x)
-    assert mx.array_equal(y, weighted_norm(x, weight, EPS, execute=execute))
+    assert mx.array_equal(y, weighted_norm(x, weight, EPS))
 
 
 def test_other_strides_and_the_order_of_lanes_change_no_bit(execute):
@@ -99,9 +101,8 @@ def test_other_strides_and_the_order_of_lanes_change_no_bit(execute):
     found = []
     for given in (x, turned):
         for run in runs:
-            outputs, gradients = mx.vjp(
-                lambda x, run=run: sum_norm(x, other, weight, EPS, execute=run), [given], [other, x]
-            )
+            with on(run):
+                outputs, gradients = mx.vjp(lambda x: sum_norm(x, other, weight, EPS), [given], [other, x])
             found.append([*outputs, *gradients])
     for results in found[1:]:
         assert all(mx.array_equal(one, first) for one, first in zip(results, found[0], strict=True))
@@ -120,7 +121,7 @@ def test_nothing_races_and_a_missing_barrier_is_seen(host_folder):
 def test_second_derivatives_and_unfit_arrays_are_refused(execute):
     x, weight = draw(1, (2, 64), mx.float32)
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        mx.grad(lambda x: mx.grad(lambda x: weighted_norm(x, weight, EPS, execute=execute).sum())(x).sum())(x)
+        mx.grad(lambda x: mx.grad(lambda x: weighted_norm(x, weight, EPS).sum())(x).sum())(x)
     for arrays in ((x, weight[:8]), (x[:, :12], weight[:12]), (mx.zeros((1, WIDEST + 8)), mx.zeros(WIDEST + 8))):
         with pytest.raises(ValueError, match="weighted norms: "):
             weighted_norm(*arrays, EPS)
@@ -158,8 +159,8 @@ def test_a_frozen_weight_costs_no_gradient_work():
             launched.append(launch.name)
             return [mx.zeros(shape, dtype) for shape, dtype in launch.outputs.values()]
 
-        with pretended("cuda"):
-            function = mx.grad(lambda x, w: weighted_norm(x, w, EPS, execute=run).sum(), argnums=argnums)
+        with pretended("cuda"), on(run):
+            function = mx.grad(lambda x, w: weighted_norm(x, w, EPS).sum(), argnums=argnums)
             gradients = function(x, weight)
         from deltatune.plan.array_layout import ArrayLayout
         from deltatune.plan.graph import all_nodes, read

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from deltatune.selftest.parity import pairs, pairs_ours
 from deltatune.selftest.parity.cases import initial_adapters
-from deltatune.selftest.parity.pairs import PairCase
 from deltatune.selftest.parity.recording import Difference
 
-from . import pairs_theirs, theirs
+from . import pairs, pairs_ours, pairs_theirs, theirs
 from . import record as text_record
+from .pairs import PairCase
 from .record import Reference, difference, moved, one_thread
 
 

@@ -14,9 +14,9 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTraine
 from trl.trainer.utils import add_fused_lm_head
 
 from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, ParityRun
-from deltatune.selftest.parity.pairs import PairCase, TokenPair, pairs
 from deltatune.selftest.parity.seeded import PAD
 
+from .pairs import PairCase, TokenPair, pairs
 from .theirs import Parameters, copied
 
 Inputs = dict[str, Any]

@@ -18,7 +18,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
-from deltatune.ops.kernels.launch import header
+from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import heads
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.pointwise.passes import Passes
@@ -44,11 +44,12 @@ def served(host_folder, monkeypatch):
     """Patches of an NVIDIA GPU, with its kernels on the host machine. The set names those that ran."""
     machine, call, names = HostMachine(host_folder, header("metal", BODIES)), Passes.__call__, set()
 
-    def recorded(self, *arrays, execute=None):
+    def recorded(self, *arrays):
         names.add(self.name.split(" of ")[0])
-        return call(self, *arrays, execute=machine.run)
+        return call(self, *arrays)
 
     monkeypatch.setattr(Passes, "__call__", recorded)
+    monkeypatch.setattr(Launch, "run", machine.run)
     monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
     monkeypatch.setattr(recomputation, "LEAST", 8)
     monkeypatch.setattr(patches, "_of_device", lambda: (*pointwise.PATCHES, pointwise.ATTENTION))

@@ -101,7 +101,9 @@ def test_a_checkpointed_step(tiny_model, family, packed):
         assert growth(of_length) < 6
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "bailing", "kimi_k3"])
+@pytest.mark.parametrize(
+    "family", ["kimi_linear", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("bailing", "kimi_k3"))]
+)
 def test_latent_attention(tiny_model, family):
     model = tiny_model(family)
     layers = [m for _, m in model.named_modules() if type(m).__name__.endswith(("MLA", "MLAAttention"))]

@@ -123,7 +123,7 @@ def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
     from mlx_lm.models.cache import make_prompt_cache
 
     # The choice is made for the device of that name; a CPU then runs what it can.
-    monkeypatch.setattr(recurrence.backend, "device", lambda: device)
+    monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "chunk")
     model = tiny_model(family)
     model.eval()

@@ -14,7 +14,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -23,8 +22,8 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.patches import Patch, PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import Fitting, fitting, signature_text
-from deltatune.patches.tables import mlx_lm, mlx_vlm, mlx_vlm_experts
-from deltatune.patches.versions import TRIED, contains
+from deltatune.patches.tables import mlx_lm, mlx_vlm
+from deltatune.patches.versions import TRIED
 
 pytest.importorskip("mlx_vlm")
 import vision
@@ -213,43 +212,20 @@ def test_the_lowest_versions_are_the_same_everywhere():
         assert min(Version(each[place]) for each in sets) == lowest
 
 
-@pytest.mark.parametrize(
-    ("family", "block", "newest"), [("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", 1), ("qwen3_vl_moe", "Qwen3VLMoE", 2)]
-)
-def test_routers_of_older_versions_give_upstreams_values_and_gradients(
-    tiny_vision_model, monkeypatch, family, block, newest
-):
-    """The installed version's replacement, or if it needs none the newest one, which computes what the layer does."""
-    layer = tiny_vision_model(family).language_model.model.layers[0].mlp
-    record = installed(mlx_vlm_experts.PATCHES, block, family) or mlx_vlm_experts.PATCHES[newest]
-    assert record.name.startswith(block)
-    upstream = type(layer).__call__
-    ours = record.replacement(upstream)
-    x = mx.random.normal((2, 9, 64))
+def test_a_router_that_lets_gradients_reach_the_indices_trains():
+    """As those of mlx-vlm before 0.7.5 do, which MLX refuses."""
+    x = mx.random.normal((5, 8), key=mx.random.key(3))
 
-    def loss(function):
-        return nn.value_and_grad(layer, lambda module, x: (function(module, x) ** 2).sum())(layer, x)
+    def loss(x):
+        chosen = mx.argpartition(x, kth=-2, axis=-1)[..., -2:]
+        return (mx.take_along_axis(x, chosen, axis=-1) ** 2).sum()
 
-    assert mx.array_equal(ours(layer, x), upstream(layer, x))
-    actual, other = loss(ours)
-    monkeypatch.setattr(mx, "argpartition", without_gradient(mx.argpartition))
-    expected, tree = loss(upstream)
-    assert expected.item() == actual.item()
-    # A GPU adds the gradients of rows in another order.
-    bound = 0 if backend.device() == "cpu" else 1e-6
-    assert relative_errors(dict(tree_flatten(tree)), dict(tree_flatten(other)))[0] <= bound
-
-
-def test_records_that_a_version_settled_are_silent(tiny_vision_model):
-    tiny_vision_model("qwen3_5_moe")
-    if not contains(mlx_vlm_experts.PATCHES[0].settled, sys.modules["mlx_vlm"].__version__):
-        pytest.skip("this mlx-vlm needs these records")
-    with patched() as report:
-        applied = [each.patch for each in report.applied]
-    assert not any(patch in mlx_vlm_experts.PATCHES for patch in applied)
-    # Another record of the same target is for this version, and is applied.
-    assert any("SparseMoeBlock" in patch.name for patch in applied)
-    assert report.complete
+    with pytest.raises(ValueError, match="with respect to indices"):
+        mx.grad(loss)(x)
+    with patched():
+        gradient = mx.grad(loss)(x)
+    largest = x >= mx.sort(x, axis=-1)[:, -2:-1]
+    assert mx.array_equal(gradient, mx.where(largest, 2 * x, 0))
 
 
 def test_the_vision_tower_of_qwen3_vl_moe_gets_the_other_gelus(tiny_vision_model):

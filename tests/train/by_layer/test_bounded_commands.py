@@ -89,7 +89,12 @@ def simple_evaluate(model, **_):
 
 
 @pytest.mark.parametrize(
-    "command", ["eval", "generate", "comparing chat", "tasks", pytest.param("chat", marks=pytest.mark.weekly)]
+    "command",
+    [
+        "eval",
+        "comparing chat",
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("generate", "tasks", "chat")),
+    ],
 )
 def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read, capsys, monkeypatch, command):
     flags = commands(trained)[command]
@@ -156,6 +161,7 @@ def chatting(trained, capsys, monkeypatch):
     return run
 
 
+@pytest.mark.weekly
 def test_a_longer_conversation_is_planned_anew(chatting, monkeypatch):
     """The need of a question too long for the memory is reported, and the next one is answered."""
     monkeypatch.setattr(chat, "_TOKENS", 64)

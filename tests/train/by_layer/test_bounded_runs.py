@@ -186,6 +186,7 @@ def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsy
     assert len(references[0]) == 1
 
 
+@pytest.mark.weekly
 def test_two_ranks_read_one_base(config, least, launch, tmp_path):
     """Both runs in the same two processes, one after the other."""
     memory = least(config)

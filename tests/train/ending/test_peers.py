@@ -165,7 +165,7 @@ def straight() -> dict[str, bytes]:
 
 
 # mpirun reports the dead rank itself, and mostly kills the others before they can.
-@pytest.mark.parametrize("backend", ["ring", "mpi"])
+@pytest.mark.parametrize("backend", ["ring", pytest.param("mpi", marks=pytest.mark.weekly)])
 def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
     killed, launch, two_ranks, tmp_path, straight, backend, request
 ):

@@ -18,7 +18,7 @@ def find() -> Fault:
         return Fault(NAME, ABSENT, str(probed))
     if not probed.two_rows_work:
         return Fault(NAME, PRESENT, f"{probed}; computing one row as two does not help")
-    if backend.device() != "cpu":
+    if not backend.uses_blas():
         return Fault(NAME, AVOIDED, f"{probed}; MLX computes on the GPU here")
     if not in_force():
         return Fault(NAME, PRESENT, f"{probed}; MLX's functions could not be replaced, see the patches")

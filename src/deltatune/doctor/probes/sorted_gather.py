@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ...errors import first_line
 from ...machine import backend, environment
+from ...ops.experts import single_rows
 from ...ops.operator.measure import relative_error
 from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, TF32_BOUND, Fault
 
@@ -33,7 +34,7 @@ def find_forward() -> Fault:
         expected = (x[:, :, None] * weights[indices]).sum(axis=1)
     around = "deltatune lays rows out anew, its own and, by a patch, those of mlx-lm's layers"
     return _fault_by_error(
-        FORWARD, relative_error(computed, expected), "mx.gather_mm reads wrong rows", around, ("cuda", "metal")
+        FORWARD, relative_error(computed, expected), "mx.gather_mm reads wrong rows", around, not backend.uses_blas()
     )
 
 
@@ -50,14 +51,14 @@ def find_views() -> Fault:
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, ("cuda",))
+    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, single_rows.needs_whole_matrices())
 
 
-def _fault_by_error(name: str, error: float, what: str, around: str, avoided: tuple[str, ...]) -> Fault:
-    """Return the fault that an error shows; `around` says how deltatune avoids it on the devices `avoided`."""
+def _fault_by_error(name: str, error: float, what: str, around: str, avoided: bool) -> Fault:
+    """Return the fault that an error shows; `around` says how deltatune avoids it, where it does."""
     if error <= _bound():
         return Fault(name, ABSENT, "each row is multiplied with its own expert", error)
-    if backend.device() in avoided:
+    if avoided:
         return Fault(name, AVOIDED, f"{what}; {around}", error)
     return Fault(name, PRESENT, f"{what}, and expert layers go wrong: update mlx", error)
 
@@ -69,7 +70,7 @@ def find_gradient() -> Fault:
     would build a kernel for many seconds that no layer asks for.
     """
     unused = "mlx-lm's layers never call it so, nor do deltatune's"
-    if backend.device() == "cuda":
+    if backend.builds_kernels():
         return Fault(GRADIENT, NOT_RUN, unused)
     indices = mx.array([0, 0, 1, 3], mx.uint32)
     behind = mx.random.normal((4, 1, _INNER), key=mx.random.key(0))

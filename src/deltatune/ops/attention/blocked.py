@@ -87,7 +87,7 @@ def attention_blocked(
     Source:
         Rabe and Staats (arXiv 2112.05682); Dao et al. (arXiv 2205.14135); README.md in this folder.
     """
-    scores = scores or _SCORES[backend.device()]
+    scores = scores or backend.here(_SCORES)
     options = BlockedOptions(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
     sinks32 = mx.zeros((q.shape[1],)) if sinks is None else sinks.astype(mx.float32)
     extra = [x for x in (segments, mask) if x is not None]

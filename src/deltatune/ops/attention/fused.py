@@ -6,12 +6,12 @@ The kernels are in ops/kernels/attention/attention.h, which explains their outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from math import e, log2
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Values, numbers
+from ..kernels.launch import Arrays, Kernel, Launch, Outputs, Plan, Values, numbers
 
 # A block computes TILE queries by TILE keys with GROUPS groups of 32 lanes, and loads PIECE columns of an operand at a
 # time.
@@ -24,6 +24,7 @@ _TILES_ON_METAL = 10
 # reads in each step are held in it where they fit.
 _HELD_BYTES = 20 * 1024
 LOG2E = log2(e)
+Shape = tuple[int, ...]
 # The files of the bodies, and the compile-time values that every kernel but DELTA takes first.
 FILES = ("attention/attention.h",)
 _VALUES = ("In", "D", "DV", "PIECE", "SIDES", "SQUARES", "HELD", "CAUSAL", "WINDOW", "SEGMENTED")
@@ -33,6 +34,7 @@ FORWARD = Kernel(
     files=FILES,
     values=(*_VALUES, "WITH_SINKS"),
     sizes=("q_shape[1]", "k_shape[1]", "q_shape[2]", "k_shape[2]"),
+    inputs=("q", "k", "v", "numbers", "sinks", "starts", "ends"),
     arrays=("q", "k", "v", "numbers", "sinks", "starts", "ends", "y", "sums"),
     memory="AttentionMemory",
     memory_values=("In", "PIECE", "SIDES", "SQUARES", "held_columns(HELD, D, DV)"),
@@ -41,6 +43,7 @@ QUERIES = replace(
     FORWARD,
     name="attention_queries",
     values=_VALUES,
+    inputs=("q", "k", "v", "starts", "ends", "dy", "sums", "delta", "numbers"),
     arrays=("q", "k", "v", "dy", "sums", "delta", "numbers", "starts", "ends", "dq"),
 )
 KEYS = replace(
@@ -77,154 +80,78 @@ class FusedOptions:
         """Return the window, or 0 if it hides none of this number of keys."""
         return self.window if self.window is not None and self.window < keys else 0
 
-
-@dataclass(frozen=True)
-class Operands:
-    """The arrays of a call: q, k, v, the sinks [Hq] in fp32, and the bounds of each key's segment [B, Tk]."""
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    sinks: mx.array | None
-    starts: mx.array | None
-    ends: mx.array | None
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The sizes of a key head and of a value head."""
-        return self.q.shape[3], self.v.shape[3]
-
-    def named(self) -> Arrays:
-        """Return the arrays that the call has, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    def values(self, dtype: mx.Dtype, q: Shape, k: Shape, v: Shape) -> Values:
+        """Return the compile-time values of the kernels on every machine, for q, k and v of these shapes."""
+        values: Values = {"In": dtype, "D": q[3], "DV": v[3], "CAUSAL": self.causal}
+        values |= {"WINDOW": self.window_of(k[2]), "SEGMENTED": self.segmented, "WITH_SINKS": self.with_sinks}
+        return values
 
 
-def forward(options: FusedOptions, x: Operands, machine: str) -> Launch:
-    """Return the launch that writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]."""
-    batch, heads, queries, _ = x.q.shape
-    outputs: Outputs = {"y": ((batch, heads, queries, x.sizes[1]), x.q.dtype), "sums": (x.q.shape[:3], mx.float32)}
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "numbers": factors(options.scale)} | x.named()
-    return _launch(FORWARD, options, x, machine, inputs, outputs, (_tiles(queries), heads, batch))
+def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> Launch:
+    """Return the launch of a kernel on the arrays of a call.
+
+    FORWARD writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]. QUERIES writes dq, and the others
+    dk, dv, or both.
+
+    Args:
+        kernel: One of these.
+        options: The other arguments.
+        x: q, k, v, the sinks [Hq] in fp32 and the bounds of each key's segment [B, Tk], if there are any; backward also
+            dy, the sums and delta.
+        machine: `metal` or `cuda`.
+    """
+    q = x["q"]
+    plan = _plan(kernel, options, machine, q.dtype, q.shape, x["k"].shape, x["v"].shape)
+    return kernel.launch(x | {"numbers": factors(options.scale)}, plan)
 
 
-def delta(x: Operands, y: mx.array, dy: mx.array) -> Launch:
-    """Return the launch that writes delta, the inner product of each row of y with that of dy [B, Hq, Tq]."""
-    rows = y.size // y.shape[3]
-    return Launch(
-        kernel=DELTA,
-        inputs={"y": y, "dy": dy},
+@lru_cache(maxsize=1024)
+def _plan(kernel: Kernel, options: FusedOptions, machine: str, dtype: mx.Dtype, *shapes: Shape) -> Plan:
+    """Return the plan of a kernel for q, k and v of these shapes."""
+    q, k, v = shapes
+    kinds: Outputs = {"y": ((*q[:3], v[3]), dtype), "sums": (q[:3], mx.float32)}
+    kinds |= {"dq": (q, dtype), "dk": (k, dtype), "dv": (v, dtype)}
+    rows = q if kernel in (FORWARD, QUERIES) else k
+    values = options.values(dtype, *shapes) | {"PIECE": PIECE, "TO_KEYS": True, "TO_VALUES": True}
+    return Plan(
+        outputs={name: kinds[name] for name in kernel.arrays if name not in kernel.inputs},
+        values=values | _memory(kernel, values, machine),
+        blocks=(-(-rows[2] // TILE), rows[1], rows[0]),
+        groups=GROUPS,
+        machine=machine,
+    )
+
+
+def delta(y: mx.array, dy: mx.array) -> mx.array:
+    """Return the inner product of each row of y with that of dy [B, Hq, Tq]."""
+    plan = Plan(
         outputs={"delta": (y.shape[:3], mx.float32)},
         values={"In": y.dtype, "DV": y.shape[3]},
-        blocks=(-(-rows // GROUPS), 1, 1),
-        bytes=16,
+        blocks=(-(-(y.size // y.shape[3]) // GROUPS), 1, 1),
         groups=GROUPS,
     )
+    return DELTA({"y": y, "dy": dy}, plan)[0]
 
 
-def queries(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
-    """Return the launch that writes dq; `sums` is the second output of `forward`."""
-    blocks = _tiles(x.q.shape[2]), x.q.shape[1], x.q.shape[0]
-    inputs = _gradient_inputs(options, x, dy, sums, delta)
-    return _launch(QUERIES, options, x, machine, inputs, {"dq": (x.q.shape, x.q.dtype)}, blocks)
-
-
-def keys(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str) -> Launch:
-    """Return the launch that writes dk and dv; `sums` is the second output of `forward`."""
-    outputs: Outputs = {"dk": (x.k.shape, x.k.dtype), "dv": (x.v.shape, x.v.dtype)}
-    return _of_keys(KEYS, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
-
-
-def keys_alone(
-    options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str
-) -> Launch:
-    """Return the launch that writes dk alone."""
-    outputs: Outputs = {"dk": (x.k.shape, x.k.dtype)}
-    return _of_keys(KEYS_ALONE, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
-
-
-def values_alone(
-    options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array, machine: str
-) -> Launch:
-    """Return the launch that writes dv alone."""
-    outputs: Outputs = {"dv": (x.v.shape, x.v.dtype)}
-    return _of_keys(VALUES_ALONE, options, x, _gradient_inputs(options, x, dy, sums, delta), outputs, machine)
-
-
-def alone(x: Operands) -> bool:
+def alone(x: Arrays) -> bool:
     """Whether dk and dv of these heads are launches of their own on Metal, since their sums fill a lane's registers."""
-    return 2 * sum(-(-size // PIECE) for size in x.sizes) > _TILES_ON_METAL
+    return 2 * sum(-(-x[name].shape[3] // PIECE) for name in ("q", "v")) > _TILES_ON_METAL
 
 
-def _of_keys(
-    kernel: Kernel, options: FusedOptions, x: Operands, inputs: Arrays, outputs: Outputs, machine: str
-) -> Launch:
-    blocks = _tiles(x.k.shape[2]), x.k.shape[1], x.k.shape[0]
-    return _launch(kernel, options, x, machine, inputs, outputs, blocks)
+def _memory(kernel: Kernel, values: Values, machine: str) -> Values:
+    """Return the values that lay out a block's memory: on Metal, it holds as many own operands as fit beside others.
 
-
-def _gradient_inputs(options: FusedOptions, x: Operands, dy: mx.array, sums: mx.array, delta: mx.array) -> Arrays:
-    arrays = {name: array for name, array in x.named().items() if name != "sinks"}
-    return arrays | {"dy": dy, "sums": sums, "delta": delta, "numbers": factors(options.scale)}
-
-
-def _launch(
-    kernel: Kernel, options: FusedOptions, x: Operands, machine: str, inputs: Arrays, outputs: Outputs, blocks: Blocks
-) -> Launch:
-    size, value_size = x.sizes
-    values: Values = {"In": x.q.dtype, "D": size, "DV": value_size, "PIECE": PIECE, "CAUSAL": options.causal}
-    values |= {"WINDOW": options.window_of(x.k.shape[2]), "SEGMENTED": options.segmented}
-    values |= {"WITH_SINKS": options.with_sinks, "TO_KEYS": True, "TO_VALUES": True}
-    memory = memory_of(kernel, x.q.dtype, x.sizes, machine)
-    values |= {"SIDES": memory.sides, "SQUARES": memory.squares, "HELD": memory.held}
-    return Launch(
-        kernel=kernel,
-        inputs=inputs,
-        outputs=outputs,
-        values={name: values[name] for name in kernel.values},
-        blocks=blocks,
-        bytes=memory.bytes,
-        groups=GROUPS,
-    )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The shared memory of a block, as AttentionMemory of kernels/attention/attention.h lays it out.
-
-    Attributes:
-        sides: The operands that are loaded piece by piece at a time.
-        squares: The matrices of weights and of gradients of scores.
-        held: How many of the block's own operands stay there.
-        bytes: All of it.
+    SIDES operands are loaded piece by piece at a time; SQUARES are the matrices of weights and of gradients of scores;
+    HELD of the block's own operands stay in the memory.
     """
-
-    sides: int
-    squares: int
-    held: int
-    bytes: int
-
-
-@cache
-def memory_of(kernel: Kernel, dtype: mx.Dtype, sizes: tuple[int, int], machine: str) -> Memory:
-    """Return the shared memory of a block of `kernel`: on Metal, with as many own operands as fit beside others."""
-    exact, squares = (4 if machine == "cuda" and dtype == mx.float16 else dtype.size), 2
     # The forward pass and dv need the block's queries or keys alone, the others also its dy or values.
     operands = 1 if kernel in (FORWARD, VALUES_ALONE) else 2
-    if machine == "metal":
-        squares = 2 if kernel is KEYS else 1
-
-    def made(held: int) -> Memory:
-        sides = 1 if held == operands else 2
-        columns = sum(-(-size // 16) * 16 + 8 for size in sizes[:held])
-        rows = TILE * (sides * (PIECE + 8) + columns) * exact
-        return Memory(sides, squares, held, rows + squares * TILE * (TILE + 8) * 4 + 6 * TILE * 4 + 16)
-
-    counts = range(operands, 0, -1) if machine == "metal" else ()
-    return next((memory for memory in map(made, counts) if memory.bytes <= _HELD_BYTES), made(0))
-
-
-def _tiles(length: int) -> int:
-    return -(-length // TILE)
+    squares = 1 if machine == "metal" and kernel is not KEYS else 2
+    for held in range(operands if machine == "metal" else 0, 0, -1):
+        memory: Values = {"SIDES": 1 if held == operands else 2, "SQUARES": squares, "HELD": held}
+        if kernel.bytes(values | memory, machine) <= _HELD_BYTES:
+            return memory
+    return {"SIDES": 2, "SQUARES": squares, "HELD": 0}
 
 
 def factors(scale: float) -> mx.array:

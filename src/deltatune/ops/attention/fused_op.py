@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from math import log
 from typing import cast
@@ -11,10 +11,9 @@ import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..functional import not_differentiated_again, refuse_second_derivative, without_vmap
-from ..kernels.launch import Execute, Launch
 from . import fused, hopper, long_launches
 from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
-from .fused import FusedOptions, Operands
+from .fused import FusedOptions
 
 # The machines that have kernels: Apple's GPUs, NVIDIA's, and NVIDIA's Hopper, which also has kernels of its own.
 MACHINES = ("metal", "cuda", "hopper")
@@ -35,13 +34,11 @@ def attention_fused(
     sinks: mx.array | None = None,
     mask: mx.array | None = None,
     machine: str | None = None,
-    execute: Execute = Launch.run,
 ) -> mx.array:
     """Run the fused kernels. Arguments and result are those of `attention`.
 
     Args:
         machine: The machine of the kernels that run, one of MACHINES. The default depends on MLX's device and the call.
-        execute: Runs a launch. The default runs it on MLX's device.
 
     Raises:
         ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
@@ -53,7 +50,7 @@ def attention_fused(
     options = FusedOptions(float(scale), causal, window, segments is not None, sinks is not None)
     extra = [] if sinks is None else [sinks.astype(mx.float32)]
     spans = [] if segments is None else list(segment_spans(segments))
-    forward = _forward_by(options, machine or machine_for(options, q, v), execute)
+    forward = _forward_by(options, machine or machine_for(options, q, v))
     y, _ = forward(*without_vmap(NO_VMAP)(q, k, v, *extra, *map(mx.stop_gradient, spans)))
     return y
 
@@ -89,42 +86,29 @@ def segment_spans(segments: mx.array) -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=256)
-def _forward_by(options: FusedOptions, machine: str, execute: Execute) -> _Function:
+def _forward_by(options: FusedOptions, machine: str) -> _Function:
     """Return f(q, k, v, sinks?, starts?, ends?) -> (y, sums)."""
-
-    def operands(arrays: Sequence[mx.array]) -> Operands:
-        extra = list(arrays[3:])
-        sinks = extra.pop(0) if options.with_sinks else None
-        starts, ends = extra if options.segmented else (None, None)
-        return Operands(arrays[0], arrays[1], arrays[2], sinks, starts, ends)
-
-    inputs = 3 + options.with_sinks + 2 * options.segmented
+    names = ("q", "k", "v", *["sinks"] * options.with_sinks, *["starts", "ends"] * options.segmented)
 
     def run_forward(*arrays: mx.array) -> _Arrays:
+        x = dict(zip(names, arrays, strict=True))
         if machine == "hopper":
-            return hopper.forward(options, operands(arrays), execute)
-        if machine == "metal":
-            y, sums = long_launches.forward(options, operands(arrays), machine, execute)
-        else:
-            y, sums = execute(fused.forward(options, operands(arrays), machine))
-        return y, sums
+            return tuple(hopper.forward(options, x))
+        return tuple(long_launches.run(fused.FORWARD, options, x, machine))
 
     def run_backward(*arrays: mx.array) -> _Arrays:
         """Return the gradients of q, k, v and the sinks, from the inputs, dy, y and the sums."""
-        x = operands(arrays[:inputs])
-        dy, y, sums = arrays[inputs:]
-        dy = dy.astype(y.dtype)
+        x = dict(zip((*names, "dy", "y", "sums"), arrays, strict=True))
+        x["dy"] = x["dy"].astype(x["y"].dtype)
         if machine == "hopper":
-            dq, dk, dv, delta = hopper.backward(options, x, dy, y, sums, execute)
-        elif machine == "metal":
-            (delta,) = execute(fused.delta(x, y, dy))
-            (dq,) = long_launches.queries(options, x, (dy, sums, delta), machine, execute)
-            dk, dv = long_launches.keys(options, x, (dy, sums, delta), machine, execute)
+            *gradients, delta = hopper.backward(options, x)
         else:
-            (delta,) = execute(fused.delta(x, y, dy))
-            (dq,) = execute(fused.queries(options, x, dy, sums, delta, machine))
-            dk, dv = execute(fused.keys(options, x, dy, sums, delta, machine))
-        return dq, dk, dv, *([sink_gradient(x.sinks, sums, delta)] if x.sinks is not None else [])
+            x["delta"] = delta = fused.delta(x["y"], x["dy"])
+            divided = machine == "metal" and fused.alone(x)
+            of_keys = (fused.KEYS_ALONE, fused.VALUES_ALONE) if divided else (fused.KEYS,)
+            kernels = (fused.QUERIES, *of_keys)
+            gradients = [array for kernel in kernels for array in long_launches.run(kernel, options, x, machine)]
+        return *gradients, *([sink_gradient(x["sinks"], x["sums"], delta)] if options.with_sinks else [])
 
     forward = mx.custom_function(run_forward)
 

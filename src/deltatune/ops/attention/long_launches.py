@@ -7,7 +7,6 @@ the gated delta rule, with work that grows with T, are divided in gated_delta/lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -15,107 +14,64 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import MOST_MULTIPLICATIONS, Execute, Launch
+from ..kernels.launch import MOST_MULTIPLICATIONS, Arrays, Kernel
 from . import fused
-from .fused import TILE, FusedOptions, Operands
+from .fused import FORWARD, KEYS, KEYS_ALONE, QUERIES, TILE, VALUES_ALONE, FusedOptions
 
 # The products of a pair of a query and a key, as multiples of the sizes of a key head and of a value head.
-_FORWARD, _QUERIES, _KEYS, _KEYS_ALONE, _VALUES_ALONE = (1, 1), (2, 1), (2, 2), (2, 1), (1, 1)
+_PRODUCTS = {FORWARD: (1, 1), QUERIES: (2, 1), KEYS: (2, 2), KEYS_ALONE: (2, 1), VALUES_ALONE: (1, 1)}
+_OF_QUERIES = ("q", "dy", "sums", "delta")
 
 Part = tuple[int, int]
 
 
-def forward(options: FusedOptions, x: Operands, machine: str, execute: Execute) -> list[mx.array]:
-    """Return y and the sums, as fused.forward writes them."""
-    return _by_rows(options, x, _FORWARD, lambda part, _: execute(fused.forward(options, part, machine)))
-
-
-def queries(
-    options: FusedOptions, x: Operands, read: tuple[mx.array, mx.array, mx.array], machine: str, execute: Execute
-) -> list[mx.array]:
-    """Return dq, as fused.queries writes it; `read` are dy, the sums and delta."""
-
-    def launch(part: Operands, rows: slice) -> list[mx.array]:
-        dy, sums, delta = (array[:, :, rows] for array in read)
-        return execute(fused.queries(options, part, dy, sums, delta, machine))
-
-    return _by_rows(options, x, _QUERIES, launch)
-
-
-def keys(
-    options: FusedOptions, x: Operands, read: tuple[mx.array, mx.array, mx.array], machine: str, execute: Execute
-) -> list[mx.array]:
-    """Return dk and dv, as fused.keys writes them; `read` are dy, the sums and delta."""
-    if not fused.alone(x):
-        return _by_keys(options, x, read, _KEYS, fused.keys, machine, execute)
-    dk = _by_keys(options, x, read, _KEYS_ALONE, fused.keys_alone, machine, execute)
-    return dk + _by_keys(options, x, read, _VALUES_ALONE, fused.values_alone, machine, execute)
-
-
-def _by_keys(
-    options: FusedOptions,
-    x: Operands,
-    read: tuple[mx.array, mx.array, mx.array],
-    products: tuple[int, int],
-    describe: Callable[..., Launch],
-    machine: str,
-    execute: Execute,
-) -> list[mx.array]:
-    """Run the kernel on one range of keys after another and concatenate the outputs."""
-    parts = _parts(options, x, products, of_keys=True)
-    if len(parts) == 1:
-        return execute(describe(options, x, *read, machine))
-    ahead, of_parts = x.k.shape[2] - x.q.shape[2], []
+def run(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> list[mx.array]:
+    """Run a kernel on one range of its rows after another, and return its outputs, those of fused.launch."""
+    of_keys = kernel not in (FORWARD, QUERIES)
+    parts = _parts(kernel, options, x, of_keys) if machine == "metal" else []
+    if len(parts) <= 1:
+        return fused.launch(kernel, options, x, machine)()
+    of_part = _of_keys if of_keys else _of_rows
+    outputs = []
     for first, last in parts:
-        # Queries before the first key of the part do not see it; those after the part see its keys.
-        unseen = max(0, first - ahead) if options.causal else 0
-        since = first if options.causal else 0
-        k, v = (array[:, :, since:] if options.causal else array[:, :, first:last] for array in (x.k, x.v))
-        starts, ends = (
-            None if bounds is None else mx.maximum(bounds[:, since:] - since, 0) for bounds in (x.starts, x.ends)
-        )
-        part = Operands(x.q[:, :, unseen:], k, v, None, starts, ends)
-        dy, sums, delta = (array[:, :, unseen:] for array in read)
-        launch = describe(options, part, dy, sums, delta, machine)
-        tiles = -(-(last - first) // TILE)
-        of_parts.append([output[:, :, : last - first] for output in execute(_with_tiles(launch, tiles))])
-    return [mx.concatenate(list(parts), axis=2) for parts in zip(*of_parts, strict=True)]
+        launch = fused.launch(kernel, options, of_part(options, x, first, last), machine)
+        # A launch for some keys leaves the rest of its outputs unwritten.
+        launch = replace(launch, blocks=(-(-(last - first) // TILE), *launch.blocks[1:]))
+        outputs.append([output[:, :, : last - first] if of_keys else output for output in launch()])
+    return [mx.concatenate(list(arrays), axis=2) for arrays in zip(*outputs, strict=True)]
 
 
-def _with_tiles(launch: Launch, tiles: int) -> Launch:
-    """Return the launch with its first tiles alone; it leaves the rest of its outputs unwritten."""
-    return replace(launch, blocks=(tiles, *launch.blocks[1:]))
+def _of_keys(options: FusedOptions, x: Arrays, first: int, last: int) -> Arrays:
+    """Return the arrays of a launch for the keys from `first` to before `last`, with the queries that may see them."""
+    ahead = x["k"].shape[2] - x["q"].shape[2]
+    # Queries before the first key of the part do not see it; those after the part see its keys.
+    unseen = max(0, first - ahead) if options.causal else 0
+    since = first if options.causal else 0
+    part = {name: array[:, :, unseen:] if name in _OF_QUERIES else array for name, array in x.items()}
+    part |= {name: x[name][:, :, since:] if options.causal else x[name][:, :, first:last] for name in ("k", "v")}
+    bounds = [name for name in ("starts", "ends") if name in x]
+    return part | {name: mx.maximum(x[name][:, since:] - since, 0) for name in bounds}
 
 
-def _by_rows(
-    options: FusedOptions,
-    x: Operands,
-    products: tuple[int, int],
-    launch: Callable[[Operands, slice], list[mx.array]],
-) -> list[mx.array]:
-    """Run `launch` on one range of rows after another and concatenate the outputs."""
-    parts = _parts(options, x, products)
-    if len(parts) == 1:
-        return launch(x, slice(None))
-    of_parts = []
-    for first, last in parts:
-        seen = x.k.shape[2] - x.q.shape[2] + last if options.causal else x.k.shape[2]
-        k, v = x.k[:, :, :seen], x.v[:, :, :seen]
-        starts = None if x.starts is None else x.starts[:, :seen]
-        ends = None if x.ends is None else mx.minimum(x.ends[:, :seen], seen)
-        rows = slice(first, last)
-        of_parts.append(launch(Operands(x.q[:, :, rows], k, v, x.sinks, starts, ends), rows))
-    return [mx.concatenate(list(parts), axis=2) for parts in zip(*of_parts, strict=True)]
+def _of_rows(options: FusedOptions, x: Arrays, first: int, last: int) -> Arrays:
+    """Return the arrays of a launch for the queries from `first` to before `last`, with the keys that they may see."""
+    seen = x["k"].shape[2] - x["q"].shape[2] + last if options.causal else x["k"].shape[2]
+    part = {name: array[:, :, first:last] if name in _OF_QUERIES else array for name, array in x.items()}
+    part |= {name: x[name][:, :, :seen] for name in ("k", "v")}
+    if "starts" in x:
+        part |= {"starts": x["starts"][:, :seen], "ends": mx.minimum(x["ends"][:, :seen], seen)}
+    return part
 
 
-def _parts(options: FusedOptions, x: Operands, products: tuple[int, int], of_keys: bool = False) -> list[Part]:
+def _parts(kernel: Kernel, options: FusedOptions, x: Arrays, of_keys: bool) -> list[Part]:
     """Return the rows, or the keys, of each part."""
-    batch, heads, count, size = x.q.shape
+    batch, heads, count, size = x["q"].shape
+    keys, products = x["k"].shape[2], _PRODUCTS[kernel]
     if options.segmented and not options.causal:
         # A query's segment is the one at its place from the end, which a part would change.
-        return [(0, x.k.shape[2] if of_keys else count)]
-    pairs = MOST_MULTIPLICATIONS / (batch * heads * (products[0] * size + products[1] * x.v.shape[3]))
-    return divided(count, x.k.shape[2], options.causal, options.window_of(x.k.shape[2]), pairs, of_keys)
+        return [(0, keys if of_keys else count)]
+    pairs = MOST_MULTIPLICATIONS / (batch * heads * (products[0] * size + products[1] * x["v"].shape[3]))
+    return divided(count, keys, options.causal, options.window_of(keys), pairs, of_keys)
 
 
 @lru_cache(maxsize=256)

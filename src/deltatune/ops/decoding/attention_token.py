@@ -7,11 +7,12 @@ of all of them.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import mlx.core as mx
 
-from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
-from ..operator.case import Case
+from ..kernels.launch import Device, Kernel, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from ..recomputation import is_small_case
@@ -33,15 +34,7 @@ KERNEL = Kernel(
 BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 
 
-def attention_token(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    lengths: mx.array,
-    scale: float,
-    *,
-    execute: Execute = Launch.run,
-) -> mx.array:
+def attention_token(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> mx.array:
     """Return softmax(scale q keys^T) values for the first keys of each row.
 
     Args:
@@ -50,7 +43,6 @@ def attention_token(
         values: [B, Hk, T, D].
         lengths: [B] int32: how many keys row b sees, from 1 to T.
         scale: That of the scores.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, Hq, 1, D].
@@ -63,7 +55,8 @@ def attention_token(
             f"attention_token: q {q.shape}, keys {keys.shape}, values {values.shape} and lengths {lengths.shape} do "
             f"not fit; expected [B, Hq, 1, D], [B, Hk, T, D] twice, D one of {SIZES}, and [B] int32."
         )
-    return execute(_launch(q, keys, values, lengths, scale))[0]
+    inputs = {"q": q, "keys": keys, "values": values, "lengths": lengths}
+    return KERNEL(inputs, _plan(q.shape, keys.shape, q.dtype, scale))[0]
 
 
 def attention_token_naive(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> mx.array:
@@ -92,27 +85,22 @@ def serves(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> 
     return OPERATOR.serves(q.shape[1], keys.shape[1], q.shape[3], q.dtype)
 
 
-def _launch(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> Launch:
-    rows, heads, _, size = q.shape
-    ratio = heads // keys.shape[1]
+@lru_cache(maxsize=256)
+def _plan(shape: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype, scale: float) -> Plan:
+    """Return the plan of a call with queries and keys of these shapes."""
+    rows, heads, _, size = shape
+    ratio = heads // keys[1]
     together = math.gcd(ratio, MOST_HEADS)
-    constants: Values = {"GROUPS": GROUPS, "HEADS": together, "RATIO": ratio, "SIZE": size}
-    shares = GROUPS * 256 // size
-    inputs = {"q": q, "keys": keys, "values": values, "lengths": lengths}
-    outputs: Outputs = {"y": (q.shape, q.dtype)}
-    return Launch(
-        kernel=KERNEL,
-        inputs=inputs,
-        outputs=outputs,
-        values=constants,
+    return Plan(
+        outputs={"y": (shape, dtype)},
+        values={"GROUPS": GROUPS, "HEADS": together, "RATIO": ratio, "SIZE": size},
         blocks=(heads // together, rows, 1),
-        bytes=4 * shares * together * (size + 2),
         groups=GROUPS,
         written={"scale": f"{scale * math.log2(math.e)!r}f"},
     )
 
 
-def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[Device]:
     """Return the case of rows of one key, of a few, and of more than a block reads at a time."""
     rows, capacity = 3, 4 * GROUPS * 256 // size + 3
     shapes = [(rows, heads, 1, size), (rows, key_heads, capacity, size), (rows, key_heads, capacity, size)]
@@ -125,7 +113,7 @@ def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[E
     return Case(
         name=f"attention of a token to its row ({heads} heads to {key_heads} of {size}, {dtype})",
         results=("y",),
-        call=lambda execute: [attention_token(q, unread[0], unread[1], lengths, scale, execute=execute)],
+        call=by_kernels(lambda: [attention_token(q, unread[0], unread[1], lengths, scale)]),
         truth=lambda: [attention_token_naive(exact[0], exact[1], exact[2], lengths, scale)],
         bound=BOUNDS[dtype],
         like=(q, keys, values),

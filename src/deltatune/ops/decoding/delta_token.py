@@ -8,13 +8,14 @@ launch than to compute. The kernel reads and writes the recurrence's state once,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
 from ..causal_conv import causal_conv
 from ..gated_delta.naive import gated_delta_naive
-from ..kernels.launch import Execute, Kernel, Launch, Outputs, Values
-from ..operator.case import Case
+from ..kernels.launch import Device, Kernel, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from ..pointwise import gating
@@ -104,13 +105,12 @@ class TokenArrays:
         return self.before.dtype
 
 
-def delta_token(layer: DeltaToken, arrays: TokenArrays, *, execute: Execute = Launch.run) -> list[mx.array]:
+def delta_token(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     """Return the layer's output before its last projection, and the arrays that the next token needs.
 
     Args:
         layer: The sizes and constants of the layer.
         arrays: The token's arrays; the projections and `before` have one dtype.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The output [B, Hv Dv], the convolution's last inputs, as `before`, and the state.
@@ -126,7 +126,9 @@ def delta_token(layer: DeltaToken, arrays: TokenArrays, *, execute: Execute = La
     if not covers(layer, arrays):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
         raise ValueError(f"delta_token: {shapes} do not fit {layer}.")
-    return execute(_launch(layer, arrays))
+    (rows, before, _), whole = arrays.before.shape, len(arrays.projected) == 1
+    dtypes = [array.dtype for array in (arrays.before, arrays.taps, arrays.dt_bias, arrays.weight)]
+    return KERNEL(arrays.named, _plan(layer, rows, before + 1, whole, *dtypes))
 
 
 def delta_token_naive(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
@@ -202,40 +204,35 @@ def _parts(layer: DeltaToken, projected: tuple[mx.array, ...]) -> list[mx.array]
     return list(projected if len(projected) == 4 else mx.split(projected[0], ends, axis=-1))
 
 
-def _launch(layer: DeltaToken, arrays: TokenArrays) -> Launch:
+@lru_cache(maxsize=256)
+def _plan(layer: DeltaToken, rows: int, taps: int, whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
+    """Return the plan of a call with so many rows and taps, and parameters of `others`; see trial_case."""
     heads, widths = layer.heads, layer.widths
-    values: Values = {
-        "GROUPS": GROUPS,
-        "KEY": heads.size,
-        "VALUE": layer.value_size,
-        "RATIO": layer.value_heads // heads.count,
-        "TAPS": arrays.taps.shape[1],
-    }
-    rows = arrays.before.shape[0]
-    outputs: Outputs = {
-        "y": ((rows, widths[1]), arrays.dtype),
-        "after": (arrays.before.shape, arrays.dtype),
-        "next": (arrays.state.shape, mx.float32),
-    }
-    written = dict(zip(("x", "z", "b", "a"), (f"projected + {sum(widths[:i])}" for i in range(4)), strict=True))
-    whole = len(arrays.projected) == 1
+    places = {name: f"projected + {sum(widths[:i])}" for i, name in enumerate(("x", "z", "b", "a"))} if whole else {}
     strides = (sum(widths),) * 3 if whole else widths[:3]
     floats = (heads.query_factor, heads.key_factor, heads.eps, layer.output_eps)
     numbers = ", ".join([*(f"{number!r}f" for number in floats), *map(str, strides)])
-    return Launch(
-        kernel=KERNEL,
-        inputs=arrays.named,
-        outputs=outputs,
-        values=values,
+    return Plan(
+        outputs={
+            "y": ((rows, widths[1]), dtype),
+            "after": ((rows, taps - 1, layer.channels), dtype),
+            "next": ((rows, layer.value_heads, layer.value_size, heads.size), mx.float32),
+        },
+        values={
+            "GROUPS": GROUPS,
+            "KEY": heads.size,
+            "VALUE": layer.value_size,
+            "RATIO": layer.value_heads // heads.count,
+            "TAPS": taps,
+        },
         blocks=(layer.value_heads, rows, 1),
-        bytes=8 * heads.size + 8 * layer.value_size + 8 * GROUPS,
         groups=GROUPS,
         sizes=(str(layer.value_heads),),
-        written={"numbers": f"DeltaTokenNumbers{{{numbers}}}"} | (written if whole else {}),
+        written={"numbers": f"DeltaTokenNumbers{{{numbers}}}"} | places,
     )
 
 
-def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[str, mx.Dtype], ...]) -> Case[Execute]:
+def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[str, mx.Dtype], ...]) -> Case[Device]:
     """Return the case of three rows: open, usual and closed gates, and states that are no zeros."""
     named, rows, heads = dict(dtypes), 3, layer.value_heads
     kinds = {
@@ -257,7 +254,7 @@ def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[st
     return Case(
         name=f"a token of a gated-delta layer ({layer.value_heads} heads, {layer.heads.size} x {layer.value_size})",
         results=("y", "inputs of the convolution", "state"),
-        call=lambda execute: delta_token(layer, arrays, execute=execute),
+        call=by_kernels(lambda: delta_token(layer, arrays)),
         truth=lambda: delta_token_naive(layer, exact),
         bound=BOUNDS[before.dtype],
         bounds={"inputs of the convolution": 2.0**-24},

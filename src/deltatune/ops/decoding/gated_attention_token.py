@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import mlx.core as mx
 
-from ..kernels.launch import Execute, Kernel, Launch, Values
-from ..operator.case import Case
+from ..kernels.launch import Device, Kernel, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from ..pointwise.heads import ROTARY, frequencies
@@ -100,7 +101,7 @@ class RowArrays:
         return dict(zip(names, self.projected, strict=True)) | others
 
 
-def gated_attention_token(layer: GatedAttention, arrays: RowArrays, *, execute: Execute = Launch.run) -> mx.array:
+def gated_attention_token(layer: GatedAttention, arrays: RowArrays) -> mx.array:
     """Return the layer's output before its last projection, [B, 1, Hq D], and put the token into keys and values.
 
     The arrays `keys` and `values` are changed themselves, so nothing else may hold them, and whoever reads them next
@@ -109,7 +110,6 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays, *, execute: 
     Args:
         layer: The sizes and constants of the layer.
         arrays: The token's arrays; the projections, the keys and the values have one dtype.
-        execute: Runs a launch; tests run it on the host machine.
 
     Raises:
         ValueError: `covers` refuses the arrays.
@@ -119,7 +119,9 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays, *, execute: 
     if not covers(layer, arrays):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
         raise ValueError(f"gated_attention_token: {shapes} do not fit {layer}.")
-    return execute(_launch(layer, arrays))[0]
+    inputs = arrays.named | {"frequencies": frequencies(layer.rotary_dims, layer.base)}
+    dtypes = [array.dtype for array in (arrays.keys, arrays.q_weight, arrays.k_weight)]
+    return KERNEL(inputs, _plan(layer, arrays.keys.shape, len(arrays.projected) == 1, *dtypes))[0]
 
 
 def gated_attention_token_naive(layer: GatedAttention, arrays: RowArrays) -> list[mx.array]:
@@ -173,38 +175,34 @@ def _ends(layer: GatedAttention) -> list[int]:
     return [layer.widths[0], sum(layer.widths[:2])]
 
 
-def _launch(layer: GatedAttention, arrays: RowArrays) -> Launch:
-    rows, whole, widths = arrays.keys.shape[0], len(arrays.projected) == 1, layer.widths
-    ratio = layer.heads // layer.key_heads
+@lru_cache(maxsize=256)
+def _plan(layer: GatedAttention, keys: tuple[int, ...], whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
+    """Return the plan of a call with keys of this shape, and weights of `others`; see trial_case."""
+    widths, ratio = layer.widths, layer.heads // layer.key_heads
     together = math.gcd(ratio, MOST_HEADS)
-    values: Values = {
-        "GROUPS": GROUPS,
-        "HEADS": together,
-        "RATIO": ratio,
-        "SIZE": layer.size,
-        "ROTARY": layer.rotary_dims,
-    }
-    inputs = arrays.named | {"frequencies": frequencies(layer.rotary_dims, layer.base)}
     strides = (sum(widths),) * 3 if whole else widths
     floats = layer.q_eps, layer.k_eps, layer.scale * math.log2(math.e)
     numbers = ", ".join([*(f"{number!r}f" for number in floats), *map(str, strides)])
-    places = dict(zip(("q", "k", "v"), (0, *_ends(layer)), strict=True))
-    written = {name: f"projected + {place}" for name, place in places.items()} if whole else {}
-    return Launch(
-        kernel=KERNEL,
-        inputs=inputs,
-        outputs={"y": ((rows, 1, layer.heads * layer.size), arrays.keys.dtype)},
-        values=values,
-        blocks=(layer.heads // together, rows, 1),
-        bytes=4 * GROUPS * 256 // layer.size * together * (layer.size + 2),
+    names = ("q", "k", "v") if whole else ()
+    places = {name: f"projected + {place}" for name, place in zip(names, (0, *_ends(layer)), strict=False)}
+    return Plan(
+        outputs={"y": ((keys[0], 1, layer.heads * layer.size), dtype)},
+        values={
+            "GROUPS": GROUPS,
+            "HEADS": together,
+            "RATIO": ratio,
+            "SIZE": layer.size,
+            "ROTARY": layer.rotary_dims,
+        },
+        blocks=(layer.heads // together, keys[0], 1),
         groups=GROUPS,
         sizes=(str(layer.heads), "keys_shape[2]"),
-        written={"numbers": f"GatedTokenNumbers{{{numbers}}}"} | written,
+        written={"numbers": f"GatedTokenNumbers{{{numbers}}}"} | places,
         changes=("keys", "values"),
     )
 
 
-def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]) -> Case[Execute]:
+def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]) -> Case[Device]:
     """Return the case of rows without a token, with a few, and with more than a block reads at a time."""
     dtype, *of_weights = dtypes
     rows, capacity = 4, 4 * GROUPS * 256 // layer.size + 3
@@ -218,10 +216,10 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
     def wide(array: mx.array) -> mx.array:
         return array.astype(mx.float32)
 
-    def call(execute: Execute) -> list[mx.array]:
+    def call() -> list[mx.array]:
         # Sums are arrays of their own, which the kernel has changed once its output is there.
         copied = replace(arrays, keys=keys + 0, values=values + 0)
-        y = gated_attention_token(layer, copied, execute=execute)
+        y = gated_attention_token(layer, copied)
         mx.eval(y)
         return [y, copied.keys, copied.values]
 
@@ -231,7 +229,7 @@ def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dt
     return Case(
         name=f"a token of a gated attention layer ({layer.heads} heads to {layer.key_heads} of {layer.size}, {dtype})",
         results=("y", "keys", "values"),
-        call=call,
+        call=by_kernels(call),
         truth=lambda: gated_attention_token_naive(layer, exact),
         bound=BOUNDS[dtype],
         bounds={"values": 2.0**-24},

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Execute, Kernel, Launch, Values
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Kernel, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from ..recomputation import is_small_case, note
@@ -107,12 +108,11 @@ class TokenBlock(NamedTuple):
     lines: int
 
 
-def linear_token(call: LinearToken, *, execute: Execute = Launch.run, block: TokenBlock | None = None) -> mx.array:
+def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.array:
     """Apply a linear layer, with the operations around it, to one token of each row; return [..., out].
 
     Args:
         call: The token's arrays, of one dtype.
-        execute: Runs a launch; tests run it on the host machine.
         block: The share of a block; the default depends on the number of rows.
 
     Raises:
@@ -129,7 +129,10 @@ def linear_token(call: LinearToken, *, execute: Execute = Launch.run, block: Tok
             f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], h [..., r], "
             f"b [r, out] and a residual [..., out] of one 16-bit dtype, and inputs that are a multiple of 8."
         )
-    return execute(_launch(call, block or _block_of(call)))[0]
+    arrays, eps = call.arrays, 0.0 if call.norm is None else call.norm.eps
+    rank = 0 if call.low_rank is None else call.low_rank.b.shape[0]
+    sizes = tuple(arrays), call.x.shape, call.weight.shape[0], rank
+    return KERNEL(arrays, _plan(*sizes, call.x.dtype, block or _block_of(call), eps))[0]
 
 
 def linear_token_naive(call: LinearToken) -> mx.array:
@@ -185,42 +188,44 @@ def serves(call: LinearToken) -> bool:
 
 def _block_of(call: LinearToken) -> TokenBlock:
     """Return the largest share that leaves a block for most multiprocessors, since each block reads its rows anew."""
-    parts, lines, tiles = 1 if call.second is None else 2, 1 << (-(-call.rows // 8) - 1).bit_length(), 2
-    while lines > 2 and math.prod(_grid(call, TokenBlock(tiles, lines))) < BLOCKS:
+    return _largest_block(call.rows, call.weight.shape[0], 1 if call.second is None else 2)
+
+
+@lru_cache(maxsize=1024)
+def _largest_block(rows: int, outputs: int, parts: int) -> TokenBlock:
+    lines, tiles = 1 << (-(-rows // 8) - 1).bit_length(), 2
+    while lines > 2 and math.prod(_grid(rows, parts * outputs, TokenBlock(tiles, lines))) < BLOCKS:
         tiles, lines = (parts, lines) if tiles > parts else (tiles, lines // 2)
     return TokenBlock(tiles, lines)
 
 
-def _grid(call: LinearToken, block: TokenBlock) -> tuple[int, int]:
-    """The numbers of blocks that share out the outputs and the rows."""
-    outputs = call.weight.shape[0] * (1 if call.second is None else 2)
-    return -(-outputs // (16 * block.tiles)), -(-call.rows // (8 * block.lines))
+def _grid(rows: int, outputs: int, block: TokenBlock) -> tuple[int, int]:
+    """The numbers of blocks that share out the outputs, of both weights together, and the rows."""
+    return -(-outputs // (16 * block.tiles)), -(-rows // (8 * block.lines))
 
 
-def _launch(call: LinearToken, block: TokenBlock) -> Launch:
-    (*rows, _), outputs, parts = call.x.shape, call.weight.shape[0], 1 if call.second is None else 2
-    tiles, lines = block
-    values: Values = {"GROUPS": GROUPS, "TILES": tiles, "LINES": lines, "PARTS": parts}
-    eps, last = 0.0 if call.norm is None else call.norm.eps, len(rows)
-    return Launch(
-        kernel=KERNEL,
-        inputs=call.arrays,
-        outputs={"y": ((*rows, outputs), call.x.dtype)},
-        values=values,
-        blocks=(*_grid(call, block), 1),
-        bytes=32 * GROUPS * lines * (16 * tiles + 5) + 32 * lines,
+@lru_cache(maxsize=1024)
+def _plan(
+    names: tuple[str, ...], x: tuple[int, ...], outputs: int, rank: int, dtype: mx.Dtype, block: TokenBlock, eps: float
+) -> Plan:
+    """Return the plan of a call with arrays of these names, x of this shape and adapters of this rank, 0 for none."""
+    rows, parts, last = x[:-1], 2 if "second" in names else 1, len(x) - 1
+    return Plan(
+        outputs={"y": ((*rows, outputs), dtype)},
+        values={"GROUPS": GROUPS, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
+        blocks=(*_grid(math.prod(rows), parts * outputs, block), 1),
         groups=GROUPS,
         sizes=(
             " * ".join(f"x_shape[{i}]" for i in range(last)),
             f"x_shape[{last}]",
             "weight_shape[0]",
-            "0" if call.low_rank is None else "b_shape[0]",
+            "b_shape[0]" if rank else "0",
         ),
         written={"eps": f"{eps!r}f"},
     )
 
 
-def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: TokenBlock) -> Case[Execute]:
+def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: TokenBlock) -> Case[Device]:
     """Return the case of more rows and outputs than a block takes, and inputs that the groups share unequally.
 
     Args:
@@ -242,7 +247,7 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
     return Case(
         name=", ".join(["a token of a linear layer", *around]) + f" ({dtype})",
         results=("y",),
-        call=lambda execute: [linear_token(call, execute=execute, block=block)],
+        call=by_kernels(lambda: [linear_token(call, block=block)]),
         truth=lambda: [linear_token_naive(wide)],
         bound=BOUNDS[dtype],
         like=list(arrays.values()),

@@ -44,7 +44,7 @@ DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
 
 def swiglu(up: mx.array, gate: mx.array) -> mx.array:
     """Return silu(gate) * up, for arrays of one shape and dtype."""
-    if backend.device() == "cuda" and silu.serves(gate, up):
+    if silu.serves(gate, up):
         return silu.swiglu(gate, up)
     return gate * mx.sigmoid(gate) * up
 
@@ -121,7 +121,7 @@ class _Block:
     def __init__(self, projections: list[Projection], activation: Activation, layout: Tiled | Sorted, summed: bool):
         self.projections = [projection.without_arrays() for projection in projections]
         self.activation, self.layout, self.summed = activation, layout, summed
-        self.in_fp32 = backend.device() == "cpu"
+        self.in_fp32 = backend.computes_in_fp32()
         # Computing up and gate again would be two of eight products with weights.
         self.keeps = backend.device() == "cuda" and not trace.current().recomputed
 
@@ -264,8 +264,8 @@ def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | S
     experts, pairs = projections[0].experts, tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)
-    if backend.device() != "cpu":
-        rows = max(GPU_CHUNK_BYTES // row_bytes, ROWS_PER_EXPERT[backend.device()] * experts)
+    if not backend.computes_in_fp32():
+        rows = max(GPU_CHUNK_BYTES // row_bytes, backend.here(ROWS_PER_EXPERT) * experts)
         return Sorted(tokens, top_k, experts, max(1, rows // top_k))
     copies = any(p.copies_matrix_per_tile() for p in projections)
     packed = any(p.scales is not None for p in projections)

@@ -7,18 +7,18 @@ bf16 and make three products of one. Hopper has a kernel of its own for most pro
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..kernels.launch import Kernel, Launch, Values, numbers
+from ..kernels.launch import Kernel, Launch, Plan, Values, numbers
 from . import grouped_hopper
 from .grouped_hopper import HopperTile
 from .grouped_product import GroupedProduct
 
-# The groups of 32 lanes in a block, and the bytes of its barriers.
-_GROUPS, _BARRIER_BYTES = 4, 16
+# The groups of 32 lanes in a block.
+_GROUPS = 4
 # The rows, columns and depth of a block's tile, and how many groups divide its columns among them.
 _WIDE, _FLAT, _NARROW = (128, 128, 64, 2), (64, 128, 32, 2), (64, 16, 128, 1)
 _GRADIENT_WIDE, _GRADIENT_LOW, _GRADIENT_NARROW = (128, 128, 64, 2), (16, 128, 64, 4), (128, 16, 64, 1)
@@ -65,21 +65,42 @@ def gradient_tile(height: int, width: int) -> TileShape:
     return _GRADIENT_NARROW if width <= _GRADIENT_NARROW[1] else _GRADIENT_WIDE
 
 
-def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> mx.array:
-    """Compute a grouped product.
+def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> Launch:
+    """Return the launch of a grouped product.
 
     Args:
         operands: The factors, and the rows to which the product is added.
         tile: The tile of a block, which also names the kernel; without one, `product_tile` chooses.
     """
     tile = tile or product_tile(operands.rows.shape[1], operands.outputs)
-    return product_launch(operands, tile).run()[0]
+    scale, rows = _numbers(operands.scale), operands.rows
+    if isinstance(tile, HopperTile):
+        return grouped_hopper.product_launch(operands, scale, tile)
+    assert operands.adapter is None, "only Hopper's kernel adds the product of an adapter"
+    assert isinstance(operands.weight, mx.array), "only Hopper's kernel reads packed matrices"
+    tile_rows, tile_columns, *_ = tile
+    added = operands.onto is not None
+    plan = Plan(
+        outputs={"out": ((rows.shape[0], operands.outputs), rows.dtype)},
+        values=_values(rows.dtype, tile) | {"TRANSPOSED": operands.transpose, "ADDED": added},
+        # kernels/products/experts.h numbers the tiles of rows so that there may be this many.
+        blocks=(-(-operands.outputs // tile_columns), rows.shape[0] // tile_rows + operands.ends.size, 1),
+        groups=_GROUPS,
+        written={} if added else {"onto": "rows"},
+        sizes=operands.sizes,
+    )
+    return PRODUCT.launch(operands.arrays(scale), plan)
 
 
 def gradient(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float = 1.0
-) -> mx.array:
-    """Return total + scale * left^T right over each expert's rows, [E, a, b] fp32.
+    total: mx.array | None,
+    left: mx.array,
+    right: mx.array,
+    ends: mx.array,
+    scale: mx.array | float = 1.0,
+    tile: TileShape | None = None,
+) -> Launch:
+    """Return the launch of total + scale * left^T right over each expert's rows, [E, a, b] fp32.
 
     The rows are added in their order and without atomics, so that every run gives the same bits.
 
@@ -89,69 +110,25 @@ def gradient(
         right: [R, b].
         ends: [E] int32, for each expert the index after its last row.
         scale: One fp32 number.
+        tile: The tile of a block; without one, `gradient_tile` chooses.
     """
-    return gradient_launch(total, left, right, ends, scale, gradient_tile(left.shape[1], right.shape[1])).run()[0]
-
-
-def product_launch(operands: GroupedProduct, tile: TileShape | HopperTile) -> Launch:
-    """Describe the launch of `product` with a given tile."""
-    scale, rows = _numbers(operands.scale), operands.rows
-    if isinstance(tile, HopperTile):
-        return grouped_hopper.product_launch(operands, scale, tile)
-    assert operands.adapter is None, "only Hopper's kernel adds the product of an adapter"
-    assert isinstance(operands.weight, mx.array), "only Hopper's kernel reads packed matrices"
-    tile_rows, tile_columns, depth, _ = tile
-    added = operands.onto is not None
-    return Launch(
-        kernel=PRODUCT,
-        inputs=operands.arrays(scale),
-        outputs={"out": ((rows.shape[0], operands.outputs), rows.dtype)},
-        values=_values(rows.dtype, tile) | {"TRANSPOSED": operands.transpose, "ADDED": added},
-        # kernels/products/experts.h numbers the tiles of rows so that there may be this many.
-        blocks=(-(-operands.outputs // tile_columns), rows.shape[0] // tile_rows + operands.ends.size, 1),
-        bytes=product_bytes(rows.dtype.size, tile_rows, tile_columns, depth, operands.transpose),
-        groups=_GROUPS,
-        written={} if added else {"onto": "rows"},
-        sizes=operands.sizes,
-    )
-
-
-def gradient_launch(
-    total: mx.array | None, left: mx.array, right: mx.array, ends: mx.array, scale: mx.array | float, tile: TileShape
-) -> Launch:
-    """Describe the launch of `gradient` with a given tile."""
-    tile_rows, tile_columns, depth, _ = tile
+    tile = tile or gradient_tile(left.shape[1], right.shape[1])
     experts, height, width = ends.size, left.shape[1], right.shape[1]
     inputs = {"left_rows": left, "right_rows": right, "ends": ends, "scale": _numbers(scale)}
     if total is not None:
         inputs["total"] = total
-    return Launch(
-        kernel=GRADIENT,
-        inputs=inputs,
+    plan = Plan(
         outputs={"out": ((experts, height, width), mx.float32)},
         values=_values(left.dtype, tile) | {"ADDED": total is not None},
-        blocks=(-(-width // tile_columns), -(-height // tile_rows), experts),
-        bytes=2 * depth * (_stride(tile_rows) + _stride(tile_columns)) * left.dtype.size + _BARRIER_BYTES,
+        blocks=(-(-width // tile[1]), -(-height // tile[0]), experts),
         groups=_GROUPS,
         written={} if total is not None else {"total": "scale"},
     )
+    return GRADIENT.launch(inputs, plan)
 
 
 def _values(dtype: mx.Dtype, tile: TileShape) -> Values:
     return dict(zip(_VALUES, (dtype, *tile[:3], _GROUPS, tile[3]), strict=True))
-
-
-@lru_cache
-def product_bytes(element_bytes: int, tile_rows: int, tile_columns: int, depth: int, transpose: bool) -> int:
-    """The bytes of a block's shared memory: two stages of both operands, which the results replace at the end."""
-    weight = tile_columns * _stride(depth) if transpose else depth * _stride(tile_columns)
-    stages, results = 2 * (tile_rows * _stride(depth) + weight), tile_rows * _stride(tile_columns)
-    return max(stages, results) * element_bytes + _BARRIER_BYTES
-
-
-def _stride(columns: int) -> int:
-    """The distance of two rows in shared memory, as stride_of in kernels/tiles.h."""
-    return columns + 8
 
 
 def _numbers(scale: mx.array | float) -> mx.array:

@@ -8,16 +8,14 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..kernels.launch import HOPPER_WORDS, Kernel, Launch, Values
+from ..kernels.launch import HOPPER_WORDS, Kernel, Launch, Plan, Values
 from .grouped_product import GroupedProduct, Packed
 
 # Sizes must be multiples of the first, and larger. Numbers of tiles have 16 bits.
 _UNIT, _MOST_TILES = 64, 2**16 - 1
-# The threads of a team; the most stages of a block's shared memory; bytes beside them, and those that align it.
-_TEAM, _STAGES, _BARRIERS, _ALIGNMENT = 128, 4, 3 * 64, 1024
+# The threads of a team.
+_TEAM = 128
 _DTYPES = (mx.bfloat16, mx.float16)
-# The slots of a block's memory for packed matrices, and the bytes of a column: words of 64 numbers, scales, biases.
-_SLOTS, _PACKED_COLUMN = 3, 32 + 4 + 4
 # Packed numbers are counted in 32 bits. Where an expert has many rows, they are unpacked too often within its products.
 _GROUP_SIZES, _MOST_NUMBERS, _MOST_ROWS = (32, 64), 2**32, 256
 PRODUCT = Kernel(
@@ -99,22 +97,13 @@ def product_launch(operands: GroupedProduct, scale: mx.array, tile: HopperTile) 
         "GROUP": operands.weight.group_size if isinstance(operands.weight, Packed) else 0,
     }
     stand_ins = dict.fromkeys(("onto", "low_rank", "factor"), "rows")
-    return Launch(
-        kernel=PRODUCT,
-        inputs=inputs,
+    plan = Plan(
         outputs={"out": ((rows.shape[0], outputs), rows.dtype)},
         values=values,
         blocks=(min(blocks, tiles), 1, 1),
-        bytes=_bytes(tile, isinstance(operands.weight, Packed)),
         groups=_TEAM // 32 * (tile.teams + 1),
         # A body reads none of those that a call lacks, but their types name those of its operands.
         written={name: other for name, other in stand_ins.items() if name not in inputs},
         sizes=operands.sizes,
     )
-
-
-def _bytes(tile: HopperTile, packed: bool) -> int:
-    """The bytes of a block's shared memory: as many stages of both operands as fit, and packed matrices' own."""
-    stage = (_UNIT * tile.teams + tile.columns) * 128
-    others = _BARRIERS + 2 * tile.most_experts + _ALIGNMENT + (_SLOTS * tile.columns * _PACKED_COLUMN if packed else 0)
-    return min(_STAGES, (nvidia.H200.block_bytes - others) // stage) * stage + others
+    return PRODUCT.launch(inputs, plan)

@@ -16,7 +16,7 @@ from ...machine import backend
 from ..products.quantized_product import unpacked
 from . import grouped, trial_case
 from .grouped_product import GroupedProduct, Packed
-from .single_rows import single_rows
+from .single_rows import needs_whole_matrices, single_rows
 from .tiles import Chunk
 
 
@@ -90,7 +90,7 @@ class Projection:
 
     def copies_matrix_per_tile(self) -> bool:
         """Whether each tile needs an fp32 copy of its expert's matrix: a CPU with a packed or half-precision weight."""
-        return backend.device() == "cpu" and (self.scales is not None or self.weight.dtype != mx.float32)
+        return backend.computes_in_fp32() and (self.scales is not None or self.weight.dtype != mx.float32)
 
     def unpacks_all_experts(self) -> bool:
         """Whether all experts are unpacked first, because gather_qmm reads a whole matrix for each row on CUDA."""
@@ -273,7 +273,7 @@ def product(
             onto_rows, factor = None if onto is None else onto.squeeze(1), 1.0 if scale is None else scale
             factors = None if adapter is None else (adapter[0].squeeze(1), adapter[1])
             operands = GroupedProduct(rows.squeeze(1), weight, chunk.ends, transpose, factor, onto_rows, factors)
-            y = grouped.product(operands, tile)
+            y = grouped.product(operands, tile)()[0]
             return y.reshape(-1, 1, y.shape[-1])
     if adapter is not None:
         return product(*adapter, chunk, transpose, onto=product(rows, weight, chunk, transpose, scale, onto))
@@ -281,8 +281,7 @@ def product(
         return product(rows, weight.unpacked(), chunk, transpose, scale, onto)
     if chunk.ends is not None:
         rows = single_rows(rows)
-    if backend.device() == "cuda":
-        # MLX's products expect each expert's matrix right after the one before, which slices of a larger array are not.
+    if needs_whole_matrices():
         weight = mx.contiguous(weight)
     right = weight.swapaxes(-1, -2) if transpose else weight
     y = mx.gather_mm(rows, right, rhs_indices=chunk.experts, sorted_indices=True)

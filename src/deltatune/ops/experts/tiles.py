@@ -184,7 +184,7 @@ class Sorted:
         assert chunk.ends is not None
         left, right = left.squeeze(1), right.squeeze(1)
         if trial_case.gradient_serves(left, right, total is not None):
-            return grouped.gradient(total, left, right, chunk.ends)
+            return grouped.gradient(total, left, right, chunk.ends)()[0]
         starts = mx.concatenate([mx.zeros(1, mx.int32), chunk.ends[:-1]])
         segments = mx.stack([starts, chunk.ends], axis=1).astype(mx.uint32)
         left, right = left.astype(mx.float32), right.astype(mx.float32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Execute, Launch
-from ..operator.case import Case
+from ..kernels.launch import Device, Launch
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
@@ -72,7 +72,7 @@ def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
 
 def product_case(
     dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0, group_size: int = 0
-) -> Case[Execute]:
+) -> Case[Device]:
     """Return the case of a product with this tile.
 
     Args:
@@ -104,7 +104,7 @@ def product_case(
         low_rank, _, factor = _drawn(dtype, rank, outputs)
         expected, adapter = expected + _SCALE * product(low_rank, factor), (low_rank, stored(factor))
     operands = GroupedProduct(rows, matrices, _ends(), transpose, _SCALE, onto if added else None, adapter)
-    launch = grouped.product_launch(operands, tile)
+    launch = grouped.product(operands, tile)
     return _case(launch, expected, GROUPED[str(dtype).rpartition(".")[2]] + ON_TENSOR_CORES)
 
 
@@ -116,14 +116,14 @@ def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
     return _SHALLOW if tile == grouped.product_tile(_SHALLOW, outputs) else _LARGE, outputs
 
 
-def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Execute]:
+def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Device]:
     """Return the case of a gradient with this tile; `added` tells whether it is added to another array."""
     height, width = (_SMALL if size < _LARGE // 2 else _LARGE for size in tile[:2])
     right, left, weight = _drawn(dtype, width, height)
     total = weight.astype(mx.float32)
     products = [a.T @ b for a, b in zip(_by_expert(left), _by_expert(right), strict=True)]
     expected = _SCALE * np.stack(products) + (as_float64(total) if added else 0.0)
-    launch = grouped.gradient_launch(total if added else None, left, right, _ends(), _SCALE, tile)
+    launch = grouped.gradient(total if added else None, left, right, _ends(), _SCALE, tile)
     return _case(launch, expected, ON_TENSOR_CORES)
 
 
@@ -142,11 +142,11 @@ def _by_expert(rows: mx.array) -> list[np.ndarray]:
     return np.split(as_float64(rows), np.cumsum(_COUNTS)[:-1])
 
 
-def _case(launch: Launch, expected: np.ndarray, bound: float) -> Case[Execute]:
+def _case(launch: Launch, expected: np.ndarray, bound: float) -> Case[Device]:
     return Case(
         name=launch.name,
         results=("out",),
-        call=lambda execute: execute(launch)[:1],
+        call=by_kernels(lambda: launch()[:1]),
         truth=lambda: [expected],
         bound=bound,
         like=[mx.zeros(*launch.outputs["out"])],

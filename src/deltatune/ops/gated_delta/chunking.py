@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...machine import backend
+
 # Elements of k, over all its heads, that one group lays out: enough to keep the device busy, few enough for its caches.
-_GROUP_ELEMENTS_CPU = 16 * 64 * 128
-_GROUP_ELEMENTS_GPU = 1024 * 64 * 128
+_GROUP_ELEMENTS = {"cpu": 16 * 64 * 128, "metal": 1024 * 64 * 128, "cuda": 1024 * 64 * 128}
 
 
 class Span(NamedTuple):
@@ -42,7 +43,7 @@ def choose_chunking(length: int, heads: int, key_size: int) -> Chunking:
     size = 64 if key_size > 64 else 32
     while size > 16 and size // 2 >= length:
         size //= 2
-    elements = _GROUP_ELEMENTS_CPU if mx.default_device() == mx.Device(mx.cpu) else _GROUP_ELEMENTS_GPU
+    elements = backend.here(_GROUP_ELEMENTS)
     return Chunking(length, size, max(1, min(16, elements // (heads * size * key_size))))
 
 

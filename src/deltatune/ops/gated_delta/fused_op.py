@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import without_vmap
-from ..kernels.launch import Execute, Launch
 from ..recomputation import input_of, recomputes
 from .fused_hopper import HopperTiling, choose_hopper_tiling
 from .fused_passes import FusedPasses, TilingOfCall, keeping, recomputing, shape_of
@@ -34,13 +33,11 @@ def gated_delta_fused(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
     tiling_of_call: TilingOfCall | None = None,
-    execute: Execute = Launch.run,
 ) -> tuple[mx.array, mx.array]:
     """Run the fused kernels: two launches forward and two backward. Arguments and results are those of `gated_delta`.
 
     Args:
         tiling_of_call: Chooses how a call is divided, as `tiling_on` does for a machine; by default MLX's device.
-        execute: Runs a launch. The default runs it on MLX's device.
 
     Raises:
         ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
@@ -54,7 +51,7 @@ def gated_delta_fused(
         raise ValueError(f"gated_delta: the fused kernels do not support this call: {reason}.")
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
-    passes = FusedPasses(tiling_of_call, execute, stateful=initial_state is not None, **options)
+    passes = FusedPasses(tiling_of_call, stateful=initial_state is not None, **options)
     inputs, again = input_of(q, k, v), recomputes()
     cut = cut_of(tiling) if again and tiling else None
     if cut:

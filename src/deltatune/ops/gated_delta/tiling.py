@@ -6,23 +6,30 @@ A block is a threadgroup on Metal and a thread block on CUDA; a group is 32 lane
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ...machine import nvidia
+from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Plan, Values
+from . import fused, fused_channel
+from .fused import Kernels
 
 Shape = tuple[int, int, int, int, int, int]
+# The attributes of a tiling that tell how a call is divided.
+Division = dict[str, Any]
+T = TypeVar("T", bound="Tiling")
 # The threadgroup memory that a block may have on Metal, in bytes.
 METAL_BYTES = 32 * 1024
 # The widest key head that the Metal tilings support: the scans' registers are sized for it.
 WIDEST_KEY = 256
 # The number of blocks that fills a large GPU. A scan with fewer blocks gives each of them fewer rows of the state.
 _FULL_GPU_BLOCKS = 64
-# The number of channels with products with the states in shared memory together, in an unstaged channel tiling.
-_UNSTAGED_CHANNELS = 128
+# The kernels of a call, two forward and two backward.
+PHASES = ("prepare", "scan", "reverse", "gradients")
 
 
 def padded(n: int) -> int:
@@ -31,8 +38,24 @@ def padded(n: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a call, the dtype of q, k and v, and whether the call has a mask, and segments."""
+class Tiling:
+    """The sizes of a call with one gate per head, and how a machine divides it among blocks and groups.
+
+    Attributes:
+        batch, length, key_heads, value_heads, key_size, value_size: The sizes.
+        dtype: That of q, k and v.
+        masked, segmented: Whether the call has a mask, and segments.
+        machine: `metal` or `cuda`.
+        chunk: Positions per chunk, a multiple of 16.
+        slice: Rows of the state that a block of a scan computes, a multiple of 16.
+        split: Groups that share each strip of a scan's block.
+        loaders: Further groups of a scan's block, which only load the next chunk.
+        gradient_slice: Rows of the states that the gradient kernel reads at a time.
+        gradient_groups: Groups in a block of the gradient kernel.
+        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
+        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
+        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
+    """
 
     batch: int
     length: int
@@ -43,58 +66,21 @@ class Sizes:
     dtype: mx.Dtype
     masked: bool
     segmented: bool
-
-    @classmethod
-    def of(cls, shape: Shape, dtype: mx.Dtype, masked: bool, segmented: bool) -> Sizes:
-        names = ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")
-        return cls(**dict(zip(names, shape, strict=True)), dtype=dtype, masked=masked, segmented=segmented)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a call is divided among blocks and groups.
-
-    Attributes:
-        chunk: Positions per chunk, a multiple of 16.
-        slice: Rows of the state that a block of a scan computes, a multiple of 16.
-        split: Groups that share each strip of a scan's block.
-        loaders: Further groups of a scan's block, which only load the next chunk.
-        gradient_slice: Rows of the states that the gradient kernel reads at a time.
-        stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
-        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
-        unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
-    """
-
+    machine: str
     chunk: int
     slice: int
     split: int = 1
     loaders: int = 0
     gradient_slice: int
+    gradient_groups: int
     stages: int
     overlay: bool = False
     unstaged: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tiling(Sizes, Division):
-    """The sizes of a call with one gate per head, and how a machine divides it.
-
-    Attributes:
-        machine: `metal` or `cuda`.
-        gradient_groups: Groups in a block of the gradient kernel.
-    """
-
-    machine: str
-    gradient_groups: int
-
-    @classmethod
-    def made(cls, sizes: Sizes, division: Division, machine: str, gradient_groups: int) -> Self:
-        return cls(**vars(sizes), **vars(division), machine=machine, gradient_groups=gradient_groups)
-
-    @cached_property
-    def launches(self) -> dict[Any, Any]:
-        """The launches of the calls that were divided so, without their arrays (fused_passes.py)."""
-        return {}
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that are divided so."""
+        return fused.KERNELS
 
     @property
     def chunks(self) -> int:
@@ -106,14 +92,24 @@ class Tiling(Sizes, Division):
         return self.slice // 16 * self.split + self.loaders
 
     @property
-    def scan_blocks(self) -> tuple[int, int, int]:
+    def prepare_groups(self) -> int:
+        """The groups of lanes in a block of the prepare kernel."""
+        return 4
+
+    @property
+    def scan_blocks(self) -> Blocks:
         """The blocks of a scan: one for each slice of a state, value head and row of the batch."""
         return -(-self.value_size // self.slice), self.value_heads, self.batch
 
     @property
-    def input_bytes(self) -> int:
-        """Bytes of an element of q, k or v in shared memory: on CUDA, fp16 is held as a pair of bf16."""
-        return 4 if self.machine == "cuda" and self.dtype == mx.float16 else self.dtype.size
+    def prepare_blocks(self) -> Blocks:
+        """The blocks of the prepare kernel: one for each chunk of each value head."""
+        return self.chunks, self.value_heads, self.batch
+
+    @property
+    def gradient_blocks(self) -> Blocks:
+        """The blocks of the gradient kernel: one for each chunk of each key head."""
+        return self.chunks, self.key_heads, self.batch
 
     @property
     def saved_dtype(self) -> mx.Dtype:
@@ -121,23 +117,9 @@ class Tiling(Sizes, Division):
         return mx.bfloat16 if self.dtype == mx.bfloat16 else mx.float32
 
     @property
-    def key_stride(self) -> int:
+    def state_stride(self) -> int:
         """Elements between rows as wide as a key; the padding spreads rows over the banks of shared memory."""
         return padded(self.key_size) + 8
-
-    def key_rows_bytes(self, rows: int, element_bytes: int) -> int:
-        """Bytes of shared memory for rows as wide as a key: none where they stay in device memory."""
-        return 0 if self.unstaged else rows * self.key_stride * element_bytes
-
-    @property
-    def key_chunk_bytes(self) -> int:
-        """Bytes of one chunk of q or of k."""
-        return self.key_rows_bytes(self.chunk, self.input_bytes)
-
-    @property
-    def square_elements(self) -> int:
-        """Elements of a [chunk, chunk] matrix with its padding."""
-        return self.chunk * (self.chunk + 8)
 
     @property
     def saved_stride(self) -> int:
@@ -145,59 +127,95 @@ class Tiling(Sizes, Division):
         return self.chunk + 8 * (-(-self.key_size // 128) if self.dtype == mx.bfloat16 else 1)
 
     @property
-    def triangle_elements(self) -> int:
-        """Elements of a packed lower triangle of 16 x 16 tiles with its padding."""
-        tiles = self.chunk // 16
-        return 128 * tiles * (tiles + 2)
+    def gates(self) -> tuple[int, ...]:
+        """The shape of the gates."""
+        return self.batch, self.length, self.value_heads
 
     @property
-    def decay_bytes(self) -> int:
-        """Bytes of the decays between the positions of a chunk, and of their products over its tiles."""
-        return padded(4 * (self.chunk * 19 + self.chunk // 16))
+    def prepared(self) -> Outputs:
+        """The outputs of the prepare kernel: for each chunk the packed triangles solve and scores, and factors."""
+        chunks, tiles = (self.batch, self.value_heads, self.chunks), self.chunk // 16
+        triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32)
+        return {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
 
     @cached_property
-    def prepare_bytes(self) -> int:
-        """Bytes of shared memory per block of the prepare kernel."""
-        first = max(2 * self.key_chunk_bytes, 4 * (self.triangle_elements + self.square_elements))
-        return first + 4 * self.square_elements + 76 * self.chunk + self.decay_bytes + 16
+    def values(self) -> Values:
+        """The compile-time values of all kernels."""
+        return {
+            "In": self.dtype,
+            "C": self.chunk,
+            "DK": self.key_size,
+            "DV": self.value_size,
+            "SLICE": self.slice,
+            "HK": self.key_heads,
+            "HV": self.value_heads,
+            "STAGES": self.stages,
+            "SPLIT": self.split,
+            "OVERLAY": self.overlay,
+            "UNSTAGED": self.unstaged,
+            "MASKED": self.masked,
+            "SEGMENTED": self.segmented,
+        }
 
-    @property
-    def strip_bytes(self) -> int:
-        """Bytes of a strip's tiles on their way out of a scan, and between the groups that share the strip."""
-        saved, square, handed = self.saved_dtype.size, 16 * (self.chunk + 8), 16 * self.saved_stride
-        if self.split > 1:
-            state = 16 * self.key_stride
-            return max(saved * state + 12 * square + 4 * handed, 4 * state + 8 * square + 4 * handed)
-        if self.machine == "metal" or self.dtype == mx.float32:
-            return 0
-        return max(16 * saved * self.key_stride, 4 * handed)
+    def launch(self, phase: str, arrays: Arrays) -> Launch:
+        """Return the launch of the kernel of a phase, one of PHASES, on those of a call's arrays that it takes."""
+        beta = arrays["beta"].dtype
+        # A call may have a state or not.
+        key = phase, beta, arrays["initial"].shape[3] if phase == "scan" else 0
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(phase, beta)
+        kernel: Kernel = getattr(self.kernels, phase)
+        return kernel.launch(arrays, plan)
+
+    def run(self, phase: str, arrays: Arrays) -> Arrays:
+        """Launch the kernel of a phase and return its outputs by name."""
+        launch = self.launch(phase, arrays)
+        return dict(zip(launch.outputs, launch(), strict=True))
 
     @cached_property
-    def scan_bytes(self) -> int:
-        """Bytes of shared memory per block of either scan."""
-        values = self.chunk * (self.slice + 8) * self.input_bytes
-        stage = 2 * self.key_chunk_bytes + 8 * self.triangle_elements + values + 12 * self.chunk
-        return self.stages * stage + self.slice // 16 * self.strip_bytes + 16
+    def _plans(self) -> dict[tuple[str, mx.Dtype, int], Plan]:
+        """The plans of calls that were divided so, by phase, the dtype of beta and the width of the state."""
+        return {}
 
-    @property
-    def gradient_stage_bytes(self) -> int:
-        """Bytes of one slice of everything that the gradient kernel reads in slices."""
-        rows = self.gradient_slice
-        states = 2 * self.key_rows_bytes(rows, self.saved_dtype.size)
-        return states + rows * self.saved_stride * 8 + self.chunk * (rows + 8) * self.input_bytes
+    def _plan(self, phase: str, beta: mx.Dtype) -> Plan:
+        groups, blocks, outputs = self._of_phase(phase, beta)
+        values = self.values | {"GROUPS": groups} | ({"SLICE": self.gradient_slice} if phase == "gradients" else {})
+        return Plan(
+            outputs=outputs,
+            values=values,
+            blocks=blocks,
+            groups=groups,
+            # With whether it is a state, and not the array of `no_initial_state`.
+            written={"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {},
+            machine=self.machine,
+        )
+
+    def _of_phase(self, phase: str, beta: mx.Dtype) -> tuple[int, Blocks, Outputs]:
+        """Return groups in a block, the grid, and the outputs."""
+        heads, rows = (self.batch, self.value_heads), padded(self.value_size)
+        saved = ((*heads, self.chunks, rows, self.state_stride), self.saved_dtype)
+        by_chunk = ((*heads, self.chunks, rows, self.saved_stride), mx.float32)
+        state = ((*heads, self.value_size, self.key_size), mx.float32)
+        tokens = (self.batch, self.length)
+        values = ((*tokens, self.value_heads, self.value_size), self.dtype)
+        keys = ((*tokens, self.key_heads, self.key_size), self.dtype)
+        if phase == "prepare":
+            return self.prepare_groups, self.prepare_blocks, self.prepared
+        if phase == "scan":
+            return self.scan_groups, self.scan_blocks, {"y": values, "states": saved, "u": by_chunk, "last": state}
+        if phase == "reverse":
+            outputs = {"d_states": saved, "d_right": by_chunk, "dv": values, "d_initial": state}
+            return self.scan_groups, self.scan_blocks, outputs
+        outputs = {"dq": keys, "dk": keys, "d_log_g": (self.gates, mx.float32), "d_beta": (self.gates[:3], beta)}
+        return self.gradient_groups, self.gradient_blocks, outputs
 
     @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of shared memory per block of the gradient kernel."""
-        pairs = 2 * self.key_chunk_bytes + self.square_elements * 8
-        slices = (0 if self.overlay else 2 * self.key_chunk_bytes) + self.stages * self.gradient_stage_bytes
-        room = max(4, self.gradient_groups // (self.chunk // 16))
-        sums = self.chunk * (68 + 16 + 8 * (self.chunk // 16) + 12 * room) + 144
-        return max(pairs, slices) + self.decay_bytes + sums
-
-    @property
     def largest_bytes(self) -> int:
-        return max(self.prepare_bytes, self.scan_bytes, self.gradient_bytes)
+        """The most shared memory of a kernel's block."""
+        plans = {phase: self._plan(phase, mx.float32) for phase in PHASES}
+        launches = [getattr(self.kernels, phase).launch({}, plan) for phase, plan in plans.items()]
+        return max(launch.bytes for launch in launches)
 
     @property
     def fits(self) -> bool:
@@ -211,6 +229,10 @@ class ChannelTiling(Tiling):
     """The sizes of a call with a gate per key channel, and how a machine divides it. A chunk has 16 or 32 positions."""
 
     @property
+    def kernels(self) -> Kernels:
+        return fused_channel.KERNELS
+
+    @property
     def prepare_groups(self) -> int:
         """Groups in a block of the prepare kernel, which share the pairs of a chunk's tiles."""
         return 4 * (self.chunk // 16)
@@ -221,56 +243,39 @@ class ChannelTiling(Tiling):
         return self.chunk + 8
 
     @property
-    def scaled_key_bytes(self) -> int:
-        """Bytes of one chunk of scaled keys in full precision."""
-        return self.key_rows_bytes(self.chunk, 4)
+    def gates(self) -> tuple[int, ...]:
+        return self.batch, self.length, self.value_heads, self.key_size
 
     @property
-    def two_tile_bytes(self) -> int:
-        """Bytes of prefix q, prefix k and suffix k, which a chunk of two tiles needs and one of one tile does not."""
-        return 3 * 16 * self.key_stride * 4 * (self.chunk // 16 - 1)
-
-    @cached_property
-    def prepare_bytes(self) -> int:
-        gates = 4 * self.chunk * padded(self.key_size)
-        solve = 4 * self.triangle_elements + 8 * self.square_elements
-        return 2 * self.key_chunk_bytes + gates + self.two_tile_bytes + solve + 72 * self.chunk + 16
-
-    @cached_property
-    def scan_bytes(self) -> int:
-        """Bytes of shared memory per block of either scan."""
-        values = self.chunk * (self.slice + 8) * self.input_bytes
-        numbers = 4 * (self.chunk + padded(self.key_size))
-        queries_and_keys = 2 * self.key_rows_bytes(self.chunk, self.saved_dtype.size)
-        stage = queries_and_keys + self.scaled_key_bytes + 8 * self.triangle_elements + values + numbers
-        return self.stages * stage + self.slice // 16 * self.strip_bytes + 16
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        c, width = self.chunk, padded(self.key_size)
-        second_tile, columns = c // 16 - 1, _UNSTAGED_CHANNELS if self.unstaged else width
-        products = 3 * (c + 16 * second_tile) * (columns + 4) * 4
-        pairs, by_channel = 2 * 16 * 24 * 4 * second_tile, (8 if self.unstaged else 16 + c // 4) * width
-        stages = max(self.stages * self.gradient_stage_bytes, products)
-        return stages + self.two_tile_bytes + pairs + 144 * c + 20 * c + by_channel + 16
+    def prepared(self) -> Outputs:
+        """The outputs of the prepare kernel, among them the decayed queries, keys and ends [C, Dk] of each chunk."""
+        chunks = (self.batch, self.value_heads, self.chunks)
+        rows = (*chunks, self.chunk, self.state_stride)
+        return super().prepared | {
+            "factors": ((*chunks, self.chunk + padded(self.key_size)), mx.float32),
+            "queries": (rows, self.saved_dtype),
+            "keys": (rows, self.saved_dtype),
+            "ends": (rows, mx.float32),
+        }
 
 
-def _scan_slice(heads: int, key_size: int, value_size: int, dtype: mx.Dtype) -> tuple[int, int, int]:
-    """Return `slice`, `split` and `loaders` of a scan on CUDA, for `heads` = B x Hv."""
-    rows = padded(value_size)
+def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
+    return {"slice": rows, "split": split, "loaders": loaders}
+
+
+def _scan_slice(shape: Shape, dtype: mx.Dtype) -> Division:
+    """Return how a scan on CUDA is divided."""
+    batch, _, _, value_heads, key_size, value_size = shape
+    heads, rows = batch * value_heads, padded(value_size)
     if dtype == mx.bfloat16:
         # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
             if size <= max(32, rows) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:
-                return size, groups, 1
-    return _largest_full_slice(heads, value_size), 1, 0
-
-
-def _largest_full_slice(heads: int, value_size: int) -> int:
-    """Return the largest slice with which a scan on CUDA fills a large GPU, else the smallest, 32."""
-    sizes = [size for size in (128, 64, 32) if size <= max(32, padded(value_size))]
-    return next((size for size in sizes if heads * -(-value_size // size) >= _FULL_GPU_BLOCKS), sizes[-1])
+                return _scan(size, groups, 1)
+    # The largest slice with which a scan fills a large GPU, else the smallest.
+    sizes = [size for size in (128, 64, 32) if size <= max(32, rows)]
+    return _scan(next((size for size in sizes if heads * -(-value_size // size) >= _FULL_GPU_BLOCKS), sizes[-1]))
 
 
 def _gradient_slices(value_size: int) -> list[int]:
@@ -280,21 +285,22 @@ def _gradient_slices(value_size: int) -> list[int]:
 
 def _divisions_on_metal(key_size: int) -> list[Division]:
     """Return the divisions to try on an Apple GPU, where blocks have little memory, in order of preference."""
-    short = partial(Division, gradient_slice=16, stages=1, overlay=True)
+    short: Division = {"gradient_slice": 16, "stages": 1, "overlay": True}
     # In chunks of 32, keys wider than 64 would need more registers than a lane has (docs/reference/metal.md).
     chunks = (32, 16) if key_size <= 64 else (16,)
-    divisions = [short(chunk=chunk, slice=16 * groups) for chunk in chunks for groups in (2, 1)]
-    return divisions + [short(chunk=16, slice=32, unstaged=True)] * (key_size <= WIDEST_KEY)
+    divisions = [short | {"chunk": chunk, "slice": 16 * groups} for chunk in chunks for groups in (2, 1)]
+    return divisions + [short | {"chunk": 16, "slice": 32, "unstaged": True}] * (key_size <= WIDEST_KEY)
 
 
-def _gradient_groups_on_metal(key_size: int) -> int:
-    """Return the groups that share the columns of a chunk of one tile: up to eight, with one tile of keys each.
+def _gradient_groups(machine: str, key_size: int, chunk: int) -> int:
+    """Return the groups that share the columns of a chunk: on Metal up to eight, with one tile of keys each.
 
-    A group holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
+    A group there holds six tiles of sums for each, and two more: with two tiles each, more than a lane's registers.
     """
+    if chunk > 16:
+        return 8
     tiles = padded(key_size) // 16
-    tiles_of_group = -(-tiles // 8)
-    return max(4, -(-tiles // tiles_of_group))
+    return max(4, -(-tiles // -(-tiles // 8))) if machine == "metal" else 4
 
 
 @lru_cache(maxsize=256)
@@ -311,33 +317,29 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
     Returns:
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
     """
-    batch, _, _, value_heads, key_size, value_size = shape
-    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
+    *_, key_size, value_size = shape
+    slices = _gradient_slices(value_size)
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        scans = [_scan_slice(batch * value_heads, key_size, value_size, dtype), (32, 1, 0)]
+        scans = [_scan_slice(shape, dtype), _scan(32)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         divisions = [
-            Division(chunk=chunk, slice=rows, split=split, loaders=loaders, gradient_slice=gradient_rows, stages=2)
+            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in chunks
-            for rows, split, loaders in scans
-            for gradient_rows in slices[:2]
+            for scan in scans
+            for rows in slices[:2]
         ]
         divisions += [
-            Division(chunk=16, slice=32, gradient_slice=rows, stages=stages, overlay=stages == 1)
+            {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages, "overlay": stages == 1}
             for rows in slices
             for stages in (2, 1)
         ]
     for division in divisions:
-        chunk = division.chunk
-        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
-            continue
-        groups = _gradient_groups_on_metal(key_size) if machine == "metal" and chunk == 16 else 4 if chunk == 16 else 8
-        tiling = Tiling.made(sizes, division, machine, groups)
-        if tiling.fits:
-            return tiling
-    return None
+        division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
+    return _first_that_fits(
+        partial(Tiling, machine=machine, masked=masked, segmented=segmented), shape, dtype, divisions
+    )
 
 
 @lru_cache(maxsize=256)
@@ -345,24 +347,31 @@ def choose_channel_tiling(
     machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool
 ) -> ChannelTiling | None:
     """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
-    batch, _, _, value_heads, key_size, value_size = shape
-    sizes, slices = Sizes.of(shape, dtype, masked, segmented), _gradient_slices(value_size)
+    *_, key_size, value_size = shape
+    slices = _gradient_slices(value_size)
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        first = _scan_slice(batch * value_heads, key_size, value_size, dtype)
         divisions = [
-            Division(chunk=chunk, slice=scan_rows, split=split, loaders=loaders, gradient_slice=rows, stages=2)
+            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in (32, 16)
-            for scan_rows, split, loaders in (first, (64, 1, 0), (32, 1, 0), (16, 1, 0))
+            for scan in (_scan_slice(shape, dtype), _scan(64), _scan(32), _scan(16))
             for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
-        divisions += [Division(chunk=16, slice=16, gradient_slice=rows, stages=1, overlay=True) for rows in slices]
+        short: Division = {"chunk": 16, "slice": 16, "stages": 1, "overlay": True}
+        divisions += [short | {"gradient_slice": rows} for rows in slices]
     for division in divisions:
-        chunk = division.chunk
-        if (dtype == mx.float32 and machine == "metal" and chunk > 16) or chunk // 16 % division.split:
-            continue
-        tiling = ChannelTiling.made(sizes, division, machine, 8 if chunk == 32 else 4)
-        if tiling.fits:
+        division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
+    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented)
+    return _first_that_fits(kind, shape, dtype, divisions)
+
+
+def _first_that_fits(kind: Callable[..., T], shape: Shape, dtype: mx.Dtype, divisions: list[Division]) -> T | None:
+    """Return the first tiling that a machine's kernels support and its shared memory holds."""
+    names = ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")
+    for division in divisions:
+        tiling = kind(**dict(zip(names, shape, strict=True)), dtype=dtype, **division)
+        too_long = dtype == mx.float32 and tiling.machine == "metal" and tiling.chunk > 16
+        if not too_long and tiling.chunk // 16 % tiling.split == 0 and tiling.fits:
             return tiling
     return None

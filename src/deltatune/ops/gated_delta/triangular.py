@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ...machine import backend
+
 BLOCK = 16
 
 
@@ -24,7 +26,7 @@ def unit_lower_inverse(strict: mx.array) -> mx.array:
     """
     size = strict.shape[-1]
     identity = mx.eye(size)
-    if mx.default_device() == mx.Device(mx.cpu):
+    if backend.uses_blas():
         return mx.linalg.tri_inv(strict + identity)
     return blocked_inverse(strict)
 

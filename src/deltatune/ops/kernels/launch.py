@@ -8,17 +8,17 @@ goes before them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.resources import files
 from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
 
 from . import cubin
+from .memory import FOLDER, bytes_of
 
-FOLDER = files(__package__)
 # Hopper's own instructions, which the bodies of its kernels build on.
 HOPPER_WORDS = ("hopper.h", "hopper_tiles.h")
 # Tells a body where its lane is: the block's position in the grid, the thread in the block, the group, the lane.
@@ -27,6 +27,10 @@ PLACE = (
     "(int)threadgroup_position_in_grid.z, (int)thread_index_in_threadgroup, (int)simdgroup_index_in_threadgroup, "
     "(int)thread_index_in_simdgroup};\n"
 )
+
+# Lanes in a block of a kernel without shared memory, and the number of a lane among all.
+LANES = 128
+PLACE_OF_LANE = f"const long at = (long)threadgroup_position_in_grid.x * {LANES} + thread_index_in_threadgroup;\n"
 
 #: The multiplications of a launch on an Apple GPU: about a second of an M1's, if it does half of its 1.3e12 a second.
 #: macOS ends work that keeps a GPU for about five seconds, so that longer launches are divided.
@@ -44,15 +48,18 @@ Call = Callable[..., list[mx.array]]
 # Kernels are compared by identity (eq=False): each is declared once.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
-    """The declaration of a kernel, which all its launches share.
+    """The declaration of a kernel, which is called with its inputs and a plan.
 
     Attributes:
         name: The name of the body, a function template, and of the kernel in a profile.
         files: The files with the body and the functions that it calls, each after those on which it builds.
         values: The names of the compile-time values that the body takes, in its order.
         sizes: The text of the sizes that the body takes before its arrays, where it is the same at every launch.
+        inputs: The names of the inputs in the order of the kernel's parameters, of which a call may lack some; without
+            them, all inputs of a call are taken as they come.
         arrays: The names of the inputs and outputs that the body takes, in its order; a call may lack some of them.
-        memory: The name of the struct template that lays out the shared memory of a block.
+        memory: The name of the struct template that lays out the shared memory of a block. Without one, the body takes
+            the number of its lane in place of a Place and the memory.
         memory_values: The names of the values that the struct takes, in its order, or the text of a value.
         bounded: Whether the compiler is told the threads of a block: where groups share out a multiprocessor's
             registers among them, or a block has many threads. Else it gives a thread the registers that it asks for.
@@ -61,68 +68,85 @@ class Kernel:
 
     name: str
     files: tuple[str, ...]
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
-    arrays: tuple[str, ...]
-    memory: str
-    memory_values: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ()
+    memory: str = ""
+    memory_values: tuple[str, ...] = ()
     bounded: bool = False
     resident: int = 1
 
+    def __call__(self, inputs: Arrays, plan: Plan) -> list[mx.array]:
+        """Launch the kernel on these inputs, by name, and return its outputs."""
+        return self.launch(inputs, plan)()
 
-@dataclass(frozen=True)
-class Program:
-    """The input of the compiler for a launch: the same for all launches that share compiled code.
+    def launch(self, inputs: Arrays, plan: Plan) -> Launch:
+        """Return the launch of such a call."""
+        known = plan.launches.get(self)
+        if known is None:
+            names = (*self.values, *(name for name in self.memory_values if name in plan.values))
+            values = {name: plan.values[name] for name in names}
+            size = self.bytes(values, plan.machine)
+            known = plan.launches[self] = vars(plan) | {"kernel": self, "values": values, "bytes": size, "calls": {}}
+        if self.inputs:
+            inputs = {name: inputs[name] for name in self.inputs if name in inputs}
+        launch = object.__new__(Launch)
+        vars(launch).update(known, inputs=inputs)
+        return launch
+
+    def bytes(self, values: Values, machine: str) -> int:
+        """Return the shared memory of a block with these values, as the header lays it out."""
+        return (
+            bytes_of(self.memory, self.memory_values, self.files, tuple(values.items()), machine) if self.memory else 0
+        )
+
+
+# These two are made at every call where no plan is kept, and a frozen dataclass takes three times as long to make.
+@dataclass(kw_only=True, eq=False)
+class Plan:
+    """How calls are launched that have the same inputs by name, of the same shapes and dtypes; it may be kept for them.
 
     Attributes:
-        name: The kernel's name.
-        inputs, outputs: The names of its arrays.
-        source: The text between the kernel's braces, which is the same on every machine.
-        files: The files with the text before it.
-        bytes: The shared memory of a block.
-        threads: The threads of a block if the compiler is told, else 0.
-        resident: With `threads`, how many blocks must fit on a multiprocessor.
+        outputs: The shapes and dtypes of the outputs by name.
+        blocks: The grid, in blocks.
+        values: The compile-time values by name; a kernel takes those that it declares.
+        groups: Groups of 32 lanes per block.
+        sizes: The text of the sizes that the body takes before its arrays; by default that of the declaration.
+        written: The text of those arguments that are not written as an array's name, or as ABSENT.
+        text: The text of the template values and of all arguments of a body without shared memory.
+        changes: The names of inputs that the kernel writes into; nobody else may hold these arrays.
+        machine: The machine of the layout of shared memory, where that depends on it: `metal` or `cuda`.
+        launches: The launches of kernels by this plan without their inputs, once they have run.
     """
 
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    source: str
-    files: tuple[str, ...]
-    bytes: int = 0
-    threads: int = 0
-    resident: int = 1
+    outputs: Outputs
+    blocks: Blocks
+    values: Values = field(default_factory=dict)
+    groups: int = 4
+    sizes: tuple[str, ...] = ()
+    written: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    changes: tuple[str, ...] = ()
+    machine: str = ""
+    launches: dict[Kernel, dict[str, Any]] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One call of a kernel.
+@dataclass(kw_only=True, eq=False)
+class Launch(Plan):
+    """One call of a kernel, as a device runs it.
 
     Attributes:
         kernel: The kernel.
         inputs: The input arrays by name.
-        outputs: The shapes and dtypes of the outputs by name.
-        values: The compile-time values by name.
-        blocks: The grid, in blocks.
         bytes: The shared memory of a block.
-        groups: Groups of 32 lanes per block.
-        sizes: The text of the sizes that the body takes before its arrays; by default that of the declaration.
-        written: The text of those arguments that are not written as an array's name, or as ABSENT.
-        changes: The names of inputs that the kernel writes into; nobody else may hold these arrays.
-        calls: The compiled call, by machine, once it has run; shared with the launches that `on` returns.
+        calls: The compiled call, by machine, once it has run; shared by the launches of a plan.
     """
 
     kernel: Kernel
     inputs: Arrays
-    outputs: Outputs
-    values: Values
-    blocks: Blocks
     bytes: int
-    groups: int = 4
-    sizes: tuple[str, ...] = ()
-    written: dict[str, str] = field(default_factory=dict)
-    changes: tuple[str, ...] = ()
-    calls: dict[str, Call] = field(default_factory=dict, compare=False, repr=False)
+    calls: dict[str, Call] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -131,63 +155,70 @@ class Launch:
     @property
     def source(self) -> str:
         """The text between the braces of the kernel, which is the same on every machine."""
+        if not self.kernel.memory:
+            return f"{PLACE_OF_LANE}{self.name}{self.text};\n"
         present = {name: name for name in (*self.inputs, *self.outputs)} | self.written
         arguments = tuple(present.get(name, ABSENT) for name in self.kernel.arrays)
         return _source(self.kernel, self.sizes or self.kernel.sizes, arguments, self.bytes)
 
-    @property
-    def program(self) -> Program:
-        kernel, names = self.kernel, (tuple(self.inputs), tuple(self.outputs))
-        threads = self.groups * 32 if kernel.bounded else 0
-        return Program(kernel.name, *names, self.source, kernel.files, self.bytes, threads, kernel.resident)
-
-    def on(self, inputs: Arrays) -> Launch:
-        """Return this launch with other inputs of the same names, shapes and dtypes, which shares its kernel."""
-        other = object.__new__(Launch)
-        vars(other).update(vars(self), inputs=inputs)
-        return other
+    def __call__(self) -> list[mx.array]:
+        """Run the launch on the device in force (`on`), MLX's default device if none is, and return the outputs."""
+        return (_device.get() or Launch.run)(self)
 
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
         call = self.calls.get(_machine())
         if call is None:
-            kernel = kernel_of(_machine(), self.program)
-            call = call_of(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+            call = self._call(_machine())
             # A kernel that is still being built has no outputs yet.
             if not cubin.building():
                 self.calls[_machine()] = call
         return call(inputs=list(self.inputs.values()))
 
+    def _call(self, machine: str) -> Call:
+        """Return f(inputs=...) -> outputs of the compiled kernel, for arrays of the shapes and dtypes of the inputs."""
+        threads = self.groups * 32
+        names = (tuple(self.inputs), tuple(self.outputs))
+        bounds = threads if self.kernel.bounded else 0
+        kernel = kernel_of(machine, self.kernel, *names, self.source, self.bytes, bounds)
+        x, y, z = self.blocks
+        shapes, dtypes = zip(*self.outputs.values(), strict=True)
+        options: dict[str, Any] = {
+            "output_shapes": list(shapes),
+            "output_dtypes": list(dtypes),
+            "grid": (x * threads, y, z),
+            "threadgroup": (threads, 1, 1),
+            "template": list(self.values.items()),
+        }
+        if isinstance(kernel, cubin.CubinKernel):
+            return kernel.call_of(list(self.inputs.values()), **options)
+        return partial(kernel, **options)
+
 
 # Runs a launch: Launch.run on a GPU, or the host machine in tests.
-Execute = Callable[[Launch], list[mx.array]]
+Device = Callable[[Launch], list[mx.array]]
+_device: ContextVar[Device | None] = ContextVar("the device that runs launches", default=None)
 
 
-def call_of(kernel: Any, inputs: Arrays, outputs: Outputs, blocks: Blocks, groups: int, values: Values) -> Call:
-    """Return f(inputs=...) -> outputs of `kernel`, made by `kernel_of`, on a grid of `blocks` of `groups` x 32 lanes.
+class on:  # noqa: N801 - it reads as a function: `with on(host.run):`
+    """Within the context, this device runs all launches, whatever their sizes, and no operator is tried before.
 
-    It takes arrays of the shapes and dtypes of `inputs`.
+    A trial and the tests' host machine use it; without it, launches run on MLX's default device.
     """
-    x, y, z = blocks
-    threads = groups * 32
-    shapes, dtypes = zip(*outputs.values(), strict=True)
-    options: dict[str, Any] = {
-        "output_shapes": list(shapes),
-        "output_dtypes": list(dtypes),
-        "grid": (x * threads, y, z),
-        "threadgroup": (threads, 1, 1),
-        "template": list(values.items()),
-    }
-    if isinstance(kernel, cubin.CubinKernel):
-        return kernel.call_of(list(inputs.values()), **options)
-    return partial(kernel, **options)
+
+    def __init__(self, device: Device | None):
+        self._chosen = device
+
+    def __enter__(self) -> None:
+        self._token = _device.set(self._chosen)
+
+    def __exit__(self, *_: object) -> None:
+        _device.reset(self._token)
 
 
-def launched(
-    kernel: Any, inputs: Arrays, outputs: Outputs, blocks: Blocks, groups: int, values: Values
-) -> list[mx.array]:
-    """Return the outputs of a kernel for `inputs`. The arguments are those of `call_of`."""
-    return call_of(kernel, inputs, outputs, blocks, groups, values)(inputs=list(inputs.values()))
+def forced() -> bool:
+    """Whether a device was chosen, so that kernels serve wherever they can."""
+    return _device.get() is not None
 
 
 @cache
@@ -220,12 +251,19 @@ def header(machine: str, bodies: tuple[str, ...]) -> str:
 
 
 @cache
-def kernel_of(machine: str, program: Program) -> Any:
-    """Return the compiled kernel of a program on `machine` (metal or cuda); `call_of` makes a call of it."""
-    text = header(machine, program.files)
+def kernel_of(
+    machine: str,
+    kernel: Kernel,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    source: str,
+    size: int,
+    threads: int,
+) -> Any:
+    """Return the kernel of a text on `machine` (metal or cuda), to be called as MLX's own kernels are."""
+    name, text = kernel.name, header(machine, kernel.files)
     if machine == "cuda":
-        names, bounds = (program.inputs, program.outputs), (program.threads, program.resident)
-        return cubin.CubinKernel(program.name, *names, program.source, text, program.bytes, *bounds)
+        return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads, kernel.resident)
     # Within a process MLX finds a kernel that it built by its name, so different texts need different names.
-    name = f"{program.name}_{crc32((text + program.source).encode()):08x}"
-    return mx.fast.metal_kernel(name, list(program.inputs), list(program.outputs), program.source, text)
+    unique = f"{name}_{crc32((text + source).encode()):08x}"
+    return mx.fast.metal_kernel(unique, list(inputs), list(outputs), source, text)

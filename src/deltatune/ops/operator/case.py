@@ -16,6 +16,7 @@ import numpy as np
 
 from ...machine import backend
 from ..kernels.cubin import built_side_by_side, launching
+from ..kernels.launch import Device, on
 from .measure import as_float64, poison, relative_error
 from .verdicts import Verdict
 
@@ -27,6 +28,16 @@ Array = mx.array | np.ndarray
 # The errors of a call that cannot be computed here: in another version of MLX a function may have another name or other
 # arguments, or be gone.
 _FAILURES = (RuntimeError, ValueError, AttributeError, TypeError)
+
+
+def by_kernels(function: Callable[[], list[mx.array]]) -> Callable[[Device], list[mx.array]]:
+    """Return the call of a kernel's case: it computes `function`, with all launches on the device that is tried."""
+
+    def call(device: Device) -> list[mx.array]:
+        with on(device):
+            return function()
+
+    return call
 
 
 def whole(name: str, result: np.ndarray) -> dict[str, list[np.ndarray]]:
@@ -76,7 +87,7 @@ class Case(Generic[Tried]):
 
     def build(self, tried: Tried) -> None:
         """Build the kernels of the call side by side, where an NVIDIA GPU has them to build."""
-        if backend.device() == "cuda":
+        if backend.builds_kernels():
             with built_side_by_side():
                 self.call(tried)
 

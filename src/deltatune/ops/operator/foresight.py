@@ -27,7 +27,7 @@ def foreseen(trace_calls: Callable[[], Any]) -> Iterator[None]:
     Within the context the same calls wait for the kernels that are not ready. Its end drops builds that no thread has
     begun.
     """
-    if backend.device() != "cuda" or looks_ahead():
+    if not backend.builds_kernels() or looks_ahead():
         yield
         return
     builders = ThreadPoolExecutor(environment.cores(), thread_name_prefix="deltatune-builder")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...machine import backend
+from ..kernels.launch import Device, Launch, forced
 from ..recomputation import is_small_case
 from . import first_use
 from .case import Case
@@ -30,12 +31,6 @@ class KernelWorkload(NamedTuple):
         """Return the case, with norms over norms as its errors."""
         case = self.trial()
         return replace(case, bound=min(case.bound, NORM_BOUNDS[self.dtype]), error=relative_norm)
-
-
-def run_here(launch: Any) -> list[mx.array]:
-    """Run a launch on MLX's default device and return its outputs."""
-    outputs: list[mx.array] = launch.run()
-    return outputs
 
 
 @dataclass(frozen=True)
@@ -65,16 +60,18 @@ class KernelOperator:
         self,
         *kind: Hashable,
         arrays: Sequence[mx.array] = (),
-        run: Callable[[Any], list[mx.array]] | None = None,
+        device: Device | None = None,
     ) -> bool:
         """Whether the kernels are for this device and right on this machine; a small case needs no trial.
+
+        Nor does a call within `launch.on`, which chooses the device of the kernels.
 
         Args:
             kind: The parameters of the kernels' text.
             arrays: Further arguments of `case_of`, of which only the number makes a difference.
-            run: Runs a launch on any device; tests run it on the host machine.
+            device: The device of the trial, of which MLX's default is the default.
         """
-        if run is None and (is_small_case() or not self.is_for_here):
-            return self.is_for_here
-        run = run or run_here
+        if device is None and (forced() or is_small_case() or not self.is_for_here):
+            return forced() or self.is_for_here
+        run = device or Launch.run
         return first_use.is_right(self.case_of, *kind, run=run, instead=self.instead, arrays=arrays)

@@ -96,6 +96,11 @@ class Operator:
         names = dict.fromkeys(name for order in self.orders.values() for name in order)
         return [name for name in names if name != self.last]
 
+    @property
+    def tries(self) -> bool:
+        """Whether there is anything to try: not on a CPU, where only MLX's operations serve."""
+        return backend.device() != "cpu"
+
     def order(self) -> tuple[tuple[str, ...], str]:
         """Return the implementations that this device can run, in order of preference, and the reason.
 
@@ -104,12 +109,11 @@ class Operator:
         Raises:
             UserError: The forced implementation cannot run on this device.
         """
-        here = backend.device()
         problem = backend.too_old()
         forced = self.forced()
         if forced == "fused" and problem:
             raise UserError(f"{self.variable}=fused: {problem}; unset it for the automatic choice.")
-        if forced == "fused" and here == "cpu":
+        if forced == "fused" and not self.tries:
             raise UserError(
                 f"{self.variable}=fused asks for GPU kernels, and MLX's default device is the CPU: unset it for the "
                 "automatic choice."
@@ -118,7 +122,7 @@ class Operator:
             return (forced,), f"forced by {self.variable}"
         if problem:
             return (self.last,), f"automatic on cuda: {problem}"
-        return self.orders[here], f"automatic on {here}"
+        return backend.here(self.orders), f"automatic on {backend.device()}"
 
     def forced(self) -> str | None:
         """Return the implementation that the environment variable forces, or None for the automatic choice."""

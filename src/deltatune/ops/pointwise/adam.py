@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.optimizers
 
-from ..kernels.launch import Arrays, Outputs, numbers
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Outputs, numbers
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import ROUNDING, in_float64, random_arrays
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 
 # How many elements one lane holds.
 _LANE = 8
@@ -35,7 +35,6 @@ class AdamStep:
     fixed: mx.array
     # [5] fp32: the rate, the factor of sqrt(v), the factor that weight decay leaves, the gradients' factor, `healthy`.
     moving: mx.array
-    execute: Execute = Pass.run
     # The arrays that a step replaces, by their names in an optimizer's state.
     moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -63,7 +62,7 @@ class AdamStep:
         return AdamStep.begun(optimizer, scale, healthy)
 
     @staticmethod
-    def begun(optimizer: Any, scale: mx.array | None, healthy: mx.array, execute: Execute = Pass.run) -> AdamStep:
+    def begun(optimizer: Any, scale: mx.array | None, healthy: mx.array) -> AdamStep:
         """Make the numbers for an optimizer with the arithmetic of Adam or AdamW, with the arguments of `of`."""
         b1, b2 = optimizer.betas
         rate, bias, one = optimizer.learning_rate.astype(mx.float32), mx.array(1.0), mx.array(1.0)
@@ -74,7 +73,7 @@ class AdamStep:
             rate, bias = rate / (1 - b1**optimizer.step), mx.rsqrt(1 - b2**optimizer.step)
         moving = [rate, bias, decayed, one if scale is None else scale, healthy]
         fixed = numbers(b1, 1 - b1, b2, 1 - b2, optimizer.eps)
-        return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]), execute)
+        return AdamStep(fixed, mx.stack([number.astype(mx.float32) for number in moving]))
 
     def serves(self, parameter: mx.array, gradient: mx.array) -> bool:
         """Whether the kernel takes arrays of these dtypes, and was found right with them on this machine."""
@@ -87,8 +86,7 @@ class AdamStep:
         inputs |= {"m": m, "v": v}
         replaced = {"new_parameter": parameter, "new_m": m, "new_v": v}
         outputs: Outputs = {name: (array.shape, array.dtype) for name, array in replaced.items()}
-        arguments = (size_of("parameter", parameter), *inputs, *outputs)
-        return self.execute(Pass("adam_step", inputs, outputs, arguments, -(-parameter.size // _LANE)))
+        return by_lane("adam_step", inputs, outputs, (size_of("parameter", parameter),), -(-parameter.size // _LANE))()
 
 
 def tried_steps() -> list[tuple[mlx.optimizers.AdamW, bool]]:
@@ -99,17 +97,17 @@ def tried_steps() -> list[tuple[mlx.optimizers.AdamW, bool]]:
     return [(optimizer, healthy) for optimizer in optimizers for healthy in (True, False)]
 
 
-def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype, rows: int = 3) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype, rows: int = 3) -> Case[Device]:
     """Return the case of parameters and gradients of these dtypes: some steps, as MLX's optimizer makes them."""
     kinds = [((rows, 131), dtype) for dtype in (dtype, gradient_dtype, dtype, dtype)]
     parameter, gradient, m, v = random_arrays(kinds)
     arrays = (parameter, gradient, m, v.square())
     scale, steps = mx.array(0.5), tried_steps()
 
-    def call(execute: Execute) -> list[mx.array]:
+    def call() -> list[mx.array]:
         results = []
         for optimizer, healthy in steps:
-            results += AdamStep.begun(optimizer, scale, mx.array(healthy), execute)(*arrays)
+            results += AdamStep.begun(optimizer, scale, mx.array(healthy))(*arrays)
         return results
 
     def plain(arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -126,7 +124,7 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype, rows: int = 3) -> Case
     return Case(
         name=f"Adam's step in {dtype}{gradients}",
         results=names,
-        call=call,
+        call=by_kernels(call),
         truth=lambda: in_float64(plain, arrays),
         bound=BOUNDS[dtype],
         like=arrays,

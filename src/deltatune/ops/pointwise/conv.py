@@ -13,10 +13,10 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..kernels.launch import ABSENT, Outputs
+from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..operator.measure import Kind
-from .pass_launch import Execute, Pass
+from .pass_launch import by_lane
 from .passes import LEAST, Arrays, Passes, wide
 
 # The filter lengths K that the kernels support, and the largest head that they norm.
@@ -67,9 +67,7 @@ class NormedHeads:
         return self.count * self.size
 
 
-def conv_silu(
-    x: mx.array, weight: mx.array, segments: mx.array | None = None, *, execute: Execute = Pass.run
-) -> mx.array:
+def conv_silu(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> mx.array:
     """Return silu of the depthwise causal convolution, computed in fp32, with one kernel forward and one backward.
 
     Args:
@@ -77,7 +75,6 @@ def conv_silu(
         weight: [C, K], K from 2 to 4.
         segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only. The
             state counts as part of the first segment.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, T, C], in x's dtype.
@@ -87,17 +84,11 @@ def conv_silu(
     """
     if not covers(x, weight):
         raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
-    return _passes(_joined_form(x, weight, segments))(x, weight, *_fixed(segments), execute=execute)[0]
+    return _passes(_joined_form(x, weight, segments))(x, weight, *_fixed(segments))[0]
 
 
 def conv_heads(
-    x: mx.array,
-    weight: mx.array,
-    heads: NormedHeads,
-    state: mx.array | None = None,
-    segments: mx.array | None = None,
-    *,
-    execute: Execute = Pass.run,
+    x: mx.array, weight: mx.array, heads: NormedHeads, state: mx.array | None = None, segments: mx.array | None = None
 ) -> list[mx.array]:
     """Return queries, keys and values: silu of the depthwise causal convolution, and the norms of queries and keys.
 
@@ -107,7 +98,6 @@ def conv_heads(
         heads: The queries and keys.
         state: [B, K - 1, C], the inputs before x, oldest first, in x's dtype. None means zeros.
         segments: As for `conv_silu`.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Queries and keys [B, T, heads.count, heads.size] and values [B, T, the other channels], in x's dtype.
@@ -120,7 +110,7 @@ def conv_heads(
         raise ValueError(f"conv_heads: x {x.shape}, weight {weight.shape} and state {before} do not fit {heads}.")
     form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
     arrays = [x, *([] if state is None else [state]), weight, *_fixed(segments)]
-    return _passes(form)(*arrays, execute=execute)
+    return _passes(form)(*arrays)
 
 
 def covers(x: mx.array, weight: mx.array) -> bool:
@@ -201,7 +191,7 @@ class _Form:
 
     def launch(
         self, name: str, walk: Walk, rows: int, inputs: dict[str, mx.array], out: Outputs, more: tuple[str, ...]
-    ) -> Pass:
+    ) -> Launch:
         """Describe the launch of the body `name`: its lanes share out `rows` rows; its last arguments are `more`."""
         heads = self.heads
         norms = (heads.query_factor, heads.key_factor, heads.eps) if heads else (1.0, 1.0, 0.0)
@@ -216,7 +206,7 @@ class _Form:
         sizes = (heads.count, heads.size) if heads else (0, 0)
         constants = (self.taps, walk.rows, walk.ahead, self.before, *sizes, self.values)
         lanes = inputs["x"].shape[0] * -(-rows // walk.rows) * self.lanes_of_row()
-        return Pass(name, inputs, out, arguments, lanes, constants, walk.resident)
+        return by_lane(name, inputs, out, arguments, lanes, constants, walk.resident)
 
 
 def _joined_form(x: mx.array, weight: mx.array, segments: mx.array | None) -> _Form:
@@ -252,12 +242,12 @@ def _passes(form: _Form) -> Passes:
     def of_outputs(x: mx.array, cotangents: Arrays) -> dict[str, mx.array]:
         return {f"d{name}": d.astype(x.dtype) for name, d in zip(form.names, cotangents, strict=True)}
 
-    def forward(*arrays: mx.array) -> Pass:
+    def forward(*arrays: mx.array) -> Launch:
         outputs, rows = form.outputs(arrays[0]), arrays[0].shape[1] - form.before
         named = dict(zip(form.inputs, arrays, strict=True))
         return form.launch("conv_silu_forward", FORWARD, rows, named, outputs, _three(tuple(outputs)))
 
-    def backward(*arrays: mx.array) -> Pass:
+    def backward(*arrays: mx.array) -> Launch:
         x = arrays[0]
         inputs = dict(zip(form.inputs, arrays[:count], strict=True))
         cotangents = of_outputs(x, arrays[count:])
@@ -271,14 +261,14 @@ def _passes(form: _Form) -> Passes:
     def plain(*arrays: mx.array) -> Arrays:
         return _with_mlx(form, dict(zip(form.inputs, arrays, strict=True)))
 
-    def parameters(primals: Arrays, cotangents: Arrays, execute: Execute) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, rows = primals[0], primals[0].shape[1] - form.before
         inputs = dict(zip(form.inputs, primals, strict=True))
         weight, d = inputs["weight"], of_outputs(x, cotangents)
         shape = (x.shape[0] * -(-rows // WEIGHT.rows), *weight.shape)
         outputs: Outputs = {"dweight": (shape, mx.float32)}
         more = (*_three(tuple(d)), "dweight")
-        (parts,) = execute(form.launch("conv_silu_taps", WEIGHT, rows, inputs | d, outputs, more))
+        (parts,) = form.launch("conv_silu_taps", WEIGHT, rows, inputs | d, outputs, more)()
         return [parts.sum(axis=0).astype(weight.dtype)]
 
     return Passes(_name(form), forward, backward, plain, parameters, fixed=int(form.segmented))

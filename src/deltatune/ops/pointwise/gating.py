@@ -6,8 +6,9 @@ from functools import cache
 
 import mlx.core as mx
 
+from ..kernels.launch import Launch
 from ..operator.kernel_operator import KernelWorkload
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 from .passes import Arrays, Passes, wide
 
 # The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
@@ -15,13 +16,7 @@ LEAST = 2**10
 
 
 def gates(
-    a: mx.array,
-    b: mx.array,
-    A_log: mx.array,
-    dt_bias: mx.array,
-    largest_beta: float = 1.0,
-    *,
-    execute: Execute = Pass.run,
+    a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest_beta: float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """Return log_g = -exp(A_log) softplus(a + dt_bias) and beta = largest_beta * sigmoid(b), with one kernel each way.
 
@@ -31,7 +26,6 @@ def gates(
         A_log: [H].
         dt_bias: [H].
         largest_beta: The factor of beta.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         log_g and beta, [..., H] fp32.
@@ -46,7 +40,7 @@ def gates(
             f"gates: a {a.shape}, b {b.shape}, A_log {A_log.shape} and dt_bias {dt_bias.shape} do not fit."
         )
     passes = _passes(a.shape[-1], float(largest_beta))
-    log_g, beta = passes(a, b, A_log, dt_bias, execute=execute)
+    log_g, beta = passes(a, b, A_log, dt_bias)
     return log_g, beta
 
 
@@ -93,18 +87,18 @@ def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float
 def _passes(heads: int, largest_beta: float) -> Passes:
     numbers = str(heads), f"{largest_beta!r}f"
 
-    def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Pass:
+    def forward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> Launch:
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
         outputs = dict.fromkeys(("log_g", "beta"), (a.shape, mx.float32))
-        return Pass("gates_forward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
+        return by_lane("gates_forward", inputs, outputs, (size_of("a", a), *numbers), a.size)
 
-    def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Pass:
+    def backward(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, *cotangents: mx.array) -> Launch:
         d = dict(zip(("dlog_g", "dbeta"), (d.astype(mx.float32) for d in cotangents), strict=True))
         inputs = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, **d}
         outputs = dict.fromkeys(("da", "db"), (a.shape, a.dtype))
-        return Pass("gates_backward", inputs, outputs, (size_of("a", a), *numbers, *inputs, *outputs), a.size)
+        return by_lane("gates_backward", inputs, outputs, (size_of("a", a), *numbers), a.size)
 
-    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         a, _, A_log, dt_bias = primals
         a, d = a.reshape(-1, heads), cotangents[0].reshape(-1, heads).astype(mx.float32)
         # a is an argument: mx.vjp walks through everything that an array which is none was computed from.

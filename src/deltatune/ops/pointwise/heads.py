@@ -12,11 +12,11 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import ABSENT, Outputs
+from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
 from .norms import WIDTHS
-from .pass_launch import Execute, Pass
+from .pass_launch import by_lane
 from .passes import Arrays, Passes
 
 # The supported rotary dimensions: two elements that turn together are in lanes with numbers that differ in one bit.
@@ -26,14 +26,7 @@ MOST_HEADS = 4
 
 
 def turned_heads(
-    x: mx.array,
-    weight: mx.array,
-    eps: float,
-    rotary_dims: int,
-    base: float,
-    gated: bool,
-    *,
-    execute: Execute = Pass.run,
+    x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool
 ) -> list[mx.array]:
     """Return the normed and turned heads of x for attention, and the sigmoid of their gates if they have any.
 
@@ -47,7 +40,6 @@ def turned_heads(
         rotary_dims: How many elements of a head turn, one of ROTARY.
         base: That of the angles.
         gated: Whether x has gates.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, H, T, W] in x's dtype; if gated, also sigmoid(gate) [B, T, H, W].
@@ -64,16 +56,15 @@ def turned_heads(
             f"dimensions up to W among {ROTARY}."
         )
     form = _form(x, weight, eps, rotary_dims, base, gated)
-    return _turned(form)(x, weight, frequencies(rotary_dims, float(base)), execute=execute)
+    return _turned(form)(x, weight, frequencies(rotary_dims, float(base)))
 
 
-def times_gate(y: mx.array, gate: mx.array, *, execute: Execute = Pass.run) -> mx.array:
+def times_gate(y: mx.array, gate: mx.array) -> mx.array:
     """Return the output of attention times a gate, one token after the other, with one kernel each way.
 
     Args:
         y: [B, H, T, W] floats, W a multiple of 8.
         gate: [B, T, H, W], in y's dtype.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [B, T, H, W], in y's dtype.
@@ -86,7 +77,7 @@ def times_gate(y: mx.array, gate: mx.array, *, execute: Execute = Pass.run) -> m
             f"times_gate: y {y.shape} {y.dtype} and gate {gate.shape} {gate.dtype} do not fit; expected floats "
             "[B, H, T, 8 n] and a gate [B, T, H, 8 n] of the same dtype."
         )
-    return _gated(y.shape[-1])(y, gate, execute=execute)[0]
+    return _gated(y.shape[-1])(y, gate)[0]
 
 
 def covers(x: mx.array, weight: mx.array, rotary_dims: int, gated: bool) -> bool:
@@ -141,14 +132,14 @@ class _Form:
         what = "turned heads and gates" if self.gated else "turned heads"
         return f"{what} of {self.width} ({self.heads} a lane, {self.rotary_dims} turn, {self.base}, {self.eps})"
 
-    def launch(self, name: str, inputs: dict[str, mx.array], outputs: Outputs, last: tuple[str, ...]) -> Pass:
+    def launch(self, name: str, inputs: dict[str, mx.array], outputs: Outputs, last: tuple[str, ...]) -> Launch:
         """Describe the launch of the body `name` with the last arguments `last`."""
         batch, length, heads, _ = inputs["x"].shape
         lanes = self.width // 8
         first = ("(long)x_shape[0] * x_shape[1]", "x_shape[1]", "x_shape[2]", f"{self.eps!r}f")
         constants = (lanes, self.heads, self.rotary_dims, int(self.gated))
         count = batch * length * (heads // self.heads) * lanes
-        return Pass(name, inputs, outputs, (*first, "x", "weight", "frequencies", *last), count, constants)
+        return by_lane(name, inputs, outputs, (*first, "x", "weight", "frequencies", *last), count, constants)
 
 
 def _form(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool) -> _Form:
@@ -175,7 +166,7 @@ def _turn(form: _Form, rows: mx.array, scale: float) -> mx.array:
 
 @cache
 def _turned(form: _Form) -> Passes:
-    def forward(x: mx.array, weight: mx.array, frequencies: mx.array) -> Pass:
+    def forward(x: mx.array, weight: mx.array, frequencies: mx.array) -> Launch:
         batch, length, heads, _ = x.shape
         inputs = {"x": x, "weight": weight, "frequencies": frequencies}
         outputs: Outputs = {"y": ((batch, heads, length, form.width), x.dtype)}
@@ -183,13 +174,13 @@ def _turned(form: _Form) -> Passes:
             outputs["gate"] = (batch, length, heads, form.width), x.dtype
         return form.launch("turned_heads_forward", inputs, outputs, ("y", "gate" if form.gated else ABSENT))
 
-    def backward(x: mx.array, weight: mx.array, frequencies: mx.array, *cotangents: mx.array) -> Pass:
+    def backward(x: mx.array, weight: mx.array, frequencies: mx.array, *cotangents: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "frequencies": frequencies}
         inputs |= {f"d{name}": d.astype(x.dtype) for name, d in zip(("y", "gate"), cotangents, strict=False)}
         last = ("dy", "dgate" if form.gated else ABSENT, "dx")
         return form.launch("turned_heads_backward", inputs, {"dx": (x.shape, x.dtype)}, last)
 
-    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, weight, _ = primals
         rows = x[..., : form.width].astype(mx.float32)
         turned_back = _turn(form, cotangents[0].astype(mx.float32), -1.0).swapaxes(1, 2)
@@ -208,15 +199,17 @@ def _turned(form: _Form) -> Passes:
 def _gated(width: int) -> Passes:
     first = ("(long)gate_shape[0] * gate_shape[1]", "gate_shape[1]", "gate_shape[2]")
 
-    def forward(y: mx.array, gate: mx.array) -> Pass:
+    def forward(y: mx.array, gate: mx.array) -> Launch:
         inputs = {"y": y, "gate": gate}
         arguments = (*first, "y", "gate", "out")
-        return Pass("times_gate_forward", inputs, {"out": (gate.shape, y.dtype)}, arguments, y.size // 8, (width // 8,))
+        return by_lane(
+            "times_gate_forward", inputs, {"out": (gate.shape, y.dtype)}, arguments, y.size // 8, (width // 8,)
+        )
 
-    def backward(y: mx.array, gate: mx.array, d: mx.array) -> Pass:
+    def backward(y: mx.array, gate: mx.array, d: mx.array) -> Launch:
         inputs = {"y": y, "gate": gate, "d": d.astype(y.dtype)}
         outputs: Outputs = {"dy": (y.shape, y.dtype), "dgate": (gate.shape, y.dtype)}
-        return Pass("times_gate_backward", inputs, outputs, (*first, *inputs, *outputs), y.size // 8, (width // 8,))
+        return by_lane("times_gate_backward", inputs, outputs, first, y.size // 8, (width // 8,))
 
     def plain(y: mx.array, gate: mx.array) -> Arrays:
         return [y.swapaxes(1, 2) * gate]

@@ -10,44 +10,42 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..operator.case import Case
+from ..kernels.launch import Device, forced
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
 MOST = 64
 
 
-def end_to_end(arrays: Sequence[mx.array], *, execute: Execute | None = None) -> mx.array:
+def end_to_end(arrays: Sequence[mx.array]) -> mx.array:
     """Return the numbers of all arrays one after another, [n] fp32; there is no gradient.
 
     Args:
         arrays: Arrays of any shape; of several dtypes, mx.concatenate joins them.
-        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
     dtypes = {array.dtype for array in arrays}
-    if execute is None:
-        if len(arrays) < 2 or len(dtypes) > 1 or not OPERATOR.serves(*dtypes):
-            return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
-        execute = Pass.run
-    parts = [_joined(arrays[start : start + MOST], execute) for start in range(0, len(arrays), MOST)]
+    if not forced() and (len(arrays) < 2 or len(dtypes) > 1 or not OPERATOR.serves(*dtypes)):
+        return mx.concatenate([array.reshape(-1) for array in arrays]).astype(mx.float32)
+    parts = [_joined(arrays[start : start + MOST]) for start in range(0, len(arrays), MOST)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def _joined(arrays: Sequence[mx.array], execute: Execute) -> mx.array:
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
     inputs = {f"x{i}": array for i, array in enumerate(arrays)}
     total = sum(array.size for array in arrays)
     pairs = ", ".join(f"{name}, (int)({size_of(name, array)})" for name, array in inputs.items())
-    return execute(Pass("end_to_end", inputs, {"y": ((total,), mx.float32)}, ("at", "y", pairs), total))[0]
+    return by_lane("end_to_end", inputs, {"y": ((total,), mx.float32)}, ("at", "y", pairs), total)()[0]
 
 
-def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype) -> Case[Device]:
     """Return the case of arrays of this dtype; the results must equal them exactly."""
     arrays = [mx.arange(start, start + size).astype(dtype) for start, size in ((0, 130), (7, 1), (40, 33))]
     return Case(
         name=f"{dtype} end to end",
         results=("joined",),
-        call=lambda execute: [end_to_end(arrays, execute=execute)],
+        call=by_kernels(lambda: [end_to_end(arrays)]),
         truth=lambda: [mx.concatenate(arrays).astype(mx.float32)],
         bound=0.0,
     )

@@ -6,10 +6,10 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..kernels.launch import Outputs, numbers
+from ..kernels.launch import Launch, Outputs, numbers
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from .pass_launch import Execute, Pass, pieces_of
+from .pass_launch import by_lane, pieces_of
 from .passes import Arrays, Passes, wide
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
@@ -19,14 +19,13 @@ _COUNT = "(long)x_shape[0]"
 _FEWEST_PARTS, _MOST_PARTS, _ROWS_OF_A_PART = 16, 4096, 16
 
 
-def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run) -> mx.array:
+def norm(x: mx.array, factor: float, eps: float) -> mx.array:
     """Return factor * x / sqrt(mean(x^2) + eps), computed in fp32, with one kernel forward and one backward.
 
     Args:
         x: [..., W] floats, W one of WIDTHS.
         factor: A constant.
         eps: The epsilon added to the mean of the squares.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
@@ -35,10 +34,10 @@ def norm(x: mx.array, factor: float, eps: float, *, execute: Execute = Pass.run)
         ValueError: The kernels do not support W.
     """
     passes = _norm(_width(x), float(factor), float(eps))
-    return passes(x.reshape(-1, 8), execute=execute)[0].reshape(x.shape)
+    return passes(x.reshape(-1, 8))[0].reshape(x.shape)
 
 
-def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, execute: Execute = Pass.run) -> mx.array:
+def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> mx.array:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate), computed in fp32, with one kernel each way.
 
     Args:
@@ -46,7 +45,6 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, exe
         weight: [W].
         gate: Floats of the shape and dtype of x.
         eps: The epsilon added to the mean of the squares.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
@@ -63,12 +61,10 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float, *, exe
             "expected a gate like x, and a weight of x's last axis."
         )
     passes = _gated(_width(x), float(eps))
-    return passes(x, gate, weight, execute=execute)[0]
+    return passes(x, gate, weight)[0]
 
 
-def norm_and_gate(
-    x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Pass.run
-) -> tuple[mx.array, mx.array]:
+def norm_and_gate(x: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Return a / sqrt(mean(a^2) + eps) * weight and sigmoid(b) for the halves a and b of x's last axis.
 
     One kernel computes both in fp32, and one their gradient, so that neither half is ever copied.
@@ -77,7 +73,6 @@ def norm_and_gate(
         x: [..., 2 W] floats, W one of WIDTHS.
         weight: [W].
         eps: The epsilon added to the mean of the squares.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Two arrays [..., W] in x's dtype.
@@ -93,7 +88,7 @@ def norm_and_gate(
             f"W one of {WIDTHS}, and a weight [W]."
         )
     shape = (*x.shape[:-1], weight.shape[0])
-    y, gate = _halves(weight.shape[0], float(eps))(x.reshape(-1, 8), weight, execute=execute)
+    y, gate = _halves(weight.shape[0], float(eps))(x.reshape(-1, 8), weight)
     return y.reshape(shape), gate.reshape(shape)
 
 
@@ -150,13 +145,13 @@ def _inverse_rms(x: mx.array, eps: float) -> mx.array:
 def _norm(width: int, factor: float, eps: float) -> Passes:
     lanes = (width // 8,)
 
-    def forward(x: mx.array) -> Pass:
+    def forward(x: mx.array) -> Launch:
         inputs = {"numbers": numbers(factor, eps), "x": x}
-        return Pass("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT, *inputs, "y"), x.shape[0], lanes)
+        return by_lane("norm_forward", inputs, {"y": (x.shape, x.dtype)}, (_COUNT,), x.shape[0], lanes)
 
-    def backward(x: mx.array, dy: mx.array) -> Pass:
+    def backward(x: mx.array, dy: mx.array) -> Launch:
         inputs = {"numbers": numbers(factor, eps), "x": x, "dy": dy.astype(x.dtype)}
-        return Pass("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT, *inputs, "dx"), x.shape[0], lanes)
+        return by_lane("norm_backward", inputs, {"dx": (x.shape, x.dtype)}, (_COUNT,), x.shape[0], lanes)
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
@@ -170,25 +165,26 @@ def _gated(width: int, eps: float) -> Passes:
     def first(x: mx.array) -> tuple[str, str]:
         return pieces_of("x", x), f"{eps!r}f"
 
-    def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Pass:
+    def forward(x: mx.array, gate: mx.array, weight: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "gate": gate}
-        arguments = (*first(x), "x", "weight", "gate", "y")
-        return Pass("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, arguments, x.size // 8, (width // 8,))
+        return by_lane("gated_norm_forward", inputs, {"y": (x.shape, x.dtype)}, first(x), x.size // 8, (width // 8,))
 
-    def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Pass:
+    def backward(x: mx.array, gate: mx.array, weight: mx.array, dy: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "gate": gate, "dy": dy.astype(x.dtype)}
         outputs = dict.fromkeys(("dx", "dgate"), (x.shape, x.dtype))
-        return Pass("gated_norm_backward", inputs, outputs, (*first(x), *inputs, *outputs), x.size // 8, (width // 8,))
+        return by_lane(
+            "gated_norm_backward", inputs, outputs, (*first(x), *inputs, *outputs), x.size // 8, (width // 8,)
+        )
 
-    def parameters(primals: Arrays, cotangents: Arrays, execute: Execute) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, gate, weight = primals
         parts = _FEWEST_PARTS
         while parts < _MOST_PARTS and parts * _ROWS_OF_A_PART * width < x.size:
             parts *= 2
         inputs = {"x": x, "gate": gate, "dy": cotangents[0].astype(x.dtype)}
         outputs: Outputs = {"dweight": ((parts, width), mx.float32)}
-        arguments, lanes = (*first(x), *inputs, *outputs), width // 8
-        (d_weight,) = execute(Pass("gated_norm_weight", inputs, outputs, arguments, parts * lanes, (lanes, parts)))
+        lanes = width // 8
+        (d_weight,) = by_lane("gated_norm_weight", inputs, outputs, first(x), parts * lanes, (lanes, parts))()
         return [d_weight.sum(axis=0).astype(weight.dtype)]
 
     def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
@@ -202,17 +198,16 @@ def _gated(width: int, eps: float) -> Passes:
 def _halves(width: int, eps: float) -> Passes:
     first, lanes = ("(long)x_shape[0] / 2", f"{eps!r}f"), (width // 8,)
 
-    def forward(x: mx.array, weight: mx.array) -> Pass:
+    def forward(x: mx.array, weight: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight}
         outputs: Outputs = dict.fromkeys(("y", "gate"), ((x.shape[0] // 2, 8), x.dtype))
-        return Pass("norm_and_gate_forward", inputs, outputs, (*first, *inputs, *outputs), x.shape[0] // 2, lanes)
+        return by_lane("norm_and_gate_forward", inputs, outputs, first, x.shape[0] // 2, lanes)
 
-    def backward(x: mx.array, weight: mx.array, dy: mx.array, dgate: mx.array) -> Pass:
+    def backward(x: mx.array, weight: mx.array, dy: mx.array, dgate: mx.array) -> Launch:
         inputs = {"x": x, "weight": weight, "dy": dy.astype(x.dtype), "dgate": dgate.astype(x.dtype)}
-        arguments = (*first, *inputs, "dx")
-        return Pass("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, arguments, x.shape[0] // 2, lanes)
+        return by_lane("norm_and_gate_backward", inputs, {"dx": (x.shape, x.dtype)}, first, x.shape[0] // 2, lanes)
 
-    def parameters(primals: Arrays, cotangents: Arrays, _execute: Execute) -> list[mx.array]:
+    def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, weight = primals
         rows = x.reshape(-1, 2, width)[:, 0].astype(mx.float32)
         d_weight = cotangents[0].reshape(-1, width).astype(mx.float32) * rows * _inverse_rms(rows, eps)

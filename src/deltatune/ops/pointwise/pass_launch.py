@@ -1,65 +1,61 @@
-"""One launch of a kernel body in kernels/passes, with a lane for each piece of work, 128 to a block."""
+"""Launches of the kernel bodies in kernels/passes that have a lane for each piece of work, and no shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache, lru_cache
+from typing import Any
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Outputs, Program, Values, kernel_of, launched
+from ..kernels.launch import LANES, Arrays, Kernel, Launch, Outputs, Plan
 
 BODIES = ("passes/pointwise.h", "passes/heads.h", "passes/packed.h", "passes/stored_moments.h")
-GROUPS = 4
-_LANES = GROUPS * 32
-_PLACE = f"const long at = (long)threadgroup_position_in_grid.x * {_LANES} + thread_index_in_threadgroup;\n"
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A launch of one kernel body.
+def by_lane(
+    name: str,
+    inputs: Arrays,
+    outputs: Outputs,
+    arguments: tuple[str, ...],
+    lanes: int,
+    constants: tuple[int, ...] = (),
+    resident: int = 0,
+) -> Launch:
+    """Return the launch of one kernel body.
 
     Args:
         name: The name of the body.
         inputs: The input arrays by name.
         outputs: The shapes and dtypes of the output arrays by name.
-        arguments: The body's arguments, as they are written in the kernel's text.
+        arguments: The body's arguments, as they are written in the kernel's text: all, or those before its arrays.
         lanes: How many lanes the body needs.
         constants: The body's compile-time constants.
         resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
     """
+    if not any(name in arguments for name in inputs | outputs):
+        arguments = (*arguments, *inputs, *outputs)
+    kinds = tuple([(array.shape, array.dtype) for array in inputs.values()])
+    plan = _plan(name, kinds, tuple(outputs.items()), arguments, lanes, constants)
+    return _kernel(name, resident).launch(inputs, plan)
 
-    groups: ClassVar[int] = GROUPS
-    # The kernel has no compile-time values of its own, since the constants are in its text.
-    values: ClassVar[Values] = {}
-    changes: ClassVar[tuple[str, ...]] = ()
 
-    name: str
-    inputs: Arrays
-    outputs: Outputs
-    arguments: tuple[str, ...]
-    lanes: int
-    constants: tuple[int, ...] = ()
-    resident: int = 0
+@lru_cache(maxsize=1024)
+def _plan(
+    name: str,
+    kinds: tuple[Any, ...],
+    outputs: tuple[tuple[str, Any], ...],
+    arguments: tuple[str, ...],
+    lanes: int,
+    constants: tuple[int, ...],
+) -> Plan:
+    values = f"<{', '.join(map(str, constants))}>" if constants else ""
+    text = f"{values}(at, {', '.join(arguments)})"
+    return Plan(outputs=dict(outputs), blocks=(-(-lanes // LANES), 1, 1), groups=LANES // 32, text=text)
 
-    @property
-    def blocks(self) -> tuple[int, int, int]:
-        """The numbers of blocks along the three axes of the grid."""
-        return -(-self.lanes // _LANES), 1, 1
 
-    @property
-    def source(self) -> str:
-        """The text of the kernel's body, which is the same on every machine."""
-        constants = f"<{', '.join(map(str, self.constants))}>" if self.constants else ""
-        return f"{_PLACE}{self.name}{constants}(at, {', '.join(self.arguments)});\n"
-
-    def run(self) -> list[mx.array]:
-        """Launch the kernel on the CUDA device, and return its outputs."""
-        names, threads = (tuple(self.inputs), tuple(self.outputs)), _LANES if self.resident else 0
-        program = Program(self.name, *names, self.source, BODIES, threads=threads, resident=self.resident)
-        kernel = kernel_of("cuda", program)
-        return launched(kernel, self.inputs, self.outputs, self.blocks, self.groups, self.values)
+@cache
+def _kernel(name: str, resident: int) -> Kernel:
+    return Kernel(name=name, files=BODIES, bounded=resident > 0, resident=resident)
 
 
 def size_of(name: str, array: mx.array) -> str:
@@ -70,7 +66,3 @@ def size_of(name: str, array: mx.array) -> str:
 def pieces_of(name: str, array: mx.array) -> str:
     """Return the text of the number of pieces of eight elements of an input called `name`."""
     return f"{size_of(name, array)} / 8"
-
-
-# Runs a launch: Pass.run on a GPU, or the host machine in tests.
-Execute = Callable[[Pass], list[mx.array]]

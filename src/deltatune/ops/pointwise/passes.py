@@ -10,11 +10,11 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative
-from ..operator.case import Case
+from ..kernels.launch import Device, Launch
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import Kind, in_float64, random_arrays
 from ..recomputation import is_small_case, note
-from .pass_launch import Execute, Pass
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
 LEAST = 2**16
@@ -36,33 +36,32 @@ class Passes:
         forward: Describes the launch for the arguments.
         backward: Describes the launch for the arguments and the cotangents; its outputs are gradients.
         plain: The same function by MLX's operations.
-        parameters: The parameters' gradients, from the arguments, the cotangents and the function that runs a launch.
-            MLX computes them only if something uses them.
+        parameters: The parameters' gradients, from the arguments and the cotangents, which MLX computes only if used.
         fixed: The number of arguments without gradients.
     """
 
     name: str
-    forward: Callable[..., Pass]
-    backward: Callable[..., Pass]
+    forward: Callable[..., Launch]
+    backward: Callable[..., Launch]
     plain: Callable[..., Arrays]
-    parameters: Callable[[Arrays, Arrays, Execute], list[mx.array]] = lambda primals, cotangents, execute: []
+    parameters: Callable[[Arrays, Arrays], list[mx.array]] = lambda primals, cotangents: []
     fixed: int = 0
 
-    def __call__(self, *arrays: mx.array, execute: Execute = Pass.run) -> list[mx.array]:
+    def __call__(self, *arrays: mx.array) -> list[mx.array]:
         if is_small_case():
             note(self.name)
             return list(self.plain(*arrays))
-        return list(_function(self, execute)(*arrays))
+        return list(_function(self)(*arrays))
 
-    def passes_trial(self, *kinds: Kind, others: Arrays = (), execute: Execute | None = None) -> bool:
+    def passes_trial(self, *kinds: Kind, others: Arrays = (), device: Device | None = None) -> bool:
         """Whether both kernels are for this device and agree with `plain`, which is tried once for each kind.
 
         Args:
             kinds: The shapes and dtypes of random arguments.
             others: The arguments after them.
-            execute: Runs a launch; tests run it on the host machine.
+            device: The device of the trial, of which MLX's default is the default.
         """
-        return OPERATOR.serves(self, kinds, arrays=others, run=execute)
+        return OPERATOR.serves(self, kinds, arrays=others, device=device)
 
     def workloads(self, name: str, shapes: Sequence[tuple[int, ...]], *others: mx.array) -> list[KernelWorkload]:
         """Return the workloads of the self-test: arguments of these shapes, and others, in each dtype."""
@@ -70,7 +69,7 @@ class Passes:
         trials = {dtype: partial(self.trial_case, kind, *others) for dtype, kind in kinds.items()}
         return [KernelWorkload(name, dtype, trial) for dtype, trial in trials.items()]
 
-    def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Execute]:
+    def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Device]:
         """Return the case of random arguments of these kinds, and others; `plain` computes its truth in float64."""
         arrays = random_arrays(kinds)
         outputs = self.forward(*arrays, *others).outputs
@@ -86,7 +85,7 @@ class Passes:
         return Case(
             name=self.name,
             results=[*outputs, *(f"gradient {i}" for i in range(len(arrays)))],
-            call=lambda execute: differentiated(partial(self, execute=execute), arrays, cotangents),
+            call=by_kernels(lambda: differentiated(self, arrays, cotangents)),
             truth=lambda: in_float64(partial(differentiated, self.plain), arrays, cotangents),
             bound=BOUNDS[kinds[0][1]],
             like=[*arrays, *cotangents],
@@ -102,18 +101,18 @@ def wide(array: mx.array) -> mx.array:
 
 
 @cache
-def _function(passes: Passes, execute: Execute) -> Callable[..., Arrays]:
-    forward: Any = mx.custom_function(lambda *arrays: execute(passes.forward(*arrays)))
+def _function(passes: Passes) -> Callable[..., Arrays]:
+    forward: Any = mx.custom_function(lambda *arrays: passes.forward(*arrays)())
     message = f"{passes.name} has no second derivative: its backward pass is written by hand."
 
     def backward(*arrays: mx.array) -> list[mx.array]:
-        return execute(passes.backward(*arrays))
+        return passes.backward(*arrays)()
 
     def vjp(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
         arrays, d = as_list(primals), as_list(cotangents)
         fixed = [mx.zeros_like(array) for array in arrays[len(arrays) - passes.fixed :]]
         gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*arrays, *d)
-        return [*gradients, *passes.parameters(arrays, d, execute), *fixed]
+        return [*gradients, *passes.parameters(arrays, d), *fixed]
 
     forward.vjp(vjp)
     return cast(Callable[..., Arrays], forward)

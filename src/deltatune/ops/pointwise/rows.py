@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Arrays, Outputs
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Outputs, forced
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import as_float64, random_arrays
 from ..recomputation import is_small_case, note
-from .pass_launch import Execute, Pass
+from .pass_launch import by_lane
 from .passes import BOUNDS, LEAST
 
 # How many elements one lane holds.
@@ -25,34 +25,30 @@ _LANE = 8
 _WIDTH = f"(x_shape[1] / {_LANE})"
 
 
-def take_rows(x: mx.array, index: mx.array, *, execute: Execute | None = None) -> mx.array:
+def take_rows(x: mx.array, index: mx.array) -> mx.array:
     """Return x[index], [R, D].
 
     Args:
         x: [N, D].
         index: Integers [R].
-        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
-    if execute is None:
-        if not serves(x, index.size):
-            return x[index]
-        execute = Pass.run
+    if not forced() and not serves(x, index.size):
+        return x[index]
     if index.dtype not in (mx.int32, mx.uint32):
         # NumPy's integers have 64 bits, and the kernels read 32.
         index = index.astype(mx.int32)
-    inputs: Arrays = {"x": x, "index": index}
+    inputs = {"x": x, "index": index}
     outputs: Outputs = {"y": ((index.size, x.shape[1]), x.dtype)}
-    arguments = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]", "x", "index", "y")
-    return execute(Pass("rows_taken", inputs, outputs, arguments, index.size * x.shape[1] // _LANE))[0]
+    sizes = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]")
+    return by_lane("rows_taken", inputs, outputs, sizes, index.size * x.shape[1] // _LANE)()[0]
 
 
-def embedded(weight: mx.array, ids: mx.array, *, execute: Execute = Pass.run) -> mx.array:
+def embedded(weight: mx.array, ids: mx.array) -> mx.array:
     """Return weight[ids], with the weight's gradient by MLX's operations, which run only where something uses it.
 
     Args:
         weight: [N, D], D a multiple of 8.
         ids: Integers of any shape.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [..., D] in the weight's dtype.
@@ -60,13 +56,13 @@ def embedded(weight: mx.array, ids: mx.array, *, execute: Execute = Pass.run) ->
     if is_small_case():
         note("embedded")
         return mx.take(weight, ids, axis=0)
-    return _embedded(execute)(weight, ids)
+    return _embedded()(weight, ids)
 
 
 @cache
-def _embedded(execute: Execute) -> Any:
+def _embedded() -> Any:
     def forward(weight: mx.array, ids: mx.array) -> mx.array:
-        return take_rows(weight, ids.reshape(-1), execute=execute).reshape(*ids.shape, -1)
+        return take_rows(weight, ids.reshape(-1)).reshape(*ids.shape, -1)
 
     def backward(primals: Any, cotangent: mx.array, _output: mx.array) -> list[mx.array]:
         weight, ids = primals
@@ -79,14 +75,7 @@ def _embedded(execute: Execute) -> Any:
     return function
 
 
-def sum_rows(
-    x: mx.array,
-    index: mx.array,
-    weights: mx.array | None = None,
-    dtype: mx.Dtype | None = None,
-    *,
-    execute: Execute | None = None,
-) -> mx.array:
+def sum_rows(x: mx.array, index: mx.array, weights: mx.array | None = None, dtype: mx.Dtype | None = None) -> mx.array:
     """Return the sum over k of weights[n, k] x[index[n, k]], [N, D], with fp32 sums.
 
     Args:
@@ -94,20 +83,17 @@ def sum_rows(
         index: Integers [N, k].
         weights: [N, k] fp32; None means 1.
         dtype: That of the result; None means that of x.
-        execute: Runs a launch; None decides whether to use the kernel, and then runs it on the GPU.
     """
     dtype = dtype or x.dtype
-    if execute is None:
-        if not serves(x, index.size):
-            return _sum_rows_with_mlx(x, index, weights).astype(dtype)
-        execute = Pass.run
+    if not forced() and not serves(x, index.size):
+        return _sum_rows_with_mlx(x, index, weights).astype(dtype)
     tokens, k = index.shape
     inputs: Arrays = {"x": x, "place": index} | ({} if weights is None else {"weights": weights})
     outputs: Outputs = {"y": ((tokens, x.shape[1]), dtype)}
     last = "place" if weights is None else "weights"
     arguments = (f"(long)place_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x", "place", last, "y")
     lanes = tokens * x.shape[1] // _LANE
-    return execute(Pass("rows_combined", inputs, outputs, arguments, lanes, (k, int(weights is not None))))[0]
+    return by_lane("rows_combined", inputs, outputs, arguments, lanes, (k, int(weights is not None)))()[0]
 
 
 def serves(x: mx.array, rows: int) -> bool:
@@ -126,7 +112,7 @@ def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -
     return rows.astype(mx.float32).sum(axis=1)
 
 
-def trial_case(dtype: mx.Dtype, tokens: int = 30, top_k: int = 3, width: int = 24) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, tokens: int = 30, top_k: int = 3, width: int = 24) -> Case[Device]:
     """Return the case of rows of this dtype: some taken, and sums of others with and without weights.
 
     NumPy computes its truth: MLX would build kernels for it on CUDA, which takes seconds.
@@ -136,16 +122,17 @@ def trial_case(dtype: mx.Dtype, tokens: int = 30, top_k: int = 3, width: int = 2
     order = np.random.default_rng(1).permutation(total).astype(np.int32)
     index = order.reshape(tokens, top_k)
 
-    def call(execute: Execute) -> list[mx.array]:
+    def call() -> list[mx.array]:
         from_either_end, places = mx.array(order - total * (order % 2)), mx.array(index)
-        sums = [sum_rows(x, places, factors, mx.float32, execute=execute) for factors in (None, weights)]
-        return [take_rows(x, from_either_end, execute=execute), *sums]
+        sums = [sum_rows(x, places, factors, mx.float32) for factors in (None, weights)]
+        return [take_rows(x, from_either_end), *sums]
 
     def truth() -> list[np.ndarray]:
         wide, factors = as_float64(x), as_float64(weights)
         return [wide[order], wide[index].sum(axis=1), (wide[index] * factors[..., None]).sum(axis=1)]
 
-    return Case(f"rows of {dtype}", ("taken", "sums", "weighted sums"), call, truth, BOUNDS[dtype], like=[x])
+    results = ("taken", "sums", "weighted sums")
+    return Case(f"rows of {dtype}", results, by_kernels(call), truth, BOUNDS[dtype], like=[x])
 
 
 def _workloads(quick: bool) -> list[KernelWorkload]:

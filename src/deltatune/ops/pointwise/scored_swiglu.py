@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ..kernels.launch import Arrays, Outputs
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Outputs
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import in_float64, random_arrays
-from .pass_launch import Execute, Pass
+from .pass_launch import by_lane
 from .passes import BOUNDS, LEAST, wide
 
 # How many lanes share a row, and how many elements a lane takes at a time.
@@ -21,7 +21,7 @@ _LANES, _PIECE = 32, 8
 
 
 def gradients(
-    gate: mx.array, x: mx.array, d: mx.array, score: mx.array, *, execute: Execute = Pass.run
+    gate: mx.array, x: mx.array, d: mx.array, score: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Return h = silu(gate) * x, the gradients of gate and of x, and that of the scores, computed in fp32.
 
@@ -30,7 +30,6 @@ def gradients(
         x: [R, I] of the same dtype.
         d: The gradient of score * h without the factor `score`, [R, I] of the same dtype.
         score: [R] fp32.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         Three arrays [R, I] of the same dtype, and [R] fp32.
@@ -38,9 +37,8 @@ def gradients(
     inputs: Arrays = {"gate": gate, "x": x, "d": d, "score": score}
     outputs: Outputs = dict.fromkeys(("hidden", "dgate", "dx"), (gate.shape, gate.dtype))
     outputs |= {"dscore": (score.shape, mx.float32)}
-    arguments = ("gate_shape[0]", f"gate_shape[1] / {_PIECE}", *inputs, *outputs)
-    launch = Pass("scored_swiglu", inputs, outputs, arguments, gate.shape[0] * _LANES, (_LANES,))
-    hidden, dgate, dx, dscore = execute(launch)
+    sizes = ("gate_shape[0]", f"gate_shape[1] / {_PIECE}")
+    hidden, dgate, dx, dscore = by_lane("scored_swiglu", inputs, outputs, sizes, gate.shape[0] * _LANES, (_LANES,))()
     return hidden, dgate, dx, dscore
 
 
@@ -67,12 +65,12 @@ def with_mlx(
     return hidden, d_inner, (wide(d) * hidden).sum(axis=-1)
 
 
-def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype) -> Case[Device]:
     """Return the case of arrays of this dtype, in rows of fewer and of more pieces than lanes share one."""
     drawn = [random_arrays([((5, width), dtype)] * 3 + [((5,), mx.float32)]) for width in (40, 520)]
 
-    def call(execute: Execute) -> list[mx.array]:
-        return [result for arrays in drawn for result in gradients(*arrays, execute=execute)]
+    def call() -> list[mx.array]:
+        return [result for arrays in drawn for result in gradients(*arrays)]
 
     def plain(*drawn: Sequence[mx.array]) -> list[mx.array]:
         results: list[mx.array] = []
@@ -84,7 +82,12 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
     names = [f"{name} of {arrays[0].shape[1]}" for arrays in drawn for name in ("hidden", "dgate", "dx", "dscore")]
     like = [array for arrays in drawn for array in arrays]
     return Case(
-        f"experts' gradients of {dtype}", names, call, lambda: in_float64(plain, *drawn), BOUNDS[dtype], like=like
+        name=f"experts' gradients of {dtype}",
+        results=names,
+        call=by_kernels(call),
+        truth=lambda: in_float64(plain, *drawn),
+        bound=BOUNDS[dtype],
+        like=like,
     )
 
 

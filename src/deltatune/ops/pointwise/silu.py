@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..kernels.launch import Outputs
+from ..kernels.launch import Launch
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from .pass_launch import Execute, Pass, pieces_of
+from .pass_launch import by_lane, pieces_of
 from .passes import Arrays, Passes
 
 
-def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.array:
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward.
 
     Args:
         gate: Floats of any shape with a number of elements that is a multiple of 8.
         x: Floats of the same shape and dtype.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The same shape and dtype.
@@ -28,7 +27,7 @@ def swiglu(gate: mx.array, x: mx.array, *, execute: Execute = Pass.run) -> mx.ar
     if not covers(gate, x):
         got = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
         raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {got}.")
-    return _PASSES(gate, x, execute=execute)[0]
+    return _PASSES(gate, x)[0]
 
 
 def covers(gate: mx.array, x: mx.array) -> bool:
@@ -46,16 +45,15 @@ def _plain(gate: mx.array, x: mx.array) -> Arrays:
     return [gate * mx.sigmoid(gate) * x]
 
 
-def _forward(gate: mx.array, x: mx.array) -> Pass:
-    inputs = {"gate": gate, "x": x}
-    outputs: Outputs = {"y": (gate.shape, gate.dtype)}
-    return Pass("swiglu_forward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
+def _forward(gate: mx.array, x: mx.array) -> Launch:
+    inputs, outputs = {"gate": gate, "x": x}, {"y": (gate.shape, gate.dtype)}
+    return by_lane("swiglu_forward", inputs, outputs, (pieces_of("gate", gate),), gate.size // 8)
 
 
-def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Pass:
+def _backward(gate: mx.array, x: mx.array, dy: mx.array) -> Launch:
     inputs = {"gate": gate, "x": x, "dy": dy.astype(gate.dtype)}
     outputs = dict.fromkeys(("dgate", "dx"), (gate.shape, gate.dtype))
-    return Pass("swiglu_backward", inputs, outputs, (pieces_of("gate", gate), *inputs, *outputs), gate.size // 8)
+    return by_lane("swiglu_backward", inputs, outputs, (pieces_of("gate", gate),), gate.size // 8)
 
 
 _PASSES = Passes("swiglu", _forward, _backward, _plain)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Arrays
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Outputs, forced
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 from .passes import BOUNDS
 
 # The fewest lanes of a launch, which make one block, and the most, which fill the largest GPU.
@@ -24,17 +24,15 @@ _FEWEST, _MOST = 128, 2**17
 _LANE, _GROUP = 8, 32
 
 
-def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None) -> mx.array:
+def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
     """Return the sum of the squares of all elements, [] fp32, summed in fp32; there is no gradient.
 
     Args:
         arrays: Arrays of floats of any shape.
-        execute: Runs a launch; None decides for each dtype whether to use the kernel, and then runs it on the GPU.
     """
-    if execute is None:
-        if not all(dtype in BOUNDS and OPERATOR.serves(dtype) for dtype in {array.dtype for array in arrays}):
-            return _with_mlx(arrays)
-        execute = Pass.run
+    dtypes = {array.dtype for array in arrays}
+    if not forced() and not all(dtype in BOUNDS and OPERATOR.serves(dtype) for dtype in dtypes):
+        return _with_mlx(arrays)
     lanes = _FEWEST
     while lanes < _MOST and lanes * _LANE < max(array.size for array in arrays):
         lanes *= 2
@@ -42,8 +40,8 @@ def sum_of_squares(arrays: Sequence[mx.array], *, execute: Execute | None = None
     # Each launch adds to the sums of the one before, so that no sums wait in memory for those of the other arrays.
     for x in arrays:
         inputs: Arrays = {"x": x, "before": sums}
-        arguments = (size_of("x", x), "x", "before", "sums")
-        (sums,) = execute(Pass("squares_added", inputs, {"sums": (sums.shape, mx.float32)}, arguments, lanes, (lanes,)))
+        outputs: Outputs = {"sums": (sums.shape, mx.float32)}
+        (sums,) = by_lane("squares_added", inputs, outputs, (size_of("x", x),), lanes, (lanes,))()
     return sums.sum()
 
 
@@ -55,7 +53,7 @@ def _with_mlx(arrays: Sequence[mx.array]) -> mx.array:
     return total
 
 
-def trial_case(dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype) -> Case[Device]:
     """Return the case of arrays of this dtype."""
     # Some lanes take two pieces and others one, and the last elements are no piece.
     arrays = random_arrays([((_MOST * _LANE + 1031,), dtype), ((3, 67), dtype)])
@@ -66,7 +64,7 @@ def trial_case(dtype: mx.Dtype) -> Case[Execute]:
     return Case(
         name=f"the sum of squares of {dtype}",
         results=("sum",),
-        call=lambda execute: [sum_of_squares(arrays, execute=execute)],
+        call=by_kernels(lambda: [sum_of_squares(arrays)]),
         truth=truth,
         bound=BOUNDS[mx.float32],
     )

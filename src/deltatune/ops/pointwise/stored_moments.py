@@ -16,12 +16,12 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Arrays, Outputs
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Outputs
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from .adam import BOUNDS, AdamStep, tried_steps
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 
 # The numbers that share a scale, as in bitsandbytes.
 BLOCK = 256
@@ -118,12 +118,11 @@ class EightBitStep:
         outputs: Outputs = {
             f"new_{name}": (inputs[name].shape, inputs[name].dtype) for name in ("parameter", *self.moments)
         }
-        arguments = (size_of("parameter", parameter), *inputs, *outputs)
         lanes = 32 * moments[1].size
-        return self.numbers.execute(Pass("adam_step_8bit", inputs, outputs, arguments, lanes))
+        return by_lane("adam_step_8bit", inputs, outputs, (size_of("parameter", parameter),), lanes)()
 
 
-def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Device]:
     """Return the case of parameters and gradients of these dtypes: some steps, as MLX's operations make them.
 
     Moments spread over all decades; the last block is not full, and its last piece is not whole.
@@ -134,10 +133,10 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     moments = [*quantized(m * spread, signed=True), *quantized(v.square() * spread, signed=False)]
     scale, steps = mx.array(0.5), tried_steps()
 
-    def call(execute: Execute) -> list[mx.array]:
+    def call() -> list[mx.array]:
         results: list[mx.array] = []
         for optimizer, healthy in steps:
-            numbers = AdamStep.begun(optimizer, scale, mx.array(healthy), execute)
+            numbers = AdamStep.begun(optimizer, scale, mx.array(healthy))
             results += EightBitStep(numbers)(parameter, gradient, *moments)
         return results
 
@@ -155,7 +154,7 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Execute]:
     names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", *EightBitStep.moments)]
     bounds = {name: _NEIGHBOUR for name in names if name.startswith(("m of", "v of"))}
     described = f"Adam's step on moments of 8 bits in {dtype}, gradients of {gradient_dtype}"
-    return Case(described, names, call, truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])
+    return Case(described, names, by_kernels(call), truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])
 
 
 OPERATOR = KernelOperator("Adam on 8 bits", trial_case)

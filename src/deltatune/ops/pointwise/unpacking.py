@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..functional import not_differentiated_again
-from ..kernels.launch import Arrays, Outputs
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Launch, Outputs
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator, KernelWorkload
 from ..operator.measure import in_float64, random_arrays
-from .pass_launch import Execute, Pass, size_of
+from .pass_launch import by_lane, size_of
 from .passes import BOUNDS, LEAST
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -25,9 +25,7 @@ MOST = 2**30
 _PIECES = 4
 
 
-def unpack(
-    matrix: Sequence[mx.array], group_size: int, bits: int, dtype: mx.Dtype, *, execute: Execute = Pass.run
-) -> mx.array:
+def unpack(matrix: Sequence[mx.array], group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
     """Return the numbers of a matrix, scale q + bias in fp32 and rounded once, with the gradients of mx.dequantize.
 
     Args:
@@ -35,14 +33,13 @@ def unpack(
         group_size: How many numbers share a scale and a bias.
         bits: The bits of a number.
         dtype: That of the result.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         [..., in].
     """
 
     def forward(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        return execute(_pass(w, scales, biases, group_size, bits, dtype))[0]
+        return _pass(w, scales, biases, group_size, bits, dtype)()[0]
 
     def backward(primals: Any, cotangent: mx.array, _output: mx.array) -> list[mx.array]:
         def plain(w: mx.array, scales: mx.array, biases: mx.array) -> list[mx.array]:
@@ -83,16 +80,16 @@ def serves(
     return OPERATOR.serves(group_size, bits, scales.dtype, dtype)
 
 
-def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, dtype: mx.Dtype) -> Pass:
+def _pass(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, dtype: mx.Dtype) -> Launch:
     inputs: Arrays = {"w": w, "scales": scales, "biases": biases}
     outputs: Outputs = {"y": ((*w.shape[:-1], scales.shape[-1] * group_size), dtype)}
     pieces = scales.size * group_size // 8
     count = f"(unsigned)({size_of('scales', scales)} * {group_size // 8})"
     lanes = -(-pieces // (32 * _PIECES)) * 32
-    return Pass("unpacked_groups", inputs, outputs, (count, *inputs, "y"), lanes, (bits, group_size, _PIECES))
+    return by_lane("unpacked_groups", inputs, outputs, (count,), lanes, (bits, group_size, _PIECES))
 
 
-def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, rows: int = 7) -> Case[Execute]:
+def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dtype, rows: int = 7) -> Case[Device]:
     """Return the case of such matrices, of a size at which the last lanes have nothing to do."""
     groups = 384 // group_size
     scales, biases = random_arrays([((rows, groups), stored_dtype)] * 2)
@@ -105,7 +102,7 @@ def trial_case(group_size: int, bits: int, stored_dtype: mx.Dtype, dtype: mx.Dty
     return Case(
         name=f"unpacking {bits} bits in groups of {group_size} to {dtype}",
         results=("numbers",),
-        call=lambda execute: [unpack([words, scales, biases], group_size, bits, dtype, execute=execute)],
+        call=by_kernels(lambda: [unpack([words, scales, biases], group_size, bits, dtype)]),
         truth=lambda: in_float64(plain, [scales, biases]),
         bound=BOUNDS[dtype],
         like=[mx.zeros((rows, 384), dtype)],

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Kernel, Outputs, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import as_float64, random_arrays
 from .passes import BOUNDS, LEAST
@@ -37,15 +37,14 @@ GRADIENTS = replace(
 )
 
 
-def vocabulary_losses(logits: mx.array, targets: mx.array, *, execute: Execute = Launch.run) -> mx.array:
+def vocabulary_losses(logits: mx.array, targets: mx.array) -> mx.array:
     """Return the cross-entropies of `logits`, [n] fp32 in nats, computed in fp32; gradients reach `logits`.
 
     Args:
         logits: [n, V] floats.
         targets: [n] integers from 0 to V - 1.
-        execute: Runs a launch; tests run it on the host machine.
     """
-    return _function(execute)(logits, targets.astype(mx.int32))[0]
+    return _function()(logits, targets.astype(mx.int32))[0]
 
 
 def serves(logits: mx.array) -> bool:
@@ -55,43 +54,31 @@ def serves(logits: mx.array) -> bool:
 
 
 @cache
-def _function(execute: Execute) -> Any:
+def _function() -> Any:
     """Return the function (logits, targets) -> losses, shifts, sums, where only the losses pass a gradient on."""
-    function: Any = mx.custom_function(lambda logits, targets: execute(_forward(logits, targets)))
+
+    def forward(logits: mx.array, targets: mx.array) -> list[mx.array]:
+        outputs: Outputs = dict.fromkeys(("losses", "shifts", "sums"), (targets.shape, mx.float32))
+        return _launch(LOSSES, {"logits": logits, "targets": targets}, outputs)
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         logits, targets = primals
         _, shifts, sums = outputs
-        (d_logits,) = execute(_backward(logits, targets, shifts, sums, cotangents[0]))
+        inputs = {"logits": logits, "targets": targets, "shifts": shifts, "sums": sums, "cotangents": cotangents[0]}
+        (d_logits,) = _launch(GRADIENTS, inputs, {"d_logits": (logits.shape, logits.dtype)})
         return [d_logits, mx.zeros_like(targets)]
 
+    function: Any = mx.custom_function(forward)
     function.vjp(vjp)
     return function
 
 
-def _forward(logits: mx.array, targets: mx.array) -> Launch:
-    outputs: Outputs = dict.fromkeys(("losses", "shifts", "sums"), (targets.shape, mx.float32))
-    return _launch(LOSSES, {"logits": logits, "targets": targets}, outputs)
+def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> list[mx.array]:
+    blocks = (inputs["logits"].shape[0], 1, 1)
+    return kernel(inputs, Plan(outputs=outputs, values={"GROUPS": GROUPS}, blocks=blocks, groups=GROUPS))
 
 
-def _backward(logits: mx.array, targets: mx.array, shifts: mx.array, sums: mx.array, cotangents: mx.array) -> Launch:
-    inputs = {"logits": logits, "targets": targets, "shifts": shifts, "sums": sums, "cotangents": cotangents}
-    return _launch(GRADIENTS, inputs, {"d_logits": (logits.shape, logits.dtype)})
-
-
-def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> Launch:
-    return Launch(
-        kernel=kernel,
-        inputs=inputs,
-        outputs=outputs,
-        values={"GROUPS": GROUPS},
-        blocks=(inputs["logits"].shape[0], 1, 1),
-        bytes=8 * GROUPS,
-        groups=GROUPS,
-    )
-
-
-def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_000, 33_001)) -> Case[Execute]:
+def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_000, 33_001)) -> Case[Device]:
     """Return the case of logits of this dtype: rows aligned to 16 bytes, and unaligned ones.
 
     Its truth is in float64, since MLX's sums of so many terms are less exact.
@@ -99,10 +86,10 @@ def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_00
     drawn = [random_arrays([((tokens, size), dtype), ((tokens,), mx.float32)]) for size in sizes]
     targets = [mx.arange(tokens) * (logits.shape[1] // tokens) for logits, _ in drawn]
 
-    def call(execute: Execute) -> list[mx.array]:
+    def call() -> list[mx.array]:
         results: list[mx.array] = []
         for (logits, cotangents), chosen in zip(drawn, targets, strict=True):
-            results += differentiated(logits, chosen, cotangents, execute)
+            results += differentiated(logits, chosen, cotangents)
         return results
 
     def truth() -> list[np.ndarray]:
@@ -113,16 +100,16 @@ def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_00
 
     names = [f"{name} of {logits.shape[1]}" for logits, _ in drawn for name in RESULTS]
     like = [array for arrays in drawn for array in arrays]
-    return Case(f"the cross-entropy of {dtype}", names, call, truth, BOUNDS[dtype], like=like)
+    return Case(f"the cross-entropy of {dtype}", names, by_kernels(call), truth, BOUNDS[dtype], like=like)
 
 
 # The results of `differentiated` and `exact_losses`.
 RESULTS = ("losses", "targets' gradients", "other gradients")
 
 
-def differentiated(logits: mx.array, targets: mx.array, cotangents: mx.array, execute: Execute) -> list[mx.array]:
+def differentiated(logits: mx.array, targets: mx.array, cotangents: mx.array) -> list[mx.array]:
     """Return the losses, and the gradients of the logits as split_at_targets returns them, not computed yet."""
-    losses, (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets, execute=execute), [logits], [cotangents])
+    losses, (gradients,) = mx.vjp(lambda x: vocabulary_losses(x, targets), [logits], [cotangents])
     return [*losses, *split_at_targets(gradients, targets)]
 
 

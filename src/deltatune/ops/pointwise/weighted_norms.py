@@ -6,16 +6,17 @@ residual stream's two gradients in a pass of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 
 from ..functional import not_differentiated_again, refuse_second_derivative
-from ..kernels.launch import Arrays, Execute, Kernel, Launch, Outputs, Values
-from ..operator.case import Case
+from ..kernels.launch import Arrays, Device, Kernel, Plan
+from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import in_float64, random_arrays
 from ..recomputation import is_small_case, large_enough, note
@@ -37,14 +38,13 @@ FORWARD = Kernel(
 BACKWARD = replace(FORWARD, name="weighted_norm_backward", arrays=("eps", "h", "weight", "dy", "d_sum", "dx"))
 
 
-def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> mx.array:
+def weighted_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in fp32 and rounded once.
 
     Args:
         x: [..., W] floats, W a multiple of 8.
         weight: [W] floats.
         eps: The epsilon added to the mean of the squares.
-        execute: Runs a launch; tests run it on the host machine.
 
     Returns:
         The shape and dtype of x.
@@ -54,20 +54,18 @@ def weighted_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute
 
     Source: `mx.fast.rms_norm`, which rounds the norm before it multiplies it by the weight.
     """
-    return _called("alone", eps, execute, x, weight)[0]
+    return _called("alone", eps, x, weight)[0]
 
 
-def branch_norm(x: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run) -> list[mx.array]:
+def branch_norm(x: mx.array, weight: mx.array, eps: float) -> list[mx.array]:
     """Return x itself and its weighted_norm, for a residual branch that is added to x.
 
     The gradients of both are added in the norm's backward pass. The arguments are those of weighted_norm.
     """
-    return _called("branch", eps, execute, x, weight)
+    return _called("branch", eps, x, weight)
 
 
-def sum_norm(
-    x: mx.array, other: mx.array, weight: mx.array, eps: float, *, execute: Execute = Launch.run
-) -> list[mx.array]:
+def sum_norm(x: mx.array, other: mx.array, weight: mx.array, eps: float) -> list[mx.array]:
     """Return x + other and its weighted_norm, and add the gradients of both in the norm's backward pass.
 
     Args:
@@ -75,12 +73,11 @@ def sum_norm(
         other: The other term of the sum, of x's shape and dtype.
         weight: [W] floats.
         eps: The epsilon added to the mean of the squares.
-        execute: Runs a launch; tests run it on the host machine.
 
     Raises:
         ValueError: `covers` refuses the arrays.
     """
-    return _called("sum", eps, execute, x, other, weight)
+    return _called("sum", eps, x, other, weight)
 
 
 def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
@@ -103,9 +100,9 @@ def _fits(width: int) -> bool:
 _NO_SECOND_DERIVATIVE = "An RMS norm has no second derivative: its backward pass is written by hand."
 
 
-def _called(kind: str, eps: float, execute: Execute, x: mx.array, *more: mx.array) -> list[mx.array]:
+def _called(kind: str, eps: float, x: mx.array, *more: mx.array) -> list[mx.array]:
     if not is_small_case():
-        return list(_function(kind, float(eps), execute)(x, *more))
+        return list(_function(kind, float(eps))(x, *more))
     note("weighted norm")
     *others, weight = more
     total = sum(others, start=x)
@@ -114,13 +111,14 @@ def _called(kind: str, eps: float, execute: Execute, x: mx.array, *more: mx.arra
 
 
 @cache
-def _function(kind: str, eps: float, execute: Execute) -> Any:
+def _function(kind: str, eps: float) -> Any:
     """Return the function of `x` (alone, branch) or `x, other` (sum) and `weight`, with its gradient."""
 
     def forward(x: mx.array, *more: mx.array) -> list[mx.array]:
         *others, weight = more
         _check(x, weight, *others)
-        results = execute(_forward(x, weight, others, eps))
+        inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
+        results = _launch(FORWARD, inputs, ("total", "y") if others else ("y",), eps)
         return [x, *results] if kind == "branch" else results
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -131,8 +129,9 @@ def _function(kind: str, eps: float, execute: Execute) -> Any:
         dx = gradient(h, weight, dy.astype(h.dtype), *(d.astype(h.dtype) for d in d_sum))
         return [dx] * (1 + len(others)) + [_weight_gradient(h, weight, dy.astype(h.dtype), eps)]
 
-    def backward(*arrays: mx.array) -> mx.array:
-        return execute(_backward(*arrays, eps=eps))[0]
+    def backward(h: mx.array, weight: mx.array, dy: mx.array, *d_sum: mx.array) -> mx.array:
+        inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
+        return _launch(BACKWARD, inputs, ("dx",), eps)[0]
 
     function: Any = mx.custom_function(forward)
     function.vjp(vjp)
@@ -154,45 +153,42 @@ def _weight_gradient(h: mx.array, weight: mx.array, dy: mx.array, eps: float) ->
     return mx.vjp(lambda h, weight: [mx.fast.rms_norm(h, weight, eps)], [h, weight], [dy])[1][1]
 
 
-def _forward(x: mx.array, weight: mx.array, others: list[mx.array], eps: float) -> Launch:
-    inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
-    outputs: Outputs = dict.fromkeys(("total", "y") if others else ("y",), (x.shape, x.dtype))
-    return _launch(FORWARD, "x", inputs, outputs, eps)
+def _launch(kernel: Kernel, inputs: Arrays, outputs: tuple[str, ...], eps: float) -> list[mx.array]:
+    x, weight = next(iter(inputs.values())), inputs["weight"]
+    return kernel(inputs, _plan(tuple(inputs), outputs, x.shape, x.dtype, weight.dtype, eps))
 
 
-def _backward(h: mx.array, weight: mx.array, dy: mx.array, *d_sum: mx.array, eps: float) -> Launch:
-    inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
-    return _launch(BACKWARD, "h", inputs, {"dx": (h.shape, h.dtype)}, eps)
-
-
-def _launch(kernel: Kernel, rows_of: str, inputs: Arrays, outputs: Outputs, eps: float) -> Launch:
-    shape = inputs[rows_of].shape
-    width = shape[-1]
-    rows = inputs[rows_of].size // width
+@lru_cache(maxsize=256)
+def _plan(
+    names: tuple[str, ...],
+    outputs: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    _weight_dtype: mx.Dtype,
+    eps: float,
+) -> Plan:
+    """Return the plan for inputs of these names: the first has the rows, and is of this shape and dtype."""
+    *lead, width = shape
     sharing = 1 if width <= _OF_A_GROUP else GROUPS
-    values: Values = {"GROUPS": GROUPS, "SHARING": sharing, "PIECES": -(-width // (8 * 32 * sharing))}
-    axes = len(shape)
-    return Launch(
-        kernel=kernel,
-        inputs=inputs,
-        outputs=outputs,
-        values=values,
-        blocks=(-(-rows * sharing // GROUPS), 1, 1),
-        bytes=8 * GROUPS,
+    rows = " * ".join(f"{names[0]}_shape[{i}]" for i in range(len(lead))) or "1"
+    return Plan(
+        outputs=dict.fromkeys(outputs, (shape, dtype)),
+        values={"GROUPS": GROUPS, "SHARING": sharing, "PIECES": -(-width // (8 * 32 * sharing))},
+        blocks=(-(-math.prod(lead) * sharing // GROUPS), 1, 1),
         groups=GROUPS,
         written={"eps": f"{eps!r}f"},
-        sizes=(" * ".join(f"{rows_of}_shape[{i}]" for i in range(axes - 1)) or "1", f"{rows_of}_shape[{axes - 1}]"),
+        sizes=(rows, f"{names[0]}_shape[{len(lead)}]"),
     )
 
 
-def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, rows: int = 7) -> Case[Execute]:
+def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, rows: int = 7) -> Case[Device]:
     """Return the case of the three functions on rows that leave a block's last groups without one."""
     x, other, d_sum, dy, weight = random_arrays([((3, rows, width), dtype)] * 4 + [((width,), weight_dtype)])
 
-    def ours(execute: Execute, x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
-        alone = weighted_norm(x, weight, eps, execute=execute)
-        residual, branch = branch_norm(alone + other, weight, eps, execute=execute)
-        return [alone, branch, *sum_norm(residual, other, weight, eps, execute=execute)]
+    def ours(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
+        alone = weighted_norm(x, weight, eps)
+        residual, branch = branch_norm(alone + other, weight, eps)
+        return [alone, branch, *sum_norm(residual, other, weight, eps)]
 
     def plain(x: mx.array, other: mx.array, weight: mx.array) -> list[mx.array]:
         alone = mx.fast.rms_norm(x, weight, eps)
@@ -209,7 +205,7 @@ def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, 
     return Case(
         name=f"the norm of {width} {dtype}",
         results=("alone", "branch", "total", "norm of total", "dx", "dother", "dweight"),
-        call=lambda execute: differentiated(partial(ours, execute), arrays),
+        call=by_kernels(lambda: differentiated(ours, arrays)),
         truth=lambda: in_float64(partial(differentiated, plain), arrays),
         bound=BOUNDS[dtype],
         like=arrays,

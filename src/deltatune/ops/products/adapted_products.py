@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels.launch import Execute
 from ..recomputation import input_of
 from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
 from .quantized_product import Quantization, matrix_gradients, rows_times
@@ -38,16 +37,13 @@ class AdaptedMatrix:
     quantization: Quantization | None = None
 
 
-def adapted_products(
-    x: mx.array, matrices: Sequence[AdaptedMatrix], scale: float, *, execute: Execute | None = None
-) -> list[mx.array]:
+def adapted_products(x: mx.array, matrices: Sequence[AdaptedMatrix], scale: float) -> list[mx.array]:
     """Return x W^T + scale * (x A) B for each of the matrices, with gradients for x and all factors and weights.
 
     Args:
         x: [..., in], of the dtype of all matrices.
         matrices: The matrices and their factors.
         scale: The factor of the updates.
-        execute: Runs a launch; None decides whether to use kernels, and then runs them on the GPU.
 
     Returns:
         [..., out] for each matrix.
@@ -57,9 +53,9 @@ def adapted_products(
 
     def forward(x: mx.array, weights: Weights, downs: list[mx.array], ups: list[mx.array]) -> list[mx.array]:
         rows = as_matrix(x)
-        low_rank = rows_products(rows, downs, execute=execute)
+        low_rank = rows_products(rows, downs)
         sums = [
-            add_product(_product(rows, weight, packing), h, b, scale, execute=execute)
+            add_product(_product(rows, weight, packing), h, b, scale)
             for weight, packing, h, b in zip(weights, packings, low_rank, ups, strict=True)
         ]
         return [*(y.reshape(*x.shape[:-1], y.shape[-1]) for y in sums), *low_rank]
@@ -67,20 +63,17 @@ def adapted_products(
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[Any, ...]:
         x, weights, downs, ups = primals
         cotangents = [as_matrix(dy) for dy in cotangents[:count]]
-        both = [
-            both_products(dy, h, b, scale, execute=execute)
-            for dy, h, b in zip(cotangents, outputs[count:], ups, strict=True)
-        ]
+        both = [both_products(dy, h, b, scale) for dy, h, b in zip(cotangents, outputs[count:], ups, strict=True)]
         d_low_rank, d_ups = zip(*both, strict=True)
         bases = list(zip(cotangents, weights, packings, strict=True))
         dx = _gradient_of_rows(*bases[0])
         for base in bases[1:]:
             dx = _gradient_of_rows(*base, dx)
-        dx = add_products(dx, d_low_rank, downs, execute=execute).reshape(x.shape)
+        dx = add_products(dx, d_low_rank, downs).reshape(x.shape)
         (x,) = source.again([x], d_low_rank)
         rows = as_matrix(x)
         d_weights = [_gradient_of_weight(rows, *base) for base in bases]
-        d_downs = columns_products(rows, d_low_rank, execute=execute)
+        d_downs = columns_products(rows, d_low_rank)
         return source.before(dx, d_downs), d_weights, d_downs, list(d_ups)
 
     function: Any = mx.custom_function(forward)

@@ -1,17 +1,17 @@
-"""The launches of LoRA's kernels for NVIDIA GPUs (kernels/products/low_rank.h), and the same by MLX's products."""
+"""LoRA's kernels for NVIDIA GPUs (kernels/products/low_rank.h), and the same by MLX's products."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, ClassVar, Self, TypeVar
+from functools import cache, lru_cache
+from typing import Any
 
 import mlx.core as mx
 
 from ...machine import backend, nvidia
 from ..functional import as_list, not_differentiated_again
-from ..kernels.launch import Execute, Kernel, Launch, numbers
+from ..kernels.launch import Blocks, Kernel, Outputs, Plan, Values, numbers
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
 _LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
@@ -56,269 +56,162 @@ WIDE = replace(
     memory_values=("GROUPS",),
 )
 
-T = TypeVar("T")
 Arrays = Sequence[mx.array]
+# The matrices of each kernel in the order of its parameters, and those of which there may be several.
+_MATRICES = {ROWS: ("x", "weight"), COLUMNS: ("narrow", "wide"), BOTH: ("narrow", "wide", "weight")}
+_MATRICES[WIDE] = ("narrow", "weight", "y")
+_SEVERAL = {ROWS: ("weight", "out"), COLUMNS: ("narrow", "out"), BOTH: (), WIDE: ("narrow", "weight")}
 
 
-class LowRankKernel:
-    """A kernel of LoRA's products; its subclasses hold all that its text depends on.
+@dataclass(frozen=True)
+class LowRankProduct:
+    """A product of LoRA by a kernel; the wide matrix is [rows, columns].
+
+    ROWS is scale * x weight for each of some weights, [rows, r] each: sums along rows. COLUMNS is scale * wide^T
+    narrow, [columns, r] each: sums over rows. BOTH is scale * narrow^T wide [r, columns] and scale * wide weight^T
+    [rows, r] in one reading. WIDE is y + scale * narrow weight, summed over pairs of a narrow matrix and a weight.
 
     Attributes:
-        name: The kernel's name for messages.
+        kernel: One of these.
+        dtype: That of all operands and results.
         rank: The width of the narrow matrices together.
-        count: The number of narrow matrices, and of weights.
-        results: How many of the launch's first outputs are results; the others are arrays that blocks hand to one
-            another.
+        turned: Whether the weight of ROWS is [rank, columns], the result of COLUMNS [rank, columns], or the weight of
+            WIDE [columns, rank], and not the other way round. The first two have a single one then.
+        count: How many narrow matrices or weights there are; several are equally wide, by a multiple of 8.
+        block_rows: How many rows a block of ROWS takes, or one of COLUMNS and BOTH may take.
+        side: How many stripes of columns a block of COLUMNS and BOTH takes.
     """
 
-    name: ClassVar[str]
+    kernel: Kernel
     dtype: mx.Dtype
     rank: int
+    turned: bool = False
     count: int = 1
+    block_rows: int = 0
+    side: int = 1
+
+    @property
+    def name(self) -> str:
+        """The kernel's name for messages."""
+        return self.kernel.name.removeprefix("low_rank_")
 
     @property
     def results(self) -> int:
-        return 1
+        """How many of the kernel's first outputs are results; the others are arrays that blocks hand to one another."""
+        return {BOTH: 2, WIDE: 1}.get(self.kernel, self.count)
 
-    def on_trial(self) -> Self:
-        """Return the kernel of the same text to try in the place of this one."""
-        return self
+    @property
+    def matrices(self) -> list[str]:
+        """The names of the matrices that the product takes, in the order of the kernel's parameters."""
+        return [one for name in _MATRICES[self.kernel] for one in self._numbered(name)]
 
-    def __call__(self, arrays: Arrays, scale: float, execute: Execute) -> list[mx.array]:
-        """Run the kernel; its gradients are those of `with_mlx`."""
+    def on_trial(self) -> LowRankProduct:
+        """Return the product of the same text to try in place of this one, with so few rows a block that some meet."""
+        few = self.kernel in (COLUMNS, BOTH)
+        return replace(self, block_rows=round_rows(self.rank, self.side)) if few else self
 
-        def forward(*inputs: mx.array) -> list[mx.array]:
-            return execute(self.launch(inputs, scale))[: self.results]
+    def __call__(self, arrays: Arrays, scale: float) -> list[mx.array]:
+        """Run the kernel on its matrices; its gradients are those of `with_mlx`."""
+        names = self.matrices
+
+        def forward(*arrays: mx.array) -> list[mx.array]:
+            inputs = dict(zip(names, arrays, strict=True))
+            rows, columns = next(inputs[name] for name in ("x", "wide", "y") if name in inputs).shape
+            inputs["numbers"] = numbers(float(scale))
+            return self.kernel(inputs, _plan(self, rows, columns))[: self.results]
 
         def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
             # MLX passes a single array by itself, and several as a list.
-            return mx.vjp(lambda *inputs: self.with_mlx(inputs, scale), list(primals), as_list(cotangents))[1]
+            return mx.vjp(lambda *arrays: self.with_mlx(arrays, scale), list(primals), as_list(cotangents))[1]
 
         return list(not_differentiated_again(forward, backward)(*arrays))
 
     def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        """Compute the kernel's results by MLX's products."""
-        raise NotImplementedError
+        """Compute the same by MLX's products."""
+        if self.kernel is ROWS:
+            x, *weights = arrays
+            return [scaled_product(scale, x, weight.T if self.turned else weight) for weight in weights]
+        if self.kernel is COLUMNS:
+            *narrow, wide = arrays
+            return [scaled_product(scale, *((one.T, wide) if self.turned else (wide.T, one))) for one in narrow]
+        if self.kernel is BOTH:
+            one, wide, weight = arrays
+            return [scaled_product(scale, one.T, wide), scaled_product(scale, wide, weight.T)]
+        *pairs, y = arrays
+        for one, weight in zip(pairs[: self.count], pairs[self.count :], strict=True):
+            y = mx.addmm(y, one, weight.T if self.turned else weight, alpha=scale)
+        return [y]
 
-    def launch(self, arrays: Arrays, scale: float) -> Launch:
-        """Describe the launch for matrices."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class RowsKernel(LowRankKernel):
-    """scale * x weight, for x [rows, inputs] and each of some weights: sums along rows.
-
-    Args:
-        dtype: That of all operands and results.
-        rank: The width of all results together.
-        lines: How many rows a block takes.
-        transpose: Whether the weight is [rank, inputs] and not [inputs, rank]; then there is one.
-        count: The number of weights, and of results. All are equally wide, by a multiple of 8 if there are several.
-    """
-
-    dtype: mx.Dtype
-    rank: int
-    lines: int
-    transpose: bool
-    count: int = 1
-    name = "rows"
-
-    @property
-    def results(self) -> int:
-        return self.count
-
-    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        x, *weights = arrays
-        return [scaled_product(scale, x, weight.T if self.transpose else weight) for weight in weights]
-
-    def launch(self, arrays: Arrays, scale: float) -> Launch:
-        x, *weights = arrays
-        groups = self.groups
-        of_weights, outputs = _numbered("weight", weights), _numbered("out", [None] * self.count)
-        shape = (x.shape[0], self.rank // self.count)
-        return Launch(
-            kernel=ROWS,
-            inputs={"x": x, **of_weights, "numbers": numbers(float(scale))},
-            outputs=dict.fromkeys(outputs, (shape, self.dtype)),
-            values={
-                "In": self.dtype,
-                "RANK": self.rank,
-                "LINES": self.lines,
-                "GROUPS": groups,
-                "TRANSPOSED": self.transpose,
-            },
-            blocks=(-(-x.shape[0] // self.lines), 1, 1),
-            bytes=groups * self.lines * (padded(self.rank) + 1) * 4,
-            groups=groups,
-            written={"weight": _together(tuple(of_weights), shape[1]), "out": _together(tuple(outputs), shape[1])},
-        )
+    def shapes(self, rows: int, columns: int) -> list[tuple[int, int]]:
+        """Return the shapes of the matrices."""
+        rank = self.rank // self.count
+        across = (rank, columns) if self.turned == (self.kernel is ROWS) or self.kernel is BOTH else (columns, rank)
+        known = {"narrow": (rows, rank), "weight": across}
+        return [known.get(name.rstrip("0123456789"), (rows, columns)) for name in self.matrices]
 
     @property
     def groups(self) -> int:
         """The groups of 32 lanes in a block: fewer where each lane has more sums, which take its registers."""
-        return _GROUPS if self.lines * padded(self.rank) <= _SUMS_OF_ALL else _GROUPS // 2
+        if self.kernel is WIDE:
+            return _WIDE_GROUPS
+        if self.kernel is not ROWS:
+            return column_groups(self.rank)
+        return _GROUPS if self.block_rows * padded(self.rank) <= _SUMS_OF_ALL else _GROUPS // 2
+
+    def _numbered(self, name: str) -> tuple[str, ...]:
+        """Return the names of the arrays of one kind: with their numbers if there are several."""
+        several = self.count > 1 and name in _SEVERAL[self.kernel]
+        return tuple(f"{name}{i}" for i in range(self.count)) if several else (name,)
+
+    def written(self) -> dict[str, str]:
+        """Return the text of the arguments that stand for several arrays with lines of so many elements."""
+        rank = self.rank // self.count
+        names = {name: self._numbered(name) for name in _SEVERAL[self.kernel] if self.count > 1}
+        return {name: f"several<{rank}>({', '.join(several)})" for name, several in names.items()}
+
+    def outputs(self, rows: int, columns: int) -> Outputs:
+        """Return the results, and the array in which blocks of COLUMNS and BOTH hand over marks and sums."""
+        rank = self.rank // self.count
+        if self.kernel is WIDE:
+            return {"out": ((rows, columns), self.dtype)}
+        if self.kernel is ROWS:
+            return dict.fromkeys(self._numbered("out"), ((rows, rank), self.dtype))
+        both = self.kernel is BOTH
+        shape = (self.rank, columns) if self.turned or both else (columns, rank)
+        results: Outputs = dict.fromkeys(self._numbered("out"), (shape, self.dtype))
+        if both:
+            results["along"] = ((rows, self.rank), self.dtype)
+        tiles, parts, _ = self.blocks(rows, columns)
+        marks, sums = 4 * tiles * parts, tiles * parts * self.side * STRIPE * self.rank if parts > 1 else 0
+        along = tiles * -(-rows * self.rank // 4) * 4 if both and tiles > 1 else 0
+        return results | {"handed": ((marks + sums + along,), mx.float32)}
+
+    def blocks(self, rows: int, columns: int) -> Blocks:
+        """Return the grid."""
+        if self.kernel is WIDE:
+            return -(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1
+        down = -(-rows // self.block_rows)
+        return (down, 1, 1) if self.kernel is ROWS else (-(-columns // (self.side * STRIPE)), down, 1)
 
 
-@dataclass(frozen=True)
-class ColumnsKernel(LowRankKernel):
-    """scale * narrow^T wide [rank, columns], or its transpose, for each of some narrow matrices: sums over rows.
-
-    Args:
-        dtype: That of all operands and results.
-        rank: The width of all narrow matrices together.
-        side: How many stripes of columns a block takes.
-        block_rows: How many rows a block may take; the kernel's text does not depend on it.
-        across: Whether the result is [rank, columns] and not [columns, rank]; then there is one narrow matrix.
-        count: The number of narrow matrices and of results, as in RowsKernel.
-    """
-
-    dtype: mx.Dtype
-    rank: int
-    side: int
-    block_rows: int
-    across: bool
-    count: int = 1
-    name = "columns"
-
-    @property
-    def results(self) -> int:
-        return self.count
-
-    def on_trial(self) -> Self:
-        """As LowRankKernel.on_trial, with so few rows a block that a trial has several blocks."""
-        return replace(self, block_rows=round_rows(self.rank, self.side))
-
-    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        *narrow, wide = arrays
-        return [scaled_product(scale, *((one.T, wide) if self.across else (wide.T, one))) for one in narrow]
-
-    def launch(self, arrays: Arrays, scale: float) -> Launch:
-        *narrow, wide = arrays
-        rows, columns = wide.shape
-        tiles, parts = self.grid(rows, columns)
-        inputs, results, rank_of_one = _numbered("narrow", narrow), _numbered("out", narrow), self.rank // self.count
-        outputs = dict.fromkeys(results, ((self.rank, columns) if self.across else (columns, rank_of_one), self.dtype))
-        return Launch(
-            kernel=COLUMNS,
-            inputs={**inputs, "wide": wide, "numbers": numbers(float(scale))},
-            outputs=outputs | {"handed": self.handed(parts, tiles)},
-            values={
-                "In": self.dtype,
-                "RANK": self.rank,
-                "SIDE": self.side,
-                "GROUPS": column_groups(self.rank),
-                "ACROSS": self.across,
-                "ALONG": False,
-            },
-            blocks=(tiles, parts, 1),
-            bytes=_column_bytes(self.rank, self.side, False),
-            groups=column_groups(self.rank),
-            written={"narrow": _together(tuple(inputs), rank_of_one), "out": _together(tuple(results), rank_of_one)},
-        )
-
-    def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """The number of blocks next to one another, and below one another."""
-        return -(-columns // (self.side * STRIPE)), -(-rows // self.block_rows)
-
-    def handed(self, parts: int, tiles: int, along: int = 0) -> tuple[tuple[int, ...], mx.Dtype]:
-        """The array in which blocks hand over marks, their sums over rows, and `along` elements of those along rows."""
-        blocks = parts * tiles
-        return (4 * blocks + (blocks * self.side * STRIPE * self.rank if parts > 1 else 0) + along,), mx.float32
-
-
-@dataclass(frozen=True)
-class BothKernel(ColumnsKernel):
-    """scale * narrow^T wide [rank, columns] and scale * wide weight^T [rows, rank]: both products in one reading.
-
-    The weight is [rank, columns]; the arguments are those of ColumnsKernel, with `across`.
-    """
-
-    name = "both"
-
-    @property
-    def results(self) -> int:
-        return 2
-
-    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        narrow, wide, weight = arrays
-        return [scaled_product(scale, narrow.T, wide), scaled_product(scale, wide, weight.T)]
-
-    def launch(self, arrays: Arrays, scale: float) -> Launch:
-        narrow, wide, weight = arrays
-        rows, columns = wide.shape
-        tiles, parts = self.grid(rows, columns)
-        along = tiles * -(-rows * self.rank // 4) * 4 if tiles > 1 else 0
-        return Launch(
-            kernel=BOTH,
-            inputs={"narrow": narrow, "wide": wide, "weight": weight, "numbers": numbers(float(scale))},
-            outputs={
-                "out": ((self.rank, columns), self.dtype),
-                "along": ((rows, self.rank), self.dtype),
-                "handed": self.handed(parts, tiles, along),
-            },
-            values={
-                "In": self.dtype,
-                "RANK": self.rank,
-                "SIDE": self.side,
-                "GROUPS": column_groups(self.rank),
-                "ALONG": True,
-            },
-            blocks=(tiles, parts, 1),
-            bytes=_column_bytes(self.rank, self.side, True),
-            groups=column_groups(self.rank),
-        )
-
-
-@dataclass(frozen=True)
-class WideKernel(LowRankKernel):
-    """y + scale * narrow weight, for y [rows, columns], summed over some pairs of a narrow matrix and a weight.
-
-    Args:
-        dtype: That of all arrays.
-        rank: The width of all narrow matrices together.
-        transpose: Whether the weight is [columns, rank] and not [rank, columns]; else there is one.
-        count: The number of narrow matrices and of weights, as in RowsKernel.
-    """
-
-    dtype: mx.Dtype
-    rank: int
-    transpose: bool
-    count: int = 1
-    name = "wide"
-
-    def with_mlx(self, arrays: Arrays, scale: float) -> list[mx.array]:
-        y = arrays[0]
-        for narrow, weight in zip(arrays[1 : 1 + self.count], arrays[1 + self.count :], strict=True):
-            y = mx.addmm(y, narrow, weight.T if self.transpose else weight, alpha=scale)
-        return [y]
-
-    def launch(self, arrays: Arrays, scale: float) -> Launch:
-        y, *more = arrays
-        rows, columns = y.shape
-        narrow, weights = _numbered("narrow", more[: self.count]), _numbered("weight", more[self.count :])
-        rank_of_one = self.rank // self.count
-        return Launch(
-            kernel=WIDE,
-            inputs={**narrow, **weights, "y": y, "numbers": numbers(float(scale))},
-            outputs={"out": (y.shape, self.dtype)},
-            values={"In": self.dtype, "RANK": self.rank, "GROUPS": _WIDE_GROUPS, "TURNED": self.transpose},
-            blocks=(-(-columns // 64), -(-rows // (32 * _WIDE_GROUPS)), 1),
-            bytes=16,
-            groups=_WIDE_GROUPS,
-            written={"narrow": _together(tuple(narrow), rank_of_one), "weight": _together(tuple(weights), rank_of_one)},
-        )
-
-
-def _numbered(name: str, arrays: Sequence[T]) -> dict[str, T]:
-    """Return the arrays by `name` with their numbers, a single one by the name alone."""
-    return {f"{name}{i if len(arrays) > 1 else ''}": array for i, array in enumerate(arrays)}
-
-
-@cache
-def _together(names: tuple[str, ...], width: int) -> str:
-    """Return the text of one argument that stands for these arrays with lines of `width` elements."""
-    return names[0] if len(names) == 1 else f"several<{width}>({', '.join(names)})"
+@lru_cache(maxsize=1024)
+def _plan(product: LowRankProduct, rows: int, columns: int) -> Plan:
+    """Return the plan for matrices of which the wide one has these sizes."""
+    values: Values = {
+        "In": product.dtype,
+        "RANK": product.rank,
+        "LINES": product.block_rows,
+        "SIDE": product.side,
+        "GROUPS": product.groups,
+        "ALONG": product.kernel is BOTH,
+    }
+    return Plan(
+        outputs=product.outputs(rows, columns),
+        values=values | dict.fromkeys(("TRANSPOSED", "ACROSS", "TURNED"), product.turned),
+        blocks=product.blocks(rows, columns),
+        groups=product.groups,
+        written=product.written(),
+    )
 
 
 def rows_lines(total: int, rank: int) -> int:
@@ -385,13 +278,6 @@ def scaled_product(scale: float, left: mx.array, right: mx.array) -> mx.array:
 
 def _steps(rank: int) -> int:
     return 2 if rank <= 16 else 1
-
-
-def _column_bytes(rank: int, side: int, along: bool) -> int:
-    """The bytes of LowRankColumnsMemory."""
-    line, groups = padded(rank) + 1, column_groups(rank)
-    rounds = 2 * groups * _steps(rank) * 16 * line + side * STRIPE // 16 * (padded(rank) // 8) * 64
-    return 4 * max(groups * STRIPE * line, rounds if along else 0)
 
 
 @cache

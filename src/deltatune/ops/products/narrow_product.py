@@ -21,7 +21,7 @@ FEWEST_ROWS = 2
 def serves(x: mx.array, weight: mx.array) -> bool:
     """Whether `narrow_product` is to be used for rows x [..., in] and a matrix [out, in]."""
     narrow = x.dtype == weight.dtype and x.dtype in (mx.bfloat16, mx.float16)
-    return narrow and backend.device() == "cpu" and x.ndim > 1 and x.size >= FEWEST_ROWS * x.shape[-1]
+    return narrow and backend.computes_in_fp32() and x.ndim > 1 and x.size >= FEWEST_ROWS * x.shape[-1]
 
 
 def dense_product(x: mx.array, weight: mx.array) -> mx.array:

@@ -54,11 +54,10 @@ def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
         w: The packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x.
         scales: The matrix's scales.
     """
-    device = backend.device()
-    fewest_rows = ROWS.get(device)
-    if device == "cuda" and scales.shape[-1] == 1:
-        fewest_rows = 1  # MLX's product there is wrong for a single group of 64 inputs, and refuses fewer inputs.
-    if fewest_rows is None or not is_floating(x) or x.ndim < 2 or x.size == 0:
+    fewest_rows = backend.here(ROWS, 0)
+    if unpacking.OPERATOR.is_for_here and scales.shape[-1] == 1:
+        fewest_rows = 1  # MLX's product on CUDA is wrong for a single group of 64 inputs, and refuses fewer inputs.
+    if not fewest_rows or not is_floating(x) or x.ndim < 2 or x.size == 0:
         return False
     if w.ndim == 2:
         return math.prod(x.shape[:-1]) >= fewest_rows
@@ -107,7 +106,7 @@ def unpacked_once(module: nn.Module) -> Iterator[None]:
 
     This is for a matrix that many rows meet a part at a time. It then takes the memory of all its numbers for so long.
     """
-    parts = module.modules() if backend.device() == "cuda" else []
+    parts = module.modules() if unpacking.OPERATOR.is_for_here else []
     frozen = [part for part in parts if "scales" in part and "scales" not in part.trainable_parameters()]
     with trace.having():
         known = trace.current().known
@@ -165,11 +164,11 @@ def rows_times(
     """
     w, *stored = matrix
     result_dtype = _result_dtype(x, stored[0] if stored else w)
-    dtype = mx.float32 if backend.device() == "cpu" else result_dtype
+    dtype = mx.float32 if backend.computes_in_fp32() else result_dtype
     rows = x.astype(dtype)
     stored = _cast(stored, dtype)
     inputs = w.shape[-1] if quantization is None else quantization.inputs(w)
-    slab_rows = max(1, SLAB_BYTES[backend.device()] // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
+    slab_rows = max(1, backend.here(SLAB_BYTES) // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
     results = [] if onto is None else [onto.astype(dtype)]
     for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):

@@ -139,7 +139,6 @@ _MARK: dict[str, Any] = {
 }
 _MASK: dict[str, Any] = {
     "name": "create_causal_mask",
-    "signature": "(N, offset=0, window_size=None, right_padding=None, left_padding=None)",
     "reason": "deltatune's attention needs to know the window, and not the mask",
     "without": _READ,
     "replacement": remembering,
@@ -171,6 +170,7 @@ PATCHES = (
         module="mlx_lm.tuner.trainer",
         name="evaluate",
         # Its defaults are functions, which have no fixed text.
+        signature="",
         holders=("mlx_lm.lora",),
         reason="a validation has to fit into memory where the training does",
         without="Validation then holds the scores of all pairs of positions of one layer at a time.",

@@ -206,7 +206,6 @@ def _record(module: str, name: str, project: Callable[[Any, mx.array], _Projecte
     return Patch(
         module=f"mlx_lm.models.{module}",
         name=f"{name}.__call__",
-        signature="(self, inputs, mask=None, cache=None)",
         reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
         without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
         replacement=_layer(project),

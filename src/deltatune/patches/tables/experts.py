@@ -89,17 +89,17 @@ class _WeightedExperts:
 def weighted_block(upstream: Function) -> Function:
     """The replacement of a block's __call__ that lets its experts wait for their scores (see DeferredExperts)."""
 
-    def __call__(self: Any, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:  # noqa: N807
+    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         watched = routing.watched()
-        if not (watched or self.training or backend.device() == "cpu"):
+        if not (watched or self.training or backend.computes_in_fp32()):
             # Upstream's experts run (_runner), which do not wait for scores; a decoder opens no context for each token.
-            return upstream(self, x, *arguments, **keywords)
+            return upstream(self, x)
         indices: list[mx.array] = []
         with trace.having(chosen_experts=indices):
             if not watched:
-                return upstream(self, x, *arguments, **keywords)
+                return upstream(self, x)
             with _listening_to_gate(self) as logits:
-                y = upstream(self, x, *arguments, **keywords)
+                y = upstream(self, x)
         routing.add_sums(logits[0], indices[0], sigmoid=_has_sigmoids(self))
         return y
 
@@ -144,7 +144,7 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     inference as well.
     """
     trains = self.training or callers.asked()
-    if not trains and not (backend.device() == "cpu" and _is_beyond_mlx(self, names, x)):
+    if not trains and not (backend.computes_in_fp32() and _is_beyond_mlx(self, names, x)):
         return None
     projections = [known for name in names if (known := projection(self[name])) is not None]
     if len(projections) < len(names):
@@ -213,8 +213,6 @@ _RECORD: dict[str, Any] = {
     "reason": "three gathered products keep all their intermediates: slow on a CPU, and memory grows with tokens x k",
     "without": "These experts then train with upstream's code: right, but slow on a CPU, and it needs more memory.",
 }
-_CALL = "(self, x, indices)"
-_COMBINING_CALL = "(self, x, indices, weights=None, shared=None, residual=None)"
 
 # Blocks that end in (experts * scores[..., None]).sum(axis=-2), as {module: class}.
 _LM_BLOCKS = {
@@ -235,14 +233,11 @@ _VLM_BLOCKS = {
     "kimi_k3": "KimiK3SparseMoE",
 }
 
-# Of versions before these, mlx_vlm_experts.py has the blocks.
-_VLM_TRIED = dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_vl_moe"), ">=0.7.5,<=0.7.10")
 
-
-def _block_record(module: str, name: str, **more: Any) -> Patch:
+def _block_record(module: str, name: str) -> Patch:
     reason = "the outputs of all k experts of a token are held before they are weighted and summed"
-    record = {**_RECORD, "reason": reason, "module": module, "name": f"{name}.__call__", **more}
-    return Patch(**record, signature="(self, x)", replacement=weighted_block, check=same_layer(layer_input))
+    record = {**_RECORD, "reason": reason, "module": module, "name": f"{name}.__call__"}
+    return Patch(**record, replacement=weighted_block, check=same_layer(layer_input))
 
 
 def _chosen() -> mx.array:
@@ -257,26 +252,22 @@ def _same_experts(*more: Callable[[], mx.array | None]) -> Check:
 _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
 
-def _switch_records(module: str, signature: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
-    """The records of SwitchGLU, with this signature of __call__ and the replacement `glu`, and of SwitchMLP."""
+def _switch_records(module: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
+    """The records of SwitchGLU, with the replacement `glu`, and of SwitchMLP."""
     shared = {**_RECORD, "module": module, **more}
-    alike = _same_experts(*(_COMBINED if signature == _COMBINING_CALL else ()))
-    mlp: dict[str, Any] = {"signature": _CALL, "replacement": _switch("fc1", "fc2"), "check": _same_experts()}
+    alike = _same_experts(*(_COMBINED if glu is _combining_switch else ()))
     return (
-        Patch(**shared, name="SwitchGLU.__call__", signature=signature, replacement=glu, check=alike),
-        Patch(**shared, name="SwitchMLP.__call__", **mlp),
+        Patch(**shared, name="SwitchGLU.__call__", replacement=glu, check=alike),
+        Patch(**shared, name="SwitchMLP.__call__", replacement=_switch("fc1", "fc2"), check=_same_experts()),
     )
 
 
 _VLM_SWITCH = "mlx_vlm.models.switch_layers"
 
 PATCHES: tuple[Patch, ...] = (
-    *_switch_records("mlx_lm.models.switch_layers", _CALL, _switch(*_GLU)),
+    *_switch_records("mlx_lm.models.switch_layers", _switch(*_GLU)),
     *(_block_record(f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM_SWITCH, _CALL, _switch(*_GLU), tried="==0.7.0"),
-    *_switch_records(_VLM_SWITCH, _COMBINING_CALL, _combining_switch, tried=">=0.7.1,<=0.7.10"),
-    *(
-        _block_record(f"mlx_vlm.models.{module}.language", name, tried=_VLM_TRIED.get(module, ""))
-        for module, name in _VLM_BLOCKS.items()
-    ),
+    *_switch_records(_VLM_SWITCH, _switch(*_GLU), tried="==0.7.0"),
+    *_switch_records(_VLM_SWITCH, _combining_switch, tried=">=0.7.1,<=0.7.10"),
+    *(_block_record(f"mlx_vlm.models.{module}.language", name) for module, name in _VLM_BLOCKS.items()),
 )

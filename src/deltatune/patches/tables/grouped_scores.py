@@ -29,7 +29,6 @@ def _with_mask_of_rows(upstream: Function) -> Function:
 
 _RECORD: dict[str, Any] = {
     "name": "Attention.__call__",
-    "signature": "(self, x, mask=None, cache=None)",
     "reason": "the mask of packed documents belongs to rows, and not to groups of heads",
     "without": "Gemma 2 then cannot train on packed documents in batches of several rows.",
     "needed_for": (PACKING,),

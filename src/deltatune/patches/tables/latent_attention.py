@@ -86,7 +86,6 @@ def _bailing(self: Any, x: mx.array, mask: Any) -> mx.array:
 
 
 _RECORD: dict[str, Any] = {
-    "signature": "(self, x, mask=None, cache=None)",
     "reason": "a part of its scores is a mask of floats, whose gradient is a matrix of all pairs for each head",
     "check": same_layer(layer_input, causal, inside=whole_rows),
     "without": "Memory of these layers then grows with the square of the length.",

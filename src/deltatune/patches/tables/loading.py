@@ -55,7 +55,6 @@ PATCHES = (
     Patch(
         module="mlx.nn.layers.base",
         name="Module.load_weights",
-        signature="(self, file_or_weights, strict=True)",
         reason="MLX's products on CUDA multiply with other experts' matrices if there are gaps between them",
         without="Mixtures of experts whose files hold gate and up in one array then compute wrong results on this GPU.",
         needed_for=ALWAYS,

@@ -9,9 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...machine import backend
 from ...ops import segments
-from ...ops.causal_conv import causal_conv
+from ...ops.causal_conv import causal_conv, is_faster
 from ...ops.tracing import trace
 from .. import recurrence
 from ..last_convolution import convolved
@@ -100,7 +99,7 @@ def _conv1d(upstream: Function) -> Function:
         plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:
-            y = _taps(self, x) if causal and backend.device() == "cpu" else upstream(self, x)
+            y = _taps(self, x) if causal and is_faster() else upstream(self, x)
             return convolved(self, x, y) if causal else y
         if before == 0:
             return upstream(self, x)
@@ -134,7 +133,6 @@ def _causal_conv(cls: Any) -> Any:
 # The fields that the records of this function share, in either package.
 ATTENTION_MASK: dict[str, Any] = {
     "name": "create_attention_mask",
-    "signature": "(h, cache=None, window_size=None, return_array=False)",
     "reason": "packed documents must not attend to one another",
     "without": MIXED,
     "needed_for": (PACKING,),
@@ -164,7 +162,6 @@ PATCHES = (
     Patch(
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
-        signature="(self, x)",
         reason="the short convolution of a packed document must not see the document before it; a CPU trains faster",
         without=MIXED,
         needed_for=(PACKING,),

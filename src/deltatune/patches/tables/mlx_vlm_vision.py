@@ -72,7 +72,6 @@ def _adds_features(upstream: Function, ours: Function) -> str | None:
 
 
 _DEEPSTACK: dict[str, Any] = {
-    "signature": "(self, hidden_states, visual_pos_masks, visual_embeds)",
     "reason": "upstream looks for the image tokens on the host, which a compiled step cannot do",
     "without": "deltatune cannot train this model on images then.",
     "needed_for": (TRAINING,),
@@ -81,7 +80,6 @@ _DEEPSTACK: dict[str, Any] = {
 }
 _RECORD: dict[str, Any] = {
     "module": "mlx_vlm.models.qwen3_vl_moe.vision",
-    "signature": "(self, x)",
     "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
     "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
     "needed_for": ALWAYS,

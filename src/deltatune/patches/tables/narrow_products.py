@@ -62,8 +62,6 @@ def _same(name: str) -> Check:
 
 
 _RECORD: dict[str, Any] = {
-    "tried": ">=0.32.2,<=0.32.4",
-    "signature": "(self, x)",
     "reason": "a CPU computes products in 16 bits thirty times slower than in fp32",
     "without": "Training and answers with weights in 16 bits are then many times slower on this machine.",
 }

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ...errors import UserError
 from ...machine import backend
@@ -38,7 +37,7 @@ def records() -> tuple[Patch, ...]:
     Raises:
         UserError: Products of two rows are wrong as well, so no result of this BLAS can be trusted.
     """
-    if backend.device() != "cpu":
+    if not backend.uses_blas():
         return ()
     result = probe()
     if not result.wrong:
@@ -116,24 +115,16 @@ def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any
 
 def _addmm(upstream: Function) -> Function:
     def addmm(c: Any, a: Any, b: Any, /, alpha: float = 1.0, beta: float = 1.0, *, stream: Any = None) -> Any:
-        options = {"alpha": alpha, "beta": beta} | ({} if stream is None else {"stream": stream})
+        options = {} if stream is None else {"stream": stream}
         if not all(isinstance(x, mx.array) for x in (a, b, c)) or 0 in (a.ndim, b.ndim):
-            return upstream(c, a, b, **options)
-        if a.ndim == 1:
-            return addmm(c if b.ndim > 1 else c[..., None], a[None], b, **options).squeeze(-2 if b.ndim > 1 else 0)
-        if b.ndim == 1:
-            return addmm(c[..., None], a, b[:, None], **options).squeeze(-1)
-        rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-        if a.ndim > 2 and b.ndim == 2:
-            rows = math.prod(a.shape[:-1])
-        if 1 not in (rows, inner, columns) or inner != b.shape[-2]:
-            return upstream(c, a, b, **options)
-        shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], columns)
-        c = mx.broadcast_to(c, shape)
-        if a.ndim > 2 and b.ndim == 2:
-            a, c = a.flatten(0, -2), c.flatten(0, -2)
-        wide = (_widen(x, (-2, -1)) for x in (c, a, b))
-        return _narrow(upstream(*wide, **options), *c.shape[-2:]).reshape(shape)
+            return upstream(c, a, b, alpha=alpha, beta=beta, **options)
+        rows = math.prod(a.shape[:-1] if b.ndim == 2 else a.shape[-2:-1])
+        if 1 not in (rows, a.shape[-1], b.shape[-1] if b.ndim > 1 else 1):
+            return upstream(c, a, b, alpha=alpha, beta=beta, **options)
+        # The sum is rounded once, as in MLX's function.
+        dtype = mx.result_type(a.dtype, b.dtype, c.dtype)
+        c, a, b = (x.astype(mx.result_type(dtype, mx.float32)) for x in (c, a, b))
+        return mx.add(alpha * mx.matmul(a, b, **options), beta * c, **options).astype(dtype)
 
     return addmm
 

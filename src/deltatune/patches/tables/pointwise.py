@@ -152,14 +152,12 @@ PATCHES = (
         **_RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
         module="mlx.nn.layers.embedding",
         name="Embedding.__call__",
-        signature="(self, x)",
         replacement=_embedding,
         check=same_layer(lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), inside=serving),
     ),
     Patch(
         module="mlx.nn.layers.linear",
         name="Linear.__call__",
-        signature="(self, x)",
         reason="on an NVIDIA GPU the launches around it take longer than the product when many prompts are answered",
         without="Answers to many prompts at once take longer on an NVIDIA GPU then; nothing else changes.",
         replacement=_linear,
@@ -169,7 +167,6 @@ PATCHES = (
         **_RECORD,
         module="mlx_lm.models.gated_delta",
         name="normalize_qk",
-        signature="(q, k, *, inv_scale, eps)",
         replacement=_normalize_qk,
         check=alike(
             layer_input,
@@ -181,7 +178,6 @@ PATCHES = (
 ATTENTION = Patch(
     module="mlx_lm.models.qwen3_next",
     name="Qwen3NextAttention.__call__",
-    signature="(self, x, mask=None, cache=None)",
     reason="its gradient keeps arrays that are cheap to compute again, and NVIDIA GPUs pass over memory often",
     without="Training needs more memory then, and an NVIDIA GPU takes longer; nothing else changes.",
     replacement=_attention,

@@ -104,7 +104,6 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
     return Patch(
         module=f"mlx_lm.models.{module}",
         name=f"{name}.__call__",
-        signature="(self, x, mask=None, cache=None)",
         reason="on an NVIDIA GPU its residual sums are passes over memory of their own, forward and backward",
         without=_SLOWER,
         replacement=_layer(mixer),
@@ -115,7 +114,6 @@ def _layer_record(module: str, name: str, mixer: Callable[[Any], Any], build: An
 NORM = Patch(
     module="mlx.nn.layers.normalization",
     name="RMSNorm.__call__",
-    signature="(self, x)",
     reason="its result is kept, and an NVIDIA GPU sums its weight's gradient over all tokens, also of a frozen weight",
     without="Training needs more memory then, or takes longer; nothing else changes.",
     replacement=_rms_norm,

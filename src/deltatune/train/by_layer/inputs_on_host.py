@@ -72,7 +72,7 @@ class InputsOnHost:
 
     def __init__(self, disk: DiskTime, room: Callable[[int], Room] | None = None):
         self._disk = disk
-        self._room = room or (PinnedRoom if backend.device() == "cuda" else PlainRoom)
+        self._room = room or (PinnedRoom if backend.has_own_memory() else PlainRoom)
         # Copies have a stream of their own, beside that of the computation, and follow one another.
         self._stream = mx.new_stream(mx.default_device())
         self._rooms: list[Room] = []

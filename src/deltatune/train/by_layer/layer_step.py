@@ -85,7 +85,7 @@ def by_layers(
         check_packing(model, row_capacity(config))
     layers = [layer.module for layer in trained.layers]
     assert config.memory is not None
-    features = 0 if backend.device() == "cuda" else feature_bytes
+    features = 0 if backend.has_own_memory() else feature_bytes
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
     try:
         # The rest of the model runs without the weights of its layers.

@@ -112,7 +112,7 @@ class LayerWeights:
         are: else the memory of several layers would be needed at once.
         """
         in_memory = not self._names[index] and isinstance(self.inputs, InputsInMemory)
-        return in_memory and backend.device() == "cuda"
+        return in_memory and backend.launches_ahead()
 
     def _start(self, index: int | None) -> None:
         """Start to read a layer, unless one is being read."""

@@ -100,7 +100,7 @@ class StoredWeights:
         for names in groups:
             arrays = self.started(names)
             self.wait(arrays)
-            if backend.device() == "cuda" and not host_memory.stay(arrays):
+            if backend.has_own_memory() and not host_memory.stay(arrays):
                 raise UserError("memory: NVIDIA's driver leaves no arrays in the host's memory; update it.")
             held |= zip(names, arrays, strict=True)
         self._held = held

@@ -173,4 +173,4 @@ def may_start_early(config: TrainConfig, world: World) -> bool:
     """
     connected = world.size == 1 or world.backend == "nccl"
     routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
-    return backend.device() == "cuda" and connected and not routers_wait
+    return backend.launches_ahead() and connected and not routers_wait

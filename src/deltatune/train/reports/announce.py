@@ -16,7 +16,7 @@ from ...data.batches.example_stream import StreamedSplits
 from ...data.batches.stream_order import StreamOrder
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
-from ...machine import backend, blas
+from ...machine import backend
 from ...ops import operators
 from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
@@ -141,8 +141,8 @@ def facts(
     opening += [Fact(operator, by) for operator, by in served(trained.patches.serving).items()]
     if trained.patches.applied or trained.patches.left_alone:
         opening.append(Fact("patches", (str(trained.patches) if verbose else trained.patches.summary()).rstrip(".")))
-    opening.append(Fact("device", f"{backend.device()}; BLAS: {blas.status()}"))
-    if world.size > 1 and mx.cuda.is_available() and (gpus := mx.device_count(mx.gpu)) > 1:
+    opening.append(Fact("device", "; BLAS: ".join(backend.facts().values())))
+    if world.size > 1 and (gpus := mx.device_count(mx.gpu)) > 1:
         opening.append(
             f"Note: every rank sees {gpus} GPUs and computes on the first. Set CUDA_VISIBLE_DEVICES to one GPU for "
             "each rank, or import deltatune before anything uses mlx."
@@ -151,16 +151,7 @@ def facts(
     opening.append(Fact("loss", loss.removeprefix("Loss "), line=f"{loss}."))
     *narrower, widest = (f"{width:,}" for width in order.widths)
     widths = f"{', '.join(narrower)} and {widest}" if narrower else widest
-    share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    if isinstance(order, StreamOrder):
-        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
-    else:
-        rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
-    batch = f"{config.batch_size} a batch{share}"
-    if config.pack and isinstance(order, BatchOrder):
-        an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
-        batch += f", about {an_update:,.0f} {'examples' if config.loss == 'sft' else 'preferences'} an update"
-    opening.append(Fact("data", f"{examples(splits)}; {rows}, {batch}"))
+    opening.append(Fact("data", f"{examples(splits)}; {_batches(config, splits, order, world)}"))
     if config.epochs is not None and isinstance(order, BatchOrder):
         per_epoch = order.batches_per_epoch
         opening.append(
@@ -175,6 +166,19 @@ def facts(
             f"steps: the last {left_over:,} will wait in the state for an update that a longer run would make."
         )
     return opening
+
+
+def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrder, world: World) -> str:
+    """Describe the batches, such as `44 rows an epoch, 4 a batch`."""
+    if isinstance(order, StreamOrder):
+        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
+    else:
+        rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
+    share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
+    if config.pack and isinstance(order, BatchOrder):
+        an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
+        share += f", about {an_update:,.0f} {'examples' if config.loss == 'sft' else 'preferences'} an update"
+    return f"{rows}, {config.batch_size} a batch{share}"
 
 
 def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...machine import backend, blas, packages
+from ...machine import backend, packages
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from . import curves
@@ -121,9 +121,7 @@ def _drawable(value: Any) -> bool:
 def environment() -> dict[str, str]:
     """Describe the machine that runs this: Python, operating system, device and BLAS."""
     facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    facts["device"] = backend.device()
-    facts["BLAS"] = str(blas.status())
-    return facts
+    return facts | backend.facts()
 
 
 @dataclass(frozen=True)

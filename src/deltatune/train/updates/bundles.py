@@ -27,7 +27,7 @@ from .parameter_groups import ParameterGroup
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
 # bundle, so that there are fewer copies, and a bundle has at most as many members as one launch joins.
-MOST_NUMBERS, MOST_NUMBERS_ON_CPU, MOST_NUMBERS_ON_CUDA = 2**18, 2**16, 2**21
+MOST_NUMBERS = {"cpu": 2**16, "metal": 2**18, "cuda": 2**21}
 # The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
 # The group of parameters that are in no other.
@@ -99,9 +99,8 @@ class Bundles:
     ):
         self.all: list[Bundle] = []
         self._groups = groups or {}
-        device = backend.device()
-        most = {"cpu": MOST_NUMBERS_ON_CPU, "cuda": MOST_NUMBERS_ON_CUDA}.get(device, MOST_NUMBERS)
-        members = joining.MOST if device == "cuda" else math.inf
+        most = backend.here(MOST_NUMBERS)
+        members = joining.MOST if joining.OPERATOR.is_for_here else math.inf
         kinds: dict[tuple[mx.Dtype, mx.Dtype | None, ParameterGroup], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters):
             if leaf.size > most or not _joins(leaf, optimizer):

@@ -135,8 +135,8 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
 
     def rate(step: mx.array) -> mx.array:
         share = mx.clip((step - warmup) / max(updates - warmup, 1), 0, 1)
-        falling = {"constant": 1.0, "cosine": 0.5 + 0.5 * mx.cos(math.pi * share), "linear": 1 - share}[word]
-        return peak * mx.where(step < warmup, step / max(warmup, 1), falling)
+        courses = {"constant": mx.array(1.0), "cosine": 0.5 + 0.5 * mx.cos(math.pi * share), "linear": 1 - share}
+        return peak * mx.where(step < warmup, step / max(warmup, 1), courses[word])
 
     return rate
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import seeded
-from .cases import STEPS, ParityCase
-from .families import FAMILIES, Weights
+from deltatune.selftest.parity import seeded
+from deltatune.selftest.parity.cases import STEPS, ParityCase
+from deltatune.selftest.parity.families import FAMILIES, Weights
 
 PAIRS = 3
 
