@@ -27,14 +27,9 @@ class Context(Generic[Record]):
         self.current: Callable[[], Record] = self.variable.get
 
     def having(self, **changes: Any) -> Changed[Record]:
-        """Within the returned context, the record has other values of these attributes.
-
-        Raises:
-            TypeError: The record has no such attribute.
-        """
-        if not changes.keys() <= vars(self.outside).keys():
-            names = ", ".join(sorted(changes.keys() - vars(self.outside).keys()))
-            raise TypeError(f"a {type(self.outside).__name__} has no {names}.")
+        """Within the returned context the record has other values; TypeError for an attribute that it lacks."""
+        if unknown := changes.keys() - vars(self.outside).keys():
+            raise TypeError(f"a {type(self.outside).__name__} has no {', '.join(sorted(unknown))}.")
         return Changed(self, changes)
 
 
@@ -46,14 +41,13 @@ class Changed(Generic[Record]):
         self._changes = changes
 
     def __enter__(self) -> None:
-        variable, outside = self._context.variable, self._context.outside
-        outer = variable.get()
-        if outer is outside:
-            self._changes = {name: make() for name, make in self._context.fresh.items()} | self._changes
-        inner = object.__new__(type(outside))
+        context = self._context
+        outer = context.variable.get()
+        fresh = {name: make() for name, make in context.fresh.items()} if outer is context.outside else {}
+        inner = object.__new__(type(outer))
         # dataclasses.replace would take ten times as long; a block of experts opens a context for each token decoded.
-        vars(inner).update(vars(outer), **self._changes)
-        self._token: Token[Record] = variable.set(inner)
+        vars(inner).update(vars(outer), **(fresh | self._changes))
+        self._token: Token[Record] = context.variable.set(inner)
 
     def __exit__(self, *_: object) -> None:
         self._context.variable.reset(self._token)
