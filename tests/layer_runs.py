@@ -21,7 +21,7 @@ from deltatune.train.by_layer.layer_weights import LayerWeights
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
-from deltatune.train.evaluate import Evaluation
+from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
 from deltatune.train.tree import leaves
 from deltatune.train.updates.routers import real_lengths, router_losses

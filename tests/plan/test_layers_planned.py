@@ -23,7 +23,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.by_layer.read_layers import reading_calls
-from deltatune.train.inference import Prompt
+from deltatune.train.evaluation.inference import Prompt
 from deltatune.train.setup import prepare, ready
 
 TOKENS = 128

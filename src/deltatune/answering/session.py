@@ -33,9 +33,9 @@ from ..train.by_layer.layer_calls import LayerCalls, passed_on
 from ..train.by_layer.layer_weights import LayerWeights
 from ..train.by_layer.read_layers import reading_calls
 from ..train.by_layer.stored_weights import StoredWeights
-from ..train.ending.nonfinite import explained
-from ..train.evaluate import evaluating, say_loss
-from ..train.inference import Inference
+from ..train.evaluation.evaluate import evaluating, say_loss
+from ..train.evaluation.inference import Inference
+from ..train.evaluation.nonfinite import explained
 from ..train.reports.screen import Fact, Screen
 from ..train.setup import Run
 

@@ -26,8 +26,8 @@ from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.batch_loss import loss_of
 from ..train.by_layer.stored_weights import StoredWeights
-from ..train.evaluate import evaluating, inferring
-from ..train.inference import Prompt
+from ..train.evaluation.evaluate import evaluating, inferring
+from ..train.evaluation.inference import Prompt
 from ..train.setup import Run, training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout

@@ -18,16 +18,16 @@ from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
 from .by_layer.layer_weights import LayerWeights
 from .distributed import World
-from .ending import nonfinite
 from .ending.early_end import Ending
 from .engines.engine import Engine
-from .evaluate import Evaluation
+from .evaluation import nonfinite
+from .evaluation.evaluate import Evaluation
+from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .reports.reporting import Reporting
-from .reports.samples import Samples
 from .reports.screen import Screen
 from .saved.outputs import Outputs
-from .saved.saving import Saving
+from .saving import Saving
 from .setup import Training
 from .updates.routers import router_figures
 

@@ -30,24 +30,24 @@ from .by_layer.layer_weights import LayerWeights
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
-from .engines.launcher import Launcher
-from .evaluate import say_loss
+from .evaluation.evaluate import say_loss
+from .evaluation.reference import fill
+from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
+from .launcher import Launcher
 from .learned_positions import check_positions
 from .options_check import check_updates
-from .preferences.reference import fill
 from .progress import Progress
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.result import Result
-from .reports.samples import Samples
 from .reports.screen import Screen
 from .saved import content, kept_choices, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
-from .saved.saving import Saving
+from .saving import Saving
 from .setup import (
     Run,
     Training,

@@ -20,7 +20,7 @@ from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import Compiled
 from .distributed import World
-from .engines.launcher import PATIENCE, Launcher
+from .launcher import PATIENCE, Launcher
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles

@@ -25,7 +25,7 @@ from deltatune.train.by_layer import layer_weights
 from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.by_layer.stored_weights import StoredWeights
 from deltatune.train.ending.interrupt import StoppedError
-from deltatune.train.saved.saving import Saving
+from deltatune.train.saving import Saving
 from killed_runs import result
 
 

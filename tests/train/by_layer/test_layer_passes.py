@@ -11,7 +11,7 @@ from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.ending.nonfinite import first_place
+from deltatune.train.evaluation.nonfinite import first_place
 from deltatune.train.setup import training
 from layer_runs import assert_same_bits, batch, by_layers, loaded, options, whole
 

@@ -16,7 +16,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.trained_checkpoint import TrainedCheckpoint
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
-from deltatune.train.reports.samples import Samples
+from deltatune.train.evaluation.samples import Samples
 from vision_runs import options
 
 pytest.importorskip("mlx_vlm")

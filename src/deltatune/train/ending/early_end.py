@@ -16,7 +16,7 @@ from ..distributed import World
 from ..reports.screen import Screen
 from ..saved import state
 from ..saved.outputs import Outputs
-from ..saved.saving import Saving
+from ..saving import Saving
 from .interrupt import StoppedError, StopRequest, leave
 from .peers import Peers
 

@@ -17,7 +17,6 @@ import xxhash
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..by_layer.layer_weights import LayerWeights
-from ..reports import announce
 from ..tree import leaves
 
 # The keys of config.json that say who wrote it, and change nothing that is computed.
@@ -34,11 +33,20 @@ def facts(
     """
     adapter = config.resume_adapter_file
     return {
-        "model_tensors": announce.structure(model),
+        "model_tensors": structure(model),
         "model_config": None if model_config is None else config_digest(model_config),
         "model_content": weights_digest(model, config, weights),
         "adapter_weights": None if adapter is None else file_digest(adapter),
     }
+
+
+def structure(model: nn.Module) -> str:
+    """Return a digest of every parameter's name, shape and dtype, and of which parameters are trainable."""
+    trains = {name for name, _ in leaves(model.trainable_parameters())}
+    digest = hashlib.sha256()
+    for name, leaf in sorted(leaves(model.parameters())):
+        digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def config_digest(model_config: dict[str, Any]) -> str:

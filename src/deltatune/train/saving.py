@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import UserError
-from ...machine import blas
-from ...ops.operator.rankings import Rankings
-from ..distributed import World
-from ..reports.reporting import Reporting
-from ..training_state import TrainingState
-from . import state
-from .outputs import Outputs
+from ..errors import UserError
+from ..machine import blas
+from ..ops.operator.rankings import Rankings
+from .distributed import World
+from .reports.reporting import Reporting
+from .saved import state
+from .saved.outputs import Outputs
+from .training_state import TrainingState
 
 
 class Saving:

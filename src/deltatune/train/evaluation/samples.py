@@ -35,8 +35,8 @@ from ...options.config import TrainConfig
 from ..by_layer.layer_weights import LayerWeights
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..inference import Inference, Prompt
 from ..progress import Progress
+from .inference import Inference, Prompt
 
 _REMEDY = "change this entry of sample_prompts"
 
