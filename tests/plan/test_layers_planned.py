@@ -12,7 +12,6 @@ import pytest
 from counted_programs import PLANNED_WITHIN
 from deltatune.answering.session import store_of
 from deltatune.commands.train import train
-from deltatune.layers import describe
 from deltatune.machine import backend
 from deltatune.models import generate
 from deltatune.models.load import load
@@ -22,7 +21,6 @@ from deltatune.plan import forward_placement, placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.by_layer.read_layers import reading_calls
 from deltatune.train.evaluation.inference import Prompt
 from deltatune.train.setup import prepare, ready
 
@@ -86,12 +84,11 @@ def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     prompt = Prompt([5] * tokens)
     weights = store_of(loaded, AnswerOptions(str(loaded.path)))
     placed = forward_placement.placed_answer(loaded.model, weights, 1000, prompt, most)
-    layers = [layer.module for layer in describe(loaded.model)]
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(reading_calls(layers, placed.of(loaded.model, stack)).watched())
+        stack.enter_context(placed.of(loaded.model, stack).calls().watched())
         mx.reset_peak_memory()
         # The end of an answer has its largest caches: all of it is planned, and little of it need be computed.
         for _ in generate.stream(loaded, list(prompt.tokens), min(most, 4), generate.Sampling()):

@@ -25,7 +25,7 @@ from ..ops.random_state import drawing_from
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.batch_loss import loss_of
-from ..train.by_layer.stored_weights import StoredWeights
+from ..train.by_layer.store import Store
 from ..train.evaluation.evaluate import evaluating, inferring
 from ..train.evaluation.inference import Prompt
 from ..train.setup import Run, training
@@ -37,7 +37,7 @@ from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
-def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
+def placed_evaluation(run: Run, stored: Store) -> Placed:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
     Args:
@@ -70,7 +70,7 @@ def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
+def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
     Args:
@@ -101,7 +101,7 @@ def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: 
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_tasks(model: nn.Module, stored: StoredWeights, memory: int, rows: int, length: int) -> Placed:
+def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placed:
     """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
 
     Args:

@@ -25,14 +25,12 @@ from ..models.checkpoint_files import weight_files
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
-from ..train.by_layer.inputs_on_host import InputsOnHost
-from ..train.by_layer.layer_functions import array_places, lowest_layer
-from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk
-from ..train.by_layer.layer_weights import LayerWeights
-from ..train.by_layer.stored_weights import StoredWeights, cached
+from ..train.by_layer.layer_functions import lowest_layer
+from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk, InputsOnHost
+from ..train.by_layer.store import Store, cached
 from ..train.reports.screen import Fact
 from ..train.setup import Run
-from ..train.tree import leaves
+from ..train.tree import array_places, leaves
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
@@ -174,12 +172,12 @@ class Placed(NamedTuple):
     Attributes:
         placement: Where they are.
         lines: The lines to print from the preparation of a run.
-        stored: Which arrays lie in files.
+        stored: The store of the weights.
     """
 
     placement: Placement
     lines: list[str]
-    stored: StoredWeights
+    stored: Store
 
     def checked(self) -> Checked:
         """Return the lines to print, the limit of cached features, and the memory limit of a step as a whole."""
@@ -196,18 +194,18 @@ class Placed(NamedTuple):
     def _brake(self) -> int | None:
         return None if self.placement.streamed else brake(self.placement.memory)
 
-    def of(self, model: nn.Module, stack: ExitStack) -> LayerWeights | None:
-        """Read the weights that stay in memory; return the store of the others, or None if all stay.
+    def of(self, model: nn.Module, stack: ExitStack) -> Store | None:
+        """Read the weights that stay in memory; return the store, or None if all stay.
 
         The files are closed with `stack`.
         """
         layers = [layer.module for layer in describe(model)]
         placement = self.placement
-        weights = LayerWeights(self.stored, model, layers, placement.streamed, on_host=placement.on_host)
-        stack.callback(weights.close)
-        return weights if placement.streamed else None
+        self.stored.place(model, layers, placement.streamed, on_host=placement.on_host)
+        stack.callback(self.stored.close)
+        return self.stored if placement.streamed else None
 
-    def weights(self, run: Run, stack: ExitStack) -> LayerWeights | None:
+    def weights(self, run: Run, stack: ExitStack) -> Store | None:
         """Return of() for the model of a run; its option `memory` is left out if all weights stay."""
         weights = self.of(run.model, stack)
         if weights is None:
@@ -234,7 +232,7 @@ def placed(run: Run) -> Placed:
     config, model = run.config, run.model
     memory = config.memory
     assert memory is not None
-    stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
+    stored = Store(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
     run.config = config = dataclasses.replace(config, grad_checkpoint=True)
     lines = run.prepare()
     stored.find(model)
@@ -327,12 +325,12 @@ class PlannedPass(NamedTuple):
     whole: bool = True
 
 
-def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
+def chosen(model: nn.Module, stored: Store, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
     """Choose which layers stay on the disk.
 
     Args:
         model: The model.
-        stored: Which of its arrays lie in files.
+        stored: The store of its weights.
         memory: The memory limit, in bytes.
         planned: The plan of one pass.
         ranks: How many processes hold weights on the host, at most.

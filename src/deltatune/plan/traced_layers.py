@@ -11,36 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..options.config import TrainConfig
-from ..train.by_layer.layer_functions import array_places
+from ..train.by_layer.layer_inputs import LayerInputs
 from ..train.by_layer.layer_passes import LayerPasses
-from ..train.by_layer.read_layers import reading_calls
+from ..train.by_layer.store import ResidentLayers
 from ..train.setup import Training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, read
 
 
-class _AsLoaded:
-    """Hands out the arrays that layers hold, of which none is read.
-
-    Args:
-        layers: The layers.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]):
-        self._layers = layers
-
-    def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
-        """Yield the arrays of the layers in `order`."""
-        for index in order:
-            yield [place.array for _, place in array_places(self._layers[index])]
-
-    def stays(self, index: int) -> bool:
-        """Every layer is an evaluation of its own."""
-        return False
-
-
-class NotedInputs:
+class NotedInputs(LayerInputs):
     """Stands in for InputsOnDisk and InputsOnHost in a plan: notes their reads, and writes nothing.
 
     Args:
@@ -70,10 +50,6 @@ class NotedInputs:
         array = self._kept.pop()() if self._ahead is None else self._ahead
         self._ahead = self._kept.pop()() if self._kept else None
         return array
-
-    def close(self) -> None:
-        """Drop the kept inputs."""
-        self.clear()
 
     def _read(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         array = mx.zeros(shape, dtype)
@@ -114,7 +90,7 @@ def noted_passes(
         yield NotedPasses(None, noted, inputs)
         return
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, _AsLoaded(layers), note, inputs)
+    passes = LayerPasses(model, trained.loss, ResidentLayers(layers, inputs), note)
     with passes.served():
         yield NotedPasses(passes, noted, inputs)
 
@@ -128,7 +104,7 @@ def noted_calls(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
         layers: The layers of a model that answers prompts or tasks.
     """
     noted: list[list[mx.array]] = []
-    with reading_calls(layers, _AsLoaded(layers), _noting(noted)).watched():
+    with ResidentLayers(layers).calls(_noting(noted)).watched():
         yield noted
 
 

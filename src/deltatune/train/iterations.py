@@ -16,7 +16,7 @@ from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
-from .by_layer.layer_weights import LayerWeights
+from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.engine import Engine
@@ -59,7 +59,7 @@ class Parts:
     valid_order: BatchOrder | None
     samples: Samples
     reporting: Reporting
-    weights: LayerWeights | None
+    weights: Store | None
 
 
 class Iterations:

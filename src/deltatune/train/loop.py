@@ -26,7 +26,7 @@ from ..ops.recomputation import Checkpoints
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .by_layer.layer_step import by_layers, step_of
-from .by_layer.layer_weights import LayerWeights
+from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
@@ -114,7 +114,7 @@ class Trainer:
         screen: Screen | None = None,
         folder: RunFolder | None = None,
         processor: Any = None,
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         world = world or World()
         config = with_template_options(settled(config), splits)
@@ -158,7 +158,7 @@ class Trainer:
         run: Run,
         screen: Screen | None = None,
         folder: RunFolder | None = None,
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits

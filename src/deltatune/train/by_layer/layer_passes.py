@@ -32,8 +32,7 @@ from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
 from .between_layers import check_between
 from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
-from .layer_inputs import InputsInMemory, KeepsInputs
-from .read_layers import ReadsLayers, reading_calls
+from .store import ResidentLayers
 
 
 class Watch(Protocol):
@@ -60,11 +59,9 @@ class LayerPasses:
 
     Args:
         model: The model, set up by setup.training() with every layer checkpointed.
-        layers: Its layers, in order.
         loss: The loss that is trained.
-        weights: The store of the layers' weights.
+        weights: The store of the layers' weights, which keeps the layer inputs for the backward pass as well.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
-        inputs: Keeps the layer inputs for the backward pass; by default in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
 
     Attributes:
@@ -77,26 +74,24 @@ class LayerPasses:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[nn.Module],
         loss: LossFunction,
-        weights: ReadsLayers,
+        weights: ResidentLayers,
         compute: Callable[..., None] = mx.eval,
-        inputs: KeepsInputs | None = None,
         between: Callable[[], None] | None = None,
     ):
         self.model = model
         self.loss = loss
-        self._layers = list(layers)
+        self._layers = weights.layers
         self._weights = weights
         self._compute = compute
-        self._inputs = inputs or InputsInMemory()
+        self._inputs = weights.inputs
         self._between = between
-        self._calls = reading_calls(layers, weights, compute)
+        self._calls = weights.calls(compute)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
         paths = {id(module): path for path, module in model.named_modules()}
-        self._paths = [paths[id(layer)] for layer in layers]
+        self._paths = [paths[id(layer)] for layer in self._layers]
         inside = tuple(f"{path}." for path in self._paths)
         trained = [path for path, _ in leaves(model.trainable_parameters())]
         tower = tuple(["vision_tower."] if has_vision(model) else ())

@@ -23,7 +23,7 @@ from ...options.config import TrainConfig
 from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, arrays, loss_of
 from ..by_layer.layer_step import by_layers
-from ..by_layer.layer_weights import LayerWeights
+from ..by_layer.store import Store
 from ..compiled import Compiled
 from ..distributed import World
 from ..preferences.figures import line, means
@@ -84,7 +84,7 @@ class Evaluation:
         figures: Sequence[str] = (),
         by_layers: Callable[..., tuple[mx.array, ...]] | None = None,
         layers: Sequence[LayerInfo] = (),
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
         self._by_layers = by_layers
@@ -166,7 +166,7 @@ def say_loss(
     examples: Sequence[Example],
     world: World,
     screen: Screen,
-    weights: LayerWeights | None = None,
+    weights: Store | None = None,
 ) -> float:
     """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
 

@@ -19,7 +19,7 @@ from ...models.generate import Sampling, stream
 from ...models.generate_with_pictures import stream_with_pictures
 from ...models.load import Loaded
 from ...models.vocabulary import check_prompt
-from ..by_layer.layer_weights import LayerWeights
+from ..by_layer.store import Store
 from ..setup import vision_processors
 from .evaluate import inferring
 from .nonfinite import explained
@@ -61,7 +61,7 @@ class Inference:
         *,
         chat: bool = True,
         extra_ends: Sequence[str] = (),
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         tokenizer = ending_answers(loaded.tokenizer) if chat else loaded.tokenizer
         for token in extra_ends:

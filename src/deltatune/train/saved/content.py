@@ -16,7 +16,7 @@ import xxhash
 
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
-from ..by_layer.layer_weights import LayerWeights
+from ..by_layer.store import Store
 from ..tree import leaves
 
 # The keys of config.json that say who wrote it, and change nothing that is computed.
@@ -24,7 +24,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
 def facts(
-    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: LayerWeights | None = None
+    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: Store | None = None
 ) -> dict[str, str | None]:
     """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
     adapters.
@@ -55,7 +55,7 @@ def config_digest(model_config: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
-def weights_digest(model: nn.Module, config: TrainConfig, weights: LayerWeights | None = None) -> str:
+def weights_digest(model: nn.Module, config: TrainConfig, weights: Store | None = None) -> str:
     """Return a digest of all numbers of the checkpoint; it takes about the time of reading them from memory.
 
     Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a
