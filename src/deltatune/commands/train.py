@@ -64,8 +64,8 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
     from ..train.options_check import check_options
     from ..train.reports.log import check_services
     from ..train.reports.screen import Screen
-    from ..train.saved import kept_choices
     from ..train.saved.folder import RunFolder
+    from ..train.saving import kept_choices
     from ..train.setup import ready, training_order
 
     world = World()
@@ -75,7 +75,7 @@ def train(config: TrainConfig, *, show: bool = False, verbose: bool = False) -> 
         if not show:
             folder = stack.enter_context(RunFolder(config, world))
             world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
-            stack.enter_context(kept_choices.keeping(config))
+            stack.enter_context(kept_choices(config))
         for line in check_options(config):
             screen.say(line)
         screen.say(f"Loading {config.model}")

@@ -37,8 +37,7 @@ from .checkpoint_files import (
     weight_headers,
 )
 from .scaled_positions import check_scaling, set_yarn
-from .transformers_configs import as_written, completed, refusing_config, with_known_type
-from .unread_options import check_options
+from .transformers_configs import as_written, check_options, completed, refusing_config, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

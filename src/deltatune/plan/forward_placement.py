@@ -15,8 +15,7 @@ from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
-from ..models.generate import begun, cache_bytes, on_stream_of_answers
-from ..models.generate_with_pictures import embedded
+from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
 from ..models.head import split_head
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision

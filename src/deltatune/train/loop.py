@@ -37,17 +37,16 @@ from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
 from .launcher import Launcher
 from .learned_positions import check_positions
-from .options_check import check_updates
-from .progress import Progress
+from .options_check import check_trainable, check_updates
+from .progress import Progress, Result
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
-from .reports.result import Result
 from .reports.screen import Screen
-from .saved import content, kept_choices, state
+from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
-from .saving import Saving
+from .saving import Saving, agree_on_choices, kept_choices
 from .setup import (
     Run,
     Training,
@@ -60,7 +59,6 @@ from .setup import (
     with_template_options,
 )
 from .step import StepMachine
-from .trainable import check_trainable
 from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
@@ -73,8 +71,8 @@ class Trainer:
     followed as `deltatune train` follows them; `memory` and `grad_checkpoint` auto need a plan (plan/).
 
     Args:
-        model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them (trainable.py);
-            its parameters change in place.
+        model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them; its parameters
+            change in place.
         tokenizer: The model's tokenizer, which is written with a checkpoint.
         config: The options of the run.
         splits: The training, validation and test examples.
@@ -188,8 +186,8 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             stack.enter_context(awake())
-            chosen = stack.enter_context(kept_choices.keeping(config))
-            kept_choices.agree(chosen, parts.world)
+            chosen = stack.enter_context(kept_choices(config))
+            agree_on_choices(chosen, parts.world)
             checkpoints = checkpoints if config.grad_checkpoint == "auto" else None
             whole = parts.weights is None
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=whole))

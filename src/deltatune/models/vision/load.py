@@ -15,8 +15,7 @@ import mlx.nn as nn
 from ...errors import UserError, reason
 from ...json_files import read_json
 from ..checkpoint_files import only_chosen
-from ..transformers_configs import completed, refusing_config
-from ..transformers_layouts import with_joined_experts
+from ..transformers_configs import completed, refusing_config, with_joined_experts
 
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:

@@ -25,7 +25,7 @@ from ...options.config import TrainConfig
 from ..distributed import World
 from ..ending.early_end import Ending
 from ..launcher import PATIENCE, Launcher
-from ..reports.result import Advance
+from ..progress import Advance
 from ..step import MicroBatch
 from ..training_state import TrainingState
 from ..tree import leaves

@@ -26,7 +26,7 @@ from ..by_layer.layer_step import by_layers
 from ..by_layer.store import Store
 from ..compiled import Compiled
 from ..distributed import World
-from ..preferences.figures import line, means
+from ..preferences.objectives import line, means
 from ..reports.screen import Screen
 from ..setup import batch_order, training
 from ..tree import number

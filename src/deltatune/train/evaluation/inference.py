@@ -15,8 +15,7 @@ from ...data.vision.preparation import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...models.answer import ROWS, answer_all
-from ...models.generate import Sampling, stream
-from ...models.generate_with_pictures import stream_with_pictures
+from ...models.generate import Sampling, stream, stream_with_pictures
 from ...models.load import Loaded
 from ...models.vocabulary import check_prompt
 from ..by_layer.store import Store
