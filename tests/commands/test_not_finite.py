@@ -11,7 +11,7 @@ from PIL import Image
 import deltatune
 from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
-from deltatune.models import answer
+from deltatune.models import batch_decoder as answer
 from deltatune.models.batch_decoder import is_covered
 from deltatune.models.continuations import scored
 from deltatune.models.generate import Sampling, finite

@@ -145,9 +145,6 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     """Load a checkpoint once for each kind of data that it can be trained on, without reading its weights.
 
-    Args:
-        path: The checkpoint folder.
-
     Returns:
         The models by kind of data, `text` loaded through mlx-lm and `images` through mlx-vlm, and a message for each
         kind that cannot be loaded.

@@ -73,11 +73,6 @@ class Iterations:
         trained: The loss and the layers of the model as the patches made them (setup.training).
         passes: The passes of a step by layers, where `config.memory` bounds the run.
         freed_memory: Gives freed memory back between iterations.
-
-    Attributes:
-        parts: The argument.
-        state: The training state.
-        progress: The progress of the run.
     """
 
     def __init__(

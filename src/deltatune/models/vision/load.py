@@ -122,9 +122,6 @@ def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]
     Those methods may change tensors in place (upstream adds one to the weights of norms); this function never does. A
     tensor that is only renamed comes back as the same object.
 
-    Args:
-        model: The model.
-
     Returns:
         A function from {name in the files: tensor} to {name of a parameter: tensor}.
     """

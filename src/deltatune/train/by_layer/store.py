@@ -49,9 +49,6 @@ class ResidentLayers:
     Args:
         layers: The layers, in order.
         inputs: Keeps the inputs of layers for the backward pass; in memory by default.
-
-    Attributes:
-        layers, inputs: The arguments.
     """
 
     def __init__(self, layers: Sequence[nn.Module], inputs: LayerInputs | None = None):

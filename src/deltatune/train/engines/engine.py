@@ -27,7 +27,6 @@ class Engine:
         world: The ranks of the run.
 
     Attributes:
-        state, ending, config, world: The arguments.
         step: The compiled step of `state`.
     """
 

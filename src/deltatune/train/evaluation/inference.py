@@ -14,7 +14,7 @@ from ...data.prompts import Question, prompt_tokens
 from ...data.vision.preparation import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
-from ...models.answer import ROWS, answer_all
+from ...models.batch_decoder import ROWS, answer_all
 from ...models.generate import Sampling, stream, stream_with_pictures
 from ...models.load import Loaded
 from ...models.vocabulary import check_prompt
