@@ -141,7 +141,14 @@ class Store(ResidentLayers):
         self._read_from = {}
 
     def place(
-        self, model: nn.Module, layers: Sequence[nn.Module], streamed: Collection[int], *, on_host: bool = False
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        streamed: Collection[int],
+        *,
+        on_host: bool = False,
+        disk: DiskTime | None = None,
+        inputs: LayerInputs | None = None,
     ) -> None:
         """Read the arrays that stay in memory.
 
@@ -150,11 +157,15 @@ class Store(ResidentLayers):
             layers: Its layers, in order.
             streamed: The positions of the layers with weights that stay on the disk.
             on_host: Whether these are read once, into the host's memory, and copied to the GPU from there.
+            disk: The time spent waiting for reads, which is counted here.
+            inputs: Keeps the inputs of layers for the backward pass; in memory by default.
 
         Raises:
             UserError: NVIDIA's driver does not leave them there.
         """
         self._take(layers)
+        self.disk = disk or DiskTime(of="the host's memory" if on_host else "the disk")
+        self.inputs = inputs or self.inputs
         paths = {id(module): path for path, module in model.named_modules()}
         for index, layer in enumerate(layers):
             inside = [f"{paths[id(layer)]}.{path}" for path, _ in array_places(layer)]
@@ -186,7 +197,6 @@ class Store(ResidentLayers):
             held |= zip(names.values(), arrays, strict=True)
         self._in_host_memory = held
         self.on_host = sum(array.nbytes for array in held.values())
-        self.disk.of = "the host's memory"
 
     def close(self) -> None:
         """Let go of the arrays that were read, and of the files, which the system may cache again."""
