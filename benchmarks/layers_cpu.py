@@ -30,8 +30,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
-from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.by_layer.store import Store
 from deltatune.train.compiled import Compiled
 from deltatune.train.setup import prepare, training
 from machine import heading
@@ -49,11 +48,11 @@ def write_model(folder: Path, shape: Shape) -> None:
     write_tokenizer(folder)
 
 
-def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape], float], LayerWeights | None]:
+def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape], float], Store | None]:
     """A step of one kind, which returns its loss; and what its layers' weights are read from."""
     config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=8))
     model = load(folder, lazy=True).model
-    stored = StoredWeights(folder, model)
+    stored = Store(folder, model)
     prepare(model, config)
     stored.find(model)
     trained = stack.enter_context(training(model, config, compare=False))
@@ -70,10 +69,11 @@ def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape]
             return float(found[0])
 
         return step, None
-    weights = LayerWeights(stored, model, layers, range(len(layers)) if "file" in kind else ())
+    weights = stored
+    weights.place(model, layers, range(len(layers)) if "file" in kind else ())
     if "inputs" in kind:
         weights.inputs = InputsOnDisk(folder / "inputs", weights.disk)
-    passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
+    passes = LayerPasses(model, trained.loss, weights)
     stack.enter_context(passes.served())
     return lambda shape: float(
         passes.gradients(arrays(batch_of(shape.rows())), model.trainable_parameters(), key)[0]

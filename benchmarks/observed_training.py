@@ -22,8 +22,8 @@ import processes
 from deltatune.cli import main as command_line
 from deltatune.machine.page_cache import PageCache
 from deltatune.plan import placement
-from deltatune.train.by_layer import stored_weights
-from deltatune.train.by_layer.layer_weights import LayerWeights
+from deltatune.train.by_layer import store
+from deltatune.train.by_layer.store import Store
 from deltatune.train.reports.reporting import Reporting
 from driver_counts import DriverCounts
 from machine import gpu
@@ -48,7 +48,7 @@ def replacements(source: str, all_on_disk: bool, tried: bool) -> list[tuple[Any,
     if source != "plan":
         found.append((placement, "fits_on_host", lambda _: source == "host"))
     if source in ("disk", "cache"):
-        found += [(module, "cached", lambda _: source == "cache") for module in (placement, stored_weights)]
+        found += [(module, "cached", lambda _: source == "cache") for module in (placement, store)]
     if source == "cache":
         found.append((PageCache, "drop", lambda _: None))
     return found
@@ -58,14 +58,14 @@ class Observed:
     """Prints each iteration of a run."""
 
     def __init__(self) -> None:
-        self._weights: LayerWeights | None = None
+        self._weights: Store | None = None
         self._waited, self._read, self._count = 0.0, 0, 0
         self._counts = DriverCounts() if gpu() is not None else None
 
     def reading(self, made: Callable[..., None]) -> Callable[..., None]:
-        """LayerWeights.__init__, of which the object is kept."""
+        """Store.place, whose store is kept."""
 
-        def wrapped(weights: LayerWeights, *given: Any, **options: Any) -> None:
+        def wrapped(weights: Store, *given: Any, **options: Any) -> None:
             made(weights, *given, **options)
             self._weights = weights
 
@@ -102,7 +102,7 @@ def main() -> int:
     with ExitStack() as stack:
         for target, name, value in replacements(options.source, options.all_on_disk, options.tried):
             stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(patch.object(LayerWeights, "__init__", observed.reading(LayerWeights.__init__)))
+        stack.enter_context(patch.object(Store, "place", observed.reading(Store.place)))
         stack.enter_context(patch.object(Reporting, "iteration", observed.iteration(Reporting.iteration)))
         return command_line(arguments) or 0
 

@@ -181,8 +181,8 @@ def deltatune(
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
     from deltatune.train.engines.early_engine import may_start_early
-    from deltatune.train.engines.launcher import Launcher
     from deltatune.train.freed_memory import FreedMemory
+    from deltatune.train.launcher import Launcher
     from deltatune.train.setup import training
     from deltatune.train.step import Step, StepMachine
     from deltatune.train.updates.optimizer import build_optimizer

@@ -17,11 +17,10 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_inputs import InputsOnDisk
 from deltatune.train.by_layer.layer_passes import LayerPasses
-from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.by_layer.store import Store
 from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
-from deltatune.train.evaluate import Evaluation
+from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
 from deltatune.train.tree import leaves
 from deltatune.train.updates.routers import real_lengths, router_losses
@@ -43,7 +42,7 @@ def batch(packed=False, seed=0):
 def loaded(folder, config, image=None):
     """A model with adapters that change something, and the store of its arrays in files."""
     model = load(folder, lazy=True, image=image).model
-    stored = StoredWeights(folder, model)
+    stored = Store(folder, model)
     prepare(model, config)
     stored.find(model)
 
@@ -83,11 +82,12 @@ def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
     with training(model, config, compare=False) as trained:
         model.train()
         layers = [layer.module for layer in trained.layers]
-        weights = LayerWeights(stored, model, layers, range(len(layers)) if streamed is None else streamed)
+        weights = stored
+        weights.place(model, layers, range(len(layers)) if streamed is None else streamed)
         if inputs is not None:
             on_disk = isinstance(inputs, Path)
             weights.inputs = InputsOnDisk(inputs, weights.disk) if on_disk else inputs(weights.disk)
-        passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs)
+        passes = LayerPasses(model, trained.loss, weights)
         routers = router_losses(model, config, World())
         lengths = real_lengths(given) if routers else None
         with passes.served():

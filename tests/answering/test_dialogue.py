@@ -16,8 +16,8 @@ from deltatune.lora.without import can_be_without, without_adapters
 from deltatune.models.generate import Sampling
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig
-from deltatune.train import inference
-from deltatune.train.inference import Inference
+from deltatune.train.evaluation import inference
+from deltatune.train.evaluation.inference import Inference
 from deltatune.train.tree import leaves
 
 TEMPLATE = (

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.chats.answer_ends import ending_answers, missing_end, note
-from deltatune.models.generation_config import unwritten_ends
+from deltatune.models.checkpoint_writer import unwritten_ends
 from deltatune.models.load import load
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}

@@ -15,7 +15,7 @@ from deltatune.commands.chat import Chat, ChatOptions, chat
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
-from deltatune.train import inference
+from deltatune.train.evaluation import inference
 from terminal import on_terminal
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"

@@ -15,7 +15,7 @@ from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
-from deltatune.train.reports.samples import Samples
+from deltatune.train.evaluation.samples import Samples
 
 RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
 PROMPT = ["generate", "--model", "/none", "--prompt"]

@@ -11,7 +11,7 @@ from PIL import Image
 import deltatune
 from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
-from deltatune.models import answer
+from deltatune.models import batch_decoder as answer
 from deltatune.models.batch_decoder import is_covered
 from deltatune.models.continuations import scored
 from deltatune.models.generate import Sampling, finite
@@ -111,7 +111,7 @@ def test_one_row_of_the_head_spoils_every_probability(checkpoint, monkeypatch, c
 @pytest.mark.parametrize("covered", [True, False], ids=["decoder", "mlx-lm"])
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_several_answers_at_once(overflowing, monkeypatch, covered, temp):
-    monkeypatch.setattr("deltatune.train.inference.Inference.try_token", lambda *_: None)
+    monkeypatch.setattr("deltatune.train.evaluation.inference.Inference.try_token", lambda *_: None)
     monkeypatch.setattr(answer, "is_covered", lambda model: covered and is_covered(model))
     with pytest.raises(UserError, match="is the first that is not finite, in float16"):
         deltatune.generate(load(overflowing), ["the fox", "a dog"], max_tokens=3, temp=temp)
@@ -168,7 +168,7 @@ def test_training_is_saved_before_a_nonfinite_validation_loss(run, checkpoint, d
     shutil.copytree(data, folder)
     words = ["train", "--model", checkpoint, "--data", folder, "--batch-size", 2, "--iters", 4, "--adapter-path", train]
     words += ["--steps-per-eval", 2, "--save-every", 100]
-    from deltatune.train.evaluate import Evaluation
+    from deltatune.train.evaluation.evaluate import Evaluation
 
     original, calls = Evaluation.__call__, []
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from deltatune.models import answer, generate
+from deltatune.models import batch_decoder as answer
+from deltatune.models import generate
 from deltatune.models.load import load
 from deltatune.patches import patch
 from deltatune.patches.tables.mlx_lm import UPDATE

@@ -3,7 +3,7 @@
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.models.unread_options import check_options
+from deltatune.models.transformers_configs import check_options
 
 
 @pytest.mark.bad_input("{option} in a {family} model, which mlx-lm's model does not read")

@@ -12,7 +12,7 @@ from parity import faults
 
 pytest.importorskip("mlx_vlm")
 from deltatune.models.vision import split as taken_apart
-from deltatune.models.vision import tower as vision_tower
+from deltatune.models.vision import split as vision_tower
 from deltatune.selftest.parity import recording, vision_ours
 from deltatune.selftest.parity.cases import FALL, STEPS, ParityRun, initial_adapters
 from deltatune.selftest.parity.vision import CASES

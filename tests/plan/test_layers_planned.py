@@ -12,7 +12,6 @@ import pytest
 from counted_programs import PLANNED_WITHIN
 from deltatune import finetune
 from deltatune.answering.session import store_of
-from deltatune.layers import describe
 from deltatune.machine import backend
 from deltatune.models import generate
 from deltatune.models.load import load
@@ -22,8 +21,7 @@ from deltatune.plan import forward_placement, placement, simulate
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.by_layer.read_layers import reading_calls
-from deltatune.train.inference import Prompt
+from deltatune.train.evaluation.inference import Prompt
 from deltatune.train.setup import prepare, ready
 
 TOKENS = 128
@@ -85,11 +83,10 @@ def test_a_long_prompt_takes_its_planned_memory(tiny_checkpoint, tokens, most):
     prompt = Prompt([5] * tokens)
     weights = store_of(loaded, AnswerOptions(str(loaded.path)))
     placed = forward_placement.placed_answer(loaded.model, weights, 1000, prompt, most)
-    layers = [layer.module for layer in describe(loaded.model)]
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    with contextlib.closing(placed.of(loaded.model)) as read, reading_calls(layers, read).watched():
+    with contextlib.closing(placed.of(loaded.model)) as read, read.calls().watched():
         mx.reset_peak_memory()
         # The end of an answer has its largest caches: all of it is planned, and little of it need be computed.
         for _ in generate.stream(loaded, list(prompt.tokens), min(most, 4), generate.Sampling()):

@@ -25,7 +25,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer, compiled, iterations
 from deltatune.train.engines import early_engine
 from deltatune.train.iterations import Iterations
-from deltatune.train.reports.result import Result
+from deltatune.train.progress import Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics

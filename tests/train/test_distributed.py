@@ -147,10 +147,10 @@ assert keys.tolist() == [[rank, 2**32 - 1] for rank in range(world.size)]
 assert world.sum_numbers(1.5, world.rank) == [1.5 * world.size, sum(range(world.size))]
 assert world.largest(world.rank) == world.size - 1
 from deltatune.ops.operator.rankings import Rankings
-from deltatune.train.saved.kept_choices import agree
+from deltatune.train.saving import agree_on_choices
 of_main = {"attention, bf16": ["native", "fused"]}
 chosen = Rankings(dict(of_main) if world.main else {"attention, bf16": ["fused"], "of one rank": ["chunk"]})
-agree(chosen, world)
+agree_on_choices(chosen, world)
 assert chosen.names == of_main and not chosen.by_time, chosen
 print(f"rank {world.rank} of {world.size} over {world.backend} is right", flush=True)
 """

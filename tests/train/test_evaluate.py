@@ -9,7 +9,7 @@ from deltatune.data import BatchOrder
 from deltatune.patches import patched, served
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
-from deltatune.train.evaluate import Evaluation, evaluating
+from deltatune.train.evaluation.evaluate import Evaluation, evaluating
 from deltatune.train.setup import choose_loss
 
 

@@ -15,7 +15,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
 from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
-from deltatune.train.engines.launcher import Launcher
+from deltatune.train.launcher import Launcher
 from deltatune.train.step import Step, StepMachine
 from deltatune.train.tree import from_host
 from deltatune.train.updates.optimizer import UpdateOptions, build_optimizer, restore

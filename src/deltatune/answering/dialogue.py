@@ -13,7 +13,7 @@ from ..models.generate import Sampling
 from ..models.load import Loaded
 from ..models.vocabulary import check_prompt
 from ..options.generation import AnswerOptions
-from ..train.inference import Inference, Prompt
+from ..train.evaluation.inference import Inference, Prompt
 
 
 def generate(

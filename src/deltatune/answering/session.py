@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..layers import describe
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load_with_adapter, put_adapter
@@ -30,12 +29,10 @@ from ..options.values import short
 from ..patches import INFERENCE, patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import LayerCalls, passed_on
-from ..train.by_layer.layer_weights import LayerWeights
-from ..train.by_layer.read_layers import reading_calls
-from ..train.by_layer.stored_weights import StoredWeights
-from ..train.ending.nonfinite import explained
-from ..train.evaluate import evaluating, say_loss
-from ..train.inference import Inference
+from ..train.by_layer.store import Store
+from ..train.evaluation.evaluate import evaluating, say_loss
+from ..train.evaluation.inference import Inference
+from ..train.evaluation.nonfinite import explained
 from ..train.reports.screen import Fact, Screen
 from ..train.setup import Run
 
@@ -46,7 +43,7 @@ class PlannedWeights(Protocol):
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines on it, where every `unit` reads all layers once."""
 
-    def of(self, model: nn.Module) -> LayerWeights | None:
+    def of(self, model: nn.Module) -> Store | None:
         """Read the weights that stay in memory; return the store of the others, or None without any."""
 
     def limit(self) -> int:
@@ -117,7 +114,7 @@ class Session(Inference):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def place(self, plan: Callable[[nn.Module, StoredWeights, int], PlannedWeights], unit: str) -> None:
+    def place(self, plan: Callable[[nn.Module, Store, int], PlannedWeights], unit: str) -> None:
         """Let the layers that do not fit in memory read their weights, and say on standard error which these are.
 
         Without a bound of memory nothing is done. A later call plans anew, with the model loaded anew.
@@ -148,7 +145,7 @@ class Session(Inference):
         self._read(planned)
         self._limit(planned.limit() + (0 if self.weights is None else self.weights.on_host))
         if self.weights is not None:
-            self._calls = reading_calls([layer.module for layer in describe(self.model)], self.weights)
+            self._calls = self.weights.calls()
             self._stack.enter_context(self._calls.watched())
 
     def _read(self, planned: PlannedWeights) -> None:
@@ -191,7 +188,7 @@ class Session(Inference):
                 self._split = split_head(self.model)
         return self._split
 
-    def loss(self, run: Run, screen: Screen, plan: Callable[[Run, StoredWeights], PlannedWeights]) -> float:
+    def loss(self, run: Run, screen: Screen, plan: Callable[[Run, Store], PlannedWeights]) -> float:
         """Compute the loss per token on the test set of a run, print and return it.
 
         Args:
@@ -225,9 +222,9 @@ def _load(options: AnswerOptions, media: str | None) -> Loaded:
     )
 
 
-def store_of(loaded: Loaded, options: AnswerOptions) -> StoredWeights:
+def store_of(loaded: Loaded, options: AnswerOptions) -> Store:
     """Put the adapter on a model that was loaded lazily, of which nothing trains; return the store of its weights."""
-    stored = StoredWeights(loaded.path, loaded.model, trust_remote_code=options.trust_remote_code)
+    stored = Store(loaded.path, loaded.model, trust_remote_code=options.trust_remote_code)
     if options.adapter_path and not is_trained_checkpoint(Path(options.adapter_path)):
         put_adapter(loaded, options.adapter_path)
     loaded.model.freeze()

@@ -130,7 +130,7 @@ class Chat:
     def _plan(self, tokens: int) -> None:
         """Plan memory for a conversation of so many tokens."""
         from ..plan.forward_placement import placed_answer
-        from ..train.inference import Prompt
+        from ..train.evaluation.inference import Prompt
 
         plan = partial(placed_answer, prompt=Prompt([0] * tokens), max_tokens=self._options.max_tokens)
         self._session.place(plan, "token")

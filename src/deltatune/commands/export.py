@@ -117,7 +117,7 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..models.generation_config import end_tokens, write_ends
+    from ..models.checkpoint_writer import end_tokens, write_ends
     from ..models.merged_checkpoint import merge_checkpoint
 
     ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
@@ -149,7 +149,7 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.gguf_file import converter_command, quantizer_command, write_gguf
     from ..export.modelfile import write_modelfile
     from ..lora.adapter_files import template_options
-    from ..models.generation_config import end_tokens, tokenizer_of
+    from ..models.checkpoint_writer import end_tokens, tokenizer_of
     from ..models.load import locate
 
     outtype, extra_ends = arguments.outtype or "auto", arguments.extra_eos_token or []

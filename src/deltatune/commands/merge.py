@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge the adapter that the arguments name and return exit code 0."""
     startup.leave_torch_out()
-    from ..models.generation_config import end_tokens, write_ends
+    from ..models.checkpoint_writer import end_tokens, write_ends
     from ..models.merged_checkpoint import merge_checkpoint
 
     ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []

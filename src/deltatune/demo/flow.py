@@ -18,7 +18,7 @@ from typing import Any
 from ..data.prompts import Question, prompt_tokens
 from ..errors import UserError
 from ..layers import describe
-from ..models.answer import answer_all
+from ..models.batch_decoder import answer_all
 from ..models.load import Loaded
 from ..options.config import LoraConfig, TrainConfig
 from ..train import Result, Trainer

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..json_files import read_json
 from ..machine.environment import expanded
 from ..models.checkpoint_files import weight_headers
-from ..models.generation_config import write_ends, write_tokenizer_end
+from ..models.checkpoint_writer import write_ends, write_tokenizer_end
 from ..models.load import locate
 from ..models.merged_checkpoint import merge_checkpoint
 from .module_names import check_layout

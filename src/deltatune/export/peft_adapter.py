@@ -19,7 +19,7 @@ from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
 from ..lora.tensor_files import write_tensors
 from ..models.adapted_base import load_base
-from ..models.generation_config import unwritten_ends
+from ..models.checkpoint_writer import unwritten_ends
 from ..models.load import locate
 from .expert_factors import Factors, fused, to_peft
 from .module_names import AdaptedPlace, TransformersNames, short

@@ -12,7 +12,7 @@ from ..errors import UserError, reason
 from ..ops.experts import single_rows
 from ..ops.functional import arrays_of, is_floating
 from ..patches.tables.loading import without_gaps
-from .transformers_layouts import with_joined_experts, with_released_names
+from .transformers_configs import with_joined_experts, with_released_names
 
 # How many tensors a message names before it counts the rest.
 _NAMED_TENSORS = 4

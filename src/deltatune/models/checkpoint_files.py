@@ -176,9 +176,6 @@ def weight_files(path: Path) -> list[Path]:
     model.safetensors counts before an index, unless the index names it among others that are all there. An index counts
     before other files. Without either, all files that mlx-lm would read are taken.
 
-    Args:
-        path: The checkpoint folder.
-
     Returns:
         The files, in the order of their names; none if the folder has no weights.
 
@@ -206,9 +203,6 @@ def index_counts(path: Path) -> bool:
 
 def weight_headers(path: Path) -> dict[str, Header]:
     """Read the headers of all weight files and compare them with the index, if there is one.
-
-    Args:
-        path: The checkpoint folder.
 
     Returns:
         {file name: header}, in the order of names.

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import UserError
-from .scaled_positions import text_part
-from .transformers_configs import transformers_values
+from .transformers_configs import text_part, transformers_values
 
 Values = Mapping[str, Any]
 

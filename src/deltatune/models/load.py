@@ -37,8 +37,7 @@ from .checkpoint_files import (
     weight_headers,
 )
 from .scaled_positions import check_scaling, set_yarn
-from .transformers_configs import as_written, completed, refusing_config, with_known_type
-from .unread_options import check_options
+from .transformers_configs import as_written, check_options, completed, refusing_config, with_known_type
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -145,9 +144,6 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
 
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     """Load a checkpoint once for each kind of data that it can be trained on, without reading its weights.
-
-    Args:
-        path: The checkpoint folder.
 
     Returns:
         The models by kind of data, `text` loaded through mlx-lm and `images` through mlx-vlm, and a message for each

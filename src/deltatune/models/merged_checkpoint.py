@@ -26,12 +26,10 @@ from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from ..ops.functional import arrays_of, is_finite
 from .adapted_base import load_base
 from .checkpoint_files import QUANTISATION_KEYS, weight_headers
-from .checkpoint_writer import Changes, write_rest, write_weights
-from .generation_config import unwritten_ends
+from .checkpoint_writer import Changes, unwritten_ends, write_picture_options, write_rest, write_weights
 from .load import locate
 from .stored_names import StoredNames
 from .trained_checkpoint import changes_from, grown_config, is_trained_checkpoint
-from .vision.processor_files import write_picture_options
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mlx_lm.models.rope_utils import YarnRoPE
 from .. import upstream
 from ..errors import UserError
 from ..ops.random_state import drawing_from
-from .transformers_configs import Config, transformers_values
+from .transformers_configs import Config, text_part, transformers_values
 
 # Types of positions that no factor scales, or that a family's only model has.
 _UNSCALED = {"default", "mrope", "proportional", "axial"}
@@ -134,12 +134,6 @@ def set_yarn(config: Config, model: nn.Module) -> None:
             setattr(module, upstream.ROPE_FREQUENCIES, mx.array(frequencies))
         if not math.isclose(module.mscale, scale, rel_tol=_ROUNDING):
             module.mscale = scale
-
-
-def text_part(config: Config) -> Config:
-    """Return the part of a config that describes the language model."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) and "model_type" in text else config
 
 
 def _type(scaling: Config) -> str:

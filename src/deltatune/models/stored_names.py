@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import is_floating
 from .checkpoint_files import weight_files
-from .transformers_layouts import with_joined_experts, with_released_names
+from .transformers_configs import with_joined_experts, with_released_names
 from .vision.load import sanitizer
 from .vision.split import has_vision
 

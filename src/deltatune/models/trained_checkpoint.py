@@ -22,10 +22,8 @@ from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
 from ..ops.functional import arrays_of
 from .checkpoint_files import WEIGHTS, weight_headers
-from .checkpoint_writer import Changes, take_tensors, write_rest
-from .generation_config import unwritten_ends
+from .checkpoint_writer import Changes, take_tensors, unwritten_ends, write_picture_options, write_rest
 from .stored_names import StoredNames
-from .vision.processor_files import write_picture_options
 from .vision.split import has_vision
 from .vocabulary import with_vocab_size
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm.utils
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -49,6 +50,12 @@ _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeErr
 Config = Mapping[str, Any]
 # The errors of code that builds a model from a config that it was not made for.
 BUILD_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, FileNotFoundError)
+
+
+def text_part(config: Config) -> Config:
+    """Return the part of a config that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "model_type" in text else config
 
 
 @contextmanager
@@ -333,3 +340,142 @@ def _window_pattern(kinds: list[str], fields: Mapping[str, Any]) -> dict[str, An
     interval = kinds.index(_FULL) + 1 if _FULL in kinds else len(kinds) + 1
     regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
     return {"sliding_window_pattern": interval} if regular else {}
+
+
+_EXPERT = re.compile(r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<rest>(?:gate|up|down)_proj\.\w+)$")
+# Kimi's dense layers are saved under the name of the sparse ones.
+_DENSE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
+_NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
+
+
+def with_released_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return tensors under the names of the released checkpoints, where transformers saves others.
+
+    Args:
+        tensors: The tensors of a checkpoint, as stored.
+
+    Returns:
+        The same, with the dense layers of kimi_linear, the norms of olmo_hybrid, the output projections of
+        bailing_hybrid's gated-delta layers, and convolutions of the widths of q, k and v: transformers joins those, and
+        saves equal thirds.
+    """
+    renamed: dict[str, mx.array] = {}
+    hybrid = any(name.endswith(".linear_attn.A_log") for name in tensors)
+    for name, tensor in tensors.items():
+        new = _DENSE.sub(".mlp.", name)
+        for norm, usual in _NORMS.items() if hybrid else ():
+            new = new.replace(norm, usual)
+        layer, middle, leaf = name.partition(".attention.dense.")
+        if middle and f"{layer}.attention.A_log" in tensors:
+            new = f"{layer}.attention.o_proj.{leaf}"
+        renamed[new] = tensor
+    for bias in [name for name in renamed if name.endswith(".experts.gate_up_proj_bias")]:
+        # gpt-oss without quantisation: [experts, in, out].
+        for name in (bias.removesuffix("_bias"), bias.replace("gate_up_proj_bias", "down_proj")):
+            if name in renamed:
+                renamed[f"{name}.weight"] = renamed.pop(name).swapaxes(-1, -2)
+    for name in [name for name in renamed if name.endswith(".q_conv1d.weight")]:
+        _cut_convolutions(renamed, name.removesuffix("q_conv1d.weight"))
+    return renamed
+
+
+def _cut_convolutions(tensors: dict[str, mx.array], mixer: str) -> None:
+    """Give the convolutions of a mixer as many channels as its projections have rows."""
+    convolutions = [f"{mixer}{part}_conv1d.weight" for part in "qkv"]
+    projections = [f"{mixer}{part}_proj.weight" for part in "qkv"]
+    if not set(convolutions + projections) <= tensors.keys():
+        return
+    channels, rows = ([tensors[name].shape[0] for name in names] for names in (convolutions, projections))
+    if channels == rows or sum(channels) != sum(rows):
+        return
+    joined = mx.concatenate([tensors[name] for name in convolutions])
+    tensors |= dict(zip(convolutions, mx.split(joined, [rows[0], rows[0] + rows[1]]), strict=True))
+
+
+def with_joined_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Stack the tensors of single experts that a model's `sanitize` has left as they were.
+
+    Args:
+        tensors: The result of `sanitize`. A matrix of one expert is named BLOCK.experts.N.up_proj.weight.
+
+    Returns:
+        The tensors, with BLOCK.switch_mlp.up_proj.weight [experts, out, in] in the place of those of single experts.
+
+    Raises:
+        KeyError: The tensor of an expert is missing, and others of a higher number are there.
+    """
+    joined: dict[str, mx.array] = {}
+    single: dict[str, dict[int, str]] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.match(name)
+        if match is None:
+            joined[name] = tensor
+        else:
+            single.setdefault(f"{match['block']}.switch_mlp.{match['rest']}", {})[int(match["expert"])] = name
+    for name, experts in single.items():
+        for expert in range(max(experts) + 1):
+            if expert not in experts:
+                raise KeyError(experts[max(experts)].replace(f".experts.{max(experts)}.", f".experts.{expert}."))
+        joined[name] = mx.stack([tensors[experts[expert]] for expert in range(len(experts))])
+    return joined
+
+
+# Options that change logits without changing the shape of a tensor, so that nothing else would show that they are lost.
+_CHANGING = (
+    "activation_function",
+    "attn_logit_softcapping",
+    "attention_multiplier",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "logit_scale",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "routed_scaling_factor",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "use_bidirectional_attention",
+)
+# Names of functions that are the same, or differ by 0.1 % (known_faults.py names the families where they do).
+_ALIKE = {
+    "swish": "silu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_accurate": "gelu",
+}
+
+
+def check_options(config: Config) -> None:
+    """Check that mlx-lm's model reads each such option that differs from the default of transformers' class.
+
+    Args:
+        config: The content of config.json.
+
+    Raises:
+        UserError: No class of arguments in the module of mlx-lm's model has an option that differs.
+    """
+    part = text_part(config)
+    differing = [name for name in _CHANGING if part.get(name) is not None]
+    if not differing:
+        return
+    defaults = transformers_defaults(part)
+    values = transformers_values(part)
+    read = fields_beside(part)
+    for name in differing:
+        if name in read or name not in defaults:
+            continue
+        if _plain(values[name]) != _plain(defaults[name]):
+            raise UserError(
+                f"config.json: it sets {name} to {values[name]!r}, and mlx-lm's {part.get('model_type')} computes with "
+                f"{defaults[name]!r} whatever it is: its logits would not be those of transformers. Train another "
+                f"model, or remove {name} to train this one as mlx-lm computes it."
+            )
+
+
+def _plain(value: object) -> object:
+    return _ALIKE.get(value, value) if isinstance(value, str) else value

@@ -33,7 +33,7 @@ from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
 from .search import Largest, RunForecast, Values, fits, largest
-from .traced_layers import LayerInputs
+from .traced_layers import InputsPlace
 from .traced_step import BatchShape
 
 _LONGEST = 1 << 17
@@ -65,7 +65,7 @@ class Planner(NamedTuple):
         *,
         config: TrainConfig | None = None,
         model: nn.Module | None = None,
-        layer_inputs: LayerInputs | None = None,
+        layer_inputs: InputsPlace | None = None,
     ) -> Forecast:
         """Forecast a step of so many rows of so many tokens.
 

@@ -17,7 +17,7 @@ from .device_limits import Brake
 from .graph import Node
 from .primitives import without_rule
 from .simulate import Peak, Simulation
-from .traced_layers import LayerInputs
+from .traced_layers import InputsPlace
 from .traced_step import BatchShape, TracedStep, simulate_step, simulate_tower, trace_step
 
 _SHOWN = 5
@@ -92,7 +92,7 @@ def forecast_step(
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
     *,
-    layer_inputs: LayerInputs | None = None,
+    layer_inputs: InputsPlace | None = None,
     brake: Brake | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.

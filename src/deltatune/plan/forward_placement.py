@@ -14,8 +14,7 @@ from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.continuations import PIECE, before_head, of_piece
-from ..models.generate import begun, cache_bytes, on_stream_of_answers
-from ..models.generate_with_pictures import embedded
+from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
 from ..models.head import split_head
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision
@@ -25,9 +24,9 @@ from ..ops.recomputation import Checkpoints
 from ..patches import patched
 from ..patches.whole_rows import whole_rows
 from ..train.batch_loss import loss_of
-from ..train.by_layer.stored_weights import StoredWeights
-from ..train.evaluate import evaluating, inferring
-from ..train.inference import Prompt
+from ..train.by_layer.store import Store
+from ..train.evaluation.evaluate import evaluating, inferring
+from ..train.evaluation.inference import Prompt
 from ..train.setup import Run, training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
@@ -37,7 +36,7 @@ from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
-def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
+def placed_evaluation(run: Run, stored: Store) -> Placed:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
     Args:
@@ -69,7 +68,7 @@ def placed_evaluation(run: Run, stored: StoredWeights) -> Placed:
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
+def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
     Args:
@@ -100,7 +99,7 @@ def placed_answer(model: nn.Module, stored: StoredWeights, memory: int, prompt: 
     return Placed(chosen(model, stored, memory, planned), [], stored)
 
 
-def placed_tasks(model: nn.Module, stored: StoredWeights, memory: int, rows: int, length: int) -> Placed:
+def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placed:
     """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
 
     Args:
@@ -134,7 +133,7 @@ def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int
 
 
 def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
-    """Return the peak of answering so many prompts at once (models.answer), in bytes."""
+    """Return the peak of answering so many prompts at once (models.batch_decoder), in bytes."""
     most = backend.here(PROMPT_TOKENS)
     read_at_once = max(1, min(rows, most // length)) if is_covered(model) else rows
     with inferring(model):

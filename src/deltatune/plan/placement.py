@@ -26,15 +26,12 @@ from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
 from ..train.bounds import Bounds
-from ..train.by_layer.disk_time import DiskTime
-from ..train.by_layer.inputs_on_host import InputsOnHost
-from ..train.by_layer.layer_functions import array_places, lowest_layer
-from ..train.by_layer.layer_inputs import INPUTS, InputsOnDisk, KeepsInputs
-from ..train.by_layer.layer_weights import LayerWeights
-from ..train.by_layer.stored_weights import StoredWeights, cached
+from ..train.by_layer.layer_functions import lowest_layer
+from ..train.by_layer.layer_inputs import INPUTS, DiskTime, InputsOnDisk, InputsOnHost, LayerInputs
+from ..train.by_layer.store import Store, cached
 from ..train.reports.screen import Fact
 from ..train.setup import Run
-from ..train.tree import leaves
+from ..train.tree import array_places, leaves
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout
@@ -175,12 +172,12 @@ class Placed(NamedTuple):
     Attributes:
         placement: Where they are.
         lines: The lines to print from the preparation of a run.
-        stored: Which arrays lie in files.
+        stored: The store of the weights.
     """
 
     placement: Placement
     lines: list[str]
-    stored: StoredWeights
+    stored: Store
 
     def bounds(self, run: Run) -> Bounds:
         """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
@@ -199,7 +196,7 @@ class Placed(NamedTuple):
     def _brake(self) -> int | None:
         return None if self.placement.streamed else brake(self.placement.memory)
 
-    def of(self, model: nn.Module, folder: Path | None = None) -> LayerWeights | None:
+    def of(self, model: nn.Module, folder: Path | None = None) -> Store | None:
         """Read the weights that stay in memory; return the store of the others, or None if all stay.
 
         `folder` is that of layers' inputs, where they go to the disk.
@@ -207,18 +204,16 @@ class Placed(NamedTuple):
         layers = [layer.module for layer in describe(model)]
         placement = self.placement
         disk = DiskTime(of="the host's memory" if placement.on_host else "the disk")
-        inputs: KeepsInputs | None = None
+        inputs: LayerInputs | None = None
         if placement.inputs_on_host:
             inputs = InputsOnHost(disk)
         elif placement.inputs and folder is not None:
             disk.of = "the host's memory and the disk" if placement.on_host else disk.of
             inputs = InputsOnDisk(folder, disk)
-        weights = LayerWeights(
-            self.stored, model, layers, placement.streamed, on_host=placement.on_host, disk=disk, inputs=inputs
-        )
+        self.stored.place(model, layers, placement.streamed, on_host=placement.on_host, disk=disk, inputs=inputs)
         if placement.streamed:
-            return weights
-        weights.close()
+            return self.stored
+        self.stored.close()
         return None
 
 
@@ -234,7 +229,7 @@ def placed(run: Run) -> Placed:
     config, model = run.config, run.model
     memory = config.memory
     assert memory is not None
-    stored = StoredWeights(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
+    stored = Store(run.loaded.path, model, trust_remote_code=config.trust_remote_code)
     lines = run.prepare()
     stored.find(model)
     rows, length = shape(run)
@@ -324,12 +319,12 @@ class PlannedPass(NamedTuple):
     whole: bool = True
 
 
-def chosen(model: nn.Module, stored: StoredWeights, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
+def chosen(model: nn.Module, stored: Store, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
     """Choose which layers stay on the disk.
 
     Args:
         model: The model.
-        stored: Which of its arrays lie in files.
+        stored: The store of its weights.
         memory: The memory limit, in bytes.
         planned: The plan of one pass.
         ranks: How many processes hold weights on the host, at most.

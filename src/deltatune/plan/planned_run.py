@@ -10,9 +10,9 @@ from ..train import Result, Trainer
 from ..train.distributed import World
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
-from ..train.saved import kept_choices
 from ..train.saved.folder import RunFolder
 from ..train.saved.outputs import Outputs
+from ..train.saving import kept_choices
 from ..train.setup import Run, ready
 from .fit import check
 from .placement import Placed, placed
@@ -94,7 +94,7 @@ def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Res
         print(result.train_loss, generate(loaded, "When do you open?"))
     """
     world = World()
-    with RunFolder(config, world) as folder, kept_choices.keeping(config):
+    with RunFolder(config, world) as folder, kept_choices(config):
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
         run = PlannedRun.of(config, world=world, verbose=verbose)
         trainer = run.trainer(folder)

@@ -10,39 +10,19 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..train.by_layer.layer_functions import array_places
+from ..train.by_layer.layer_inputs import LayerInputs
 from ..train.by_layer.layer_passes import LayerPasses
-from ..train.by_layer.read_layers import reading_calls
+from ..train.by_layer.store import ResidentLayers
 from ..train.setup import Training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, read
 
 #: The place of layers' inputs in a step by layers: in memory, or on the disk (or in the host's memory beside a GPU).
-LayerInputs = Literal["memory", "disk"]
+InputsPlace = Literal["memory", "disk"]
 
 
-class _AsLoaded:
-    """Hands out the arrays that layers hold, of which none is read.
-
-    Args:
-        layers: The layers.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]):
-        self._layers = layers
-
-    def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
-        """Yield the arrays of the layers in `order`."""
-        for index in order:
-            yield [place.array for _, place in array_places(self._layers[index])]
-
-    def stays(self, index: int) -> bool:
-        """Every layer is an evaluation of its own."""
-        return False
-
-
-class NotedInputs:
+class NotedInputs(LayerInputs):
     """Stands in for InputsOnDisk and InputsOnHost in a plan: notes their reads, and writes nothing.
 
     Args:
@@ -73,10 +53,6 @@ class NotedInputs:
         self._ahead = self._kept.pop()() if self._kept else None
         return array
 
-    def close(self) -> None:
-        """Drop the kept inputs."""
-        self.clear()
-
     def _read(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         array = mx.zeros(shape, dtype)
         self._note(array)
@@ -98,7 +74,7 @@ class NotedPasses(NamedTuple):
 
 
 @contextmanager
-def noted_passes(model: nn.Module, trained: Training, layer_inputs: LayerInputs | None) -> Iterator[NotedPasses]:
+def noted_passes(model: nn.Module, trained: Training, layer_inputs: InputsPlace | None) -> Iterator[NotedPasses]:
     """Yield the passes of a step by layers, which note their evaluations. A step as a whole notes nothing.
 
     Args:
@@ -113,7 +89,7 @@ def noted_passes(model: nn.Module, trained: Training, layer_inputs: LayerInputs 
         yield NotedPasses(None, noted, inputs)
         return
     layers = [layer.module for layer in trained.layers]
-    passes = LayerPasses(model, layers, trained.loss, _AsLoaded(layers), note, inputs)
+    passes = LayerPasses(model, trained.loss, ResidentLayers(layers, inputs), note)
     with passes.served():
         yield NotedPasses(passes, noted, inputs)
 
@@ -127,7 +103,7 @@ def noted_calls(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
         layers: The layers of a model that answers prompts or tasks.
     """
     noted: list[list[mx.array]] = []
-    with reading_calls(layers, _AsLoaded(layers), _noting(noted)).watched():
+    with ResidentLayers(layers).calls(_noting(noted)).watched():
         yield noted
 
 

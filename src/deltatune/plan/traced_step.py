@@ -32,7 +32,7 @@ from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation
-from .traced_layers import LayerInputs, noted_passes, parts_read
+from .traced_layers import InputsPlace, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -119,7 +119,7 @@ def trace_step(
     layout: ArrayLayout,
     checkpoints: Checkpoints | None = None,
     *,
-    layer_inputs: LayerInputs | None = None,
+    layer_inputs: InputsPlace | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 

@@ -2,6 +2,6 @@
 
 from .ending.interrupt import StoppedError
 from .loop import Trainer
-from .reports.result import Result
+from .progress import Result
 
 __all__ = ["Result", "StoppedError", "Trainer"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ops.recomputation import Checkpoints
-from .by_layer.layer_weights import LayerWeights
+from .by_layer.store import Store
 from .reports.screen import Fact
 
 
@@ -27,4 +27,4 @@ class Bounds:
     checkpoints: Checkpoints | None = None
     memory_limit: int | None = None
     feature_bytes: int | None = None
-    weights: LayerWeights | None = None
+    weights: Store | None = None

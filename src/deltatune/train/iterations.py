@@ -16,18 +16,18 @@ from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
-from .by_layer.layer_weights import LayerWeights
+from .by_layer.store import Store
 from .distributed import World
-from .ending import nonfinite
 from .ending.early_end import Ending
 from .engines.engine import Engine
-from .evaluate import Evaluation
+from .evaluation import nonfinite
+from .evaluation.evaluate import Evaluation
+from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .reports.reporting import Reporting
-from .reports.samples import Samples
 from .reports.screen import Screen
 from .saved.outputs import Outputs
-from .saved.saving import Saving
+from .saving import Saving
 from .setup import Training
 from .updates.routers import router_figures
 
@@ -59,7 +59,7 @@ class Parts:
     valid_order: BatchOrder | None
     samples: Samples
     reporting: Reporting
-    weights: LayerWeights | None
+    weights: Store | None
 
 
 class Iterations:
@@ -73,11 +73,6 @@ class Iterations:
         trained: The loss and the layers of the model as the patches made them (setup.training).
         passes: The passes of a step by layers, where `config.memory` bounds the run.
         freed_memory: Gives freed memory back between iterations.
-
-    Attributes:
-        parts: The argument.
-        state: The training state.
-        progress: The progress of the run.
     """
 
     def __init__(

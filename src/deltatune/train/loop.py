@@ -29,24 +29,23 @@ from .by_layer.layer_step import by_layers, step_of
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
-from .engines.launcher import Launcher
-from .evaluate import say_loss
+from .evaluation.evaluate import say_loss
+from .evaluation.reference import fill
+from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .iterations import Iterations, Parts
+from .launcher import Launcher
 from .learned_positions import check_positions
-from .options_check import check_updates
-from .preferences.reference import fill
-from .progress import Progress
+from .options_check import check_trainable, check_updates
+from .progress import Progress, Result
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
-from .reports.result import Result
-from .reports.samples import Samples
 from .reports.screen import Screen
-from .saved import content, kept_choices, state
+from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
-from .saved.saving import Saving
+from .saving import Saving, agree_on_choices, kept_choices
 from .setup import (
     Run,
     Training,
@@ -57,7 +56,6 @@ from .setup import (
     training_order,
 )
 from .step import StepMachine
-from .trainable import check_trainable
 from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
@@ -70,8 +68,8 @@ class Trainer:
     followed as `deltatune train` follows them; `memory` and `grad_checkpoint` auto need a plan, as PlannedRun makes it.
 
     Args:
-        model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them (trainable.py);
-            its parameters change in place.
+        model: The model, with adapters (convert_to_lora) or unfrozen layers, as the options name them; its parameters
+            change in place.
         tokenizer: The model's tokenizer, which is written with a checkpoint.
         config: The options of the run.
         splits: The training, validation and test examples.
@@ -186,8 +184,8 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             stack.enter_context(awake())
-            chosen = stack.enter_context(kept_choices.keeping(config))
-            kept_choices.agree(chosen, parts.world)
+            chosen = stack.enter_context(kept_choices(config))
+            agree_on_choices(chosen, parts.world)
             checkpoints = self._bounds.checkpoints
             whole = parts.weights is None
             trained = stack.enter_context(training(model, config, checkpoints=checkpoints, compare=whole))

@@ -1,11 +1,22 @@
-"""Refuses options with which a run could not begin or would do nothing, before anything is loaded."""
+"""Refuses options with which a run could not begin or would do nothing, and a model that trains something else."""
 
 from __future__ import annotations
 
+import math
+
+import mlx.nn as nn
+
 from ..errors import UserError
+from ..lora import Adapter, adapters, pissa
+from ..lora.convert import whole_modules
+from ..lora.new_rows import grown_tables
+from ..lora.select import select
+from ..lora.weights import is_quantized
+from ..lora.without import without_adapters
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .preferences.objectives import objective_of
+from .tree import leaves
 from .updates.optimizer import build_optimizer
 from .updates.parameter_groups import weight_decay
 
@@ -61,3 +72,91 @@ def check_updates(config: TrainConfig) -> None:
             "lr_schedule: the run makes one update, and its learning rate is 0, so it would change nothing. Give more "
             "iterations, or no warmup."
         )
+
+
+_CALL = (
+    "load the model anew and call convert_to_lora(model, config.lora_parameters, fine_tune_type=config.fine_tune_type, "
+    "num_layers=config.num_layers, parts=config.trained_parts)"
+)
+_CHOICE = {"keys", "exclude", "layers", "layer_kinds", "num_layers", "parts"}
+
+
+def check_trainable(model: nn.Module, config: TrainConfig) -> None:
+    """Compare the trainable parameters of a model with the options.
+
+    The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
+    where their options are not at the defaults, which leave them to convert_to_lora.
+
+    Raises:
+        UserError: The model trains something else.
+    """
+    kind = config.fine_tune_type
+    by_path = adapters(model)
+    kinds = {getattr(adapter, "kind", "lora") for adapter in by_path.values()} or {"full"}
+    if kind != "full" and not by_path:
+        raise UserError(
+            f"fine_tune_type: {kind} trains adapters, and the model has no adapter: call convert_to_lora(model, "
+            "config.lora_parameters, fine_tune_type=config.fine_tune_type, num_layers=config.num_layers) first, or set "
+            "fine_tune_type='full'."
+        )
+    if kinds != {kind}:
+        raise UserError(
+            f"fine_tune_type: the options say {kind}, and the model trains {' and '.join(sorted(kinds))} adapters: set "
+            f"fine_tune_type to that, or {_CALL}."
+        )
+    changed = set(changed_options(config))
+    paths = list(by_path) or whole_modules(model, config.lora_parameters, config.num_layers, config.trained_parts)
+    inside = tuple(f"{path}." for path in [*paths, *grown_tables(model)])
+    trained = [name for name, _ in leaves(model.trainable_parameters())]
+    outside = [name for name in trained if not name.startswith(inside)]
+    if outside and not config.from_scratch:
+        raise UserError(
+            f"fine_tune_type: {kind} does not train {outside[0]}, which the model does: freeze it, or {_CALL}."
+        )
+    if by_path:
+        _check_adapters(model, config, by_path, changed)
+    elif changed & _CHOICE:
+        _check_layers(model, paths, trained)
+
+
+def _check_layers(model: nn.Module, paths: list[str], trained: list[str]) -> None:
+    modules = dict(model.named_modules())
+    for path in paths:
+        holds = bool(leaves(modules[path].parameters())) and not is_quantized(modules[path])
+        if holds and not any(name.startswith(f"{path}.") for name in trained):
+            raise UserError(f"num_layers, layers and parts choose {path}, which does not train: {_CALL}.")
+
+
+def _check_adapters(model: nn.Module, config: TrainConfig, by_path: dict[str, nn.Module], changed: set[str]) -> None:
+    lora = config.lora_parameters
+    ours = {path: adapter for path, adapter in by_path.items() if isinstance(adapter, Adapter)}
+    ranks = dict.fromkeys(ours, lora.rank)
+    # An adapter that a layer made by itself stands in the place of its base, which cannot be chosen a second time.
+    if changed & (_CHOICE | {"rank_pattern"}) and len(ours) == len(by_path):
+        with without_adapters(model):
+            ranks = select(
+                model,
+                lora,
+                dora=config.fine_tune_type == "dora",
+                num_layers=config.num_layers,
+                parts=config.trained_parts,
+            ).ranks
+        if changed & _CHOICE and ranks.keys() != ours.keys():
+            path = sorted(ranks.keys() ^ ours.keys())[0]
+            has = "has no adapter" if path in ranks else "has an adapter"
+            names = ", ".join(sorted(changed & _CHOICE))
+            raise UserError(f"{names}: {path} {has}, and the options say otherwise: {_CALL}.")
+    for path, adapter in ours.items():
+        values = {
+            "rank": (adapter.rank, ranks.get(path, adapter.rank), {"rank", "rank_pattern"}),
+            "scale": (adapter.scale, lora.scale_at(adapter.rank), {"scale", "alpha", "rslora"}),
+            "dropout": (adapter.dropout_rate, lora.dropout, {"dropout"}),
+        }
+        for name, (actual, expected, options) in values.items():
+            if changed & options and not math.isclose(actual, expected, rel_tol=1e-6):
+                raise UserError(
+                    f"{', '.join(sorted(changed & options))}: the options say {name} {expected:g}, and the adapter of "
+                    f"{path} has {actual:g}: {_CALL}."
+                )
+        if "init" in changed and pissa.can_start(adapter):
+            raise UserError(f"init: the options say pissa, and the adapter of {path} starts at zero: {_CALL}.")

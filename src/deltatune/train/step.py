@@ -20,7 +20,7 @@ from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
 from .compiled import Compiled
 from .distributed import World
-from .engines.launcher import PATIENCE, Launcher
+from .launcher import PATIENCE, Launcher
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
@@ -102,10 +102,8 @@ class Step:
         machine: The resources that the step uses; the main thread and 1 GiB for features by default.
 
     Attributes:
-        model, optimizer: The arguments.
         bundles: Which parameters are joined for the optimizer.
         tower: The model's frozen vision tower; None without one.
-        routers: The argument.
         random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
     """
 

@@ -39,7 +39,6 @@ class TrainingState:
         world: The ranks of the run.
 
     Attributes:
-        step, order, progress: The arguments.
         sums: This rank's sums since the last update.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -32,6 +32,19 @@ class Place:
     @array.setter
     def array(self, array: mx.array) -> None:
         self.container[self.key] = array
+
+
+def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
+    """Yield the dotted path and the place of each array in a tree of modules, dicts and lists, in order.
+
+    Unlike a module's parameters(), these are all its arrays, also those with names that begin with an underscore.
+    """
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in entries:
+        if isinstance(value, mx.array):
+            yield f"{prefix}{key}", Place(tree, key)
+        else:
+            yield from array_places(value, f"{prefix}{key}.")
 
 
 def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:

@@ -7,7 +7,7 @@ import pytest
 from deltatune.data import load_datasets
 from deltatune.data.prompts import Question, prompt_tokens
 from deltatune.errors import UserError
-from deltatune.train.reports.samples import Samples
+from deltatune.train.evaluation.samples import Samples
 
 QUESTION = {"role": "user", "content": "a question"}
 ANSWER = {"role": "assistant", "content": "an answer"}
@@ -44,7 +44,7 @@ def test_the_model_is_asked_as_its_answers_were_learnt(tokenizers, folder, rows,
 
 def test_samples_ask_so(tokenizers, folder, checkpoint, monkeypatch, tmp_path):
     tokenizer = tokenizers("thinking")
-    monkeypatch.setattr("deltatune.train.reports.samples.check_prompt", lambda *_: None)
+    monkeypatch.setattr("deltatune.train.evaluation.samples.check_prompt", lambda *_: None)
     file = tmp_path / "asked.jsonl"
     rows = [{"prompt": "a question"}, {"prompt": "a question", "chat_template_kwargs": {"enable_thinking": True}}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -19,7 +19,7 @@ from deltatune.patches import patched
 from deltatune.plan.traced_step import blank_batch
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
-from deltatune.train.evaluate import Evaluation
+from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import prepare
 
 pytestmark = [

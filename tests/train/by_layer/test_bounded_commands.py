@@ -17,7 +17,7 @@ from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import forward_placement, placement
-from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.by_layer.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def trained(tiny_checkpoint, data_folder, tmp_path_factory):
 @pytest.fixture
 def read(monkeypatch):
     """The bytes of the arrays that are waited for."""
-    found, plain = [], StoredWeights.wait
+    found, plain = [], Store.wait
 
     def wait(self, arrays):
         found.extend(array.nbytes for array in arrays)
         plain(self, arrays)
 
-    monkeypatch.setattr(StoredWeights, "wait", wait)
+    monkeypatch.setattr(Store, "wait", wait)
     return found
 
 

@@ -21,11 +21,11 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
-from deltatune.train.by_layer import layer_weights
+from deltatune.train.by_layer import store
 from deltatune.train.by_layer.layer_inputs import INPUTS
-from deltatune.train.by_layer.stored_weights import StoredWeights
+from deltatune.train.by_layer.store import Store
 from deltatune.train.ending.interrupt import StoppedError
-from deltatune.train.saved.saving import Saving
+from deltatune.train.saving import Saving
 from killed_runs import result
 
 
@@ -144,7 +144,7 @@ def test_a_bound_that_everything_fits_within_changes_no_result(config, tmp_path,
 
 def test_layers_that_stay_are_not_waited_for_on_an_nvidia_gpu(config, least, whole, tmp_path, capsys, monkeypatch):
     begun, plain = [], mx.async_eval
-    monkeypatch.setattr(layer_weights, "backend", SimpleNamespace(device=lambda: "cuda"))
+    monkeypatch.setattr(store, "backend", SimpleNamespace(device=lambda: "cuda"))
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.append(len(arrays)) or plain(*arrays))
     train(in_folder(config, tmp_path / "more", memory=least(config) + 1_000_000))
     streamed = int(re.search("([1-3]) of 4 layers", capsys.readouterr().out)[1])
@@ -204,7 +204,7 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, whol
     memory, weights = least(config), copy / "model.safetensors"
     kept = weights.stat().st_mtime_ns
     options = {"model": str(copy), "memory": memory, "save_every": 100}
-    plain, reads = StoredWeights.started, []
+    plain, reads = Store.started, []
 
     def started(self, names):
         reads.append(names)
@@ -212,7 +212,7 @@ def test_a_file_that_changes_ends_a_run_with_its_state_saved(config, least, whol
             os.utime(weights, ns=(1, 1))
         return plain(self, names)
 
-    monkeypatch.setattr(StoredWeights, "started", started)
+    monkeypatch.setattr(Store, "started", started)
     with pytest.raises(UserError, match=r"has changed while .* state after iteration 2 is saved .* --resume"):
         train(in_folder(config, tmp_path / "out", **options))
     monkeypatch.undo()
@@ -283,7 +283,7 @@ def test_inputs_of_layers_stay_beside_weights_on_the_host(config, least, whole, 
 def test_a_second_signal_ends_within_a_pass(config, least, whole, tmp_path, monkeypatch, at):
     """Every layer is read anew, so the reads say where in the pass the run ended."""
     memory = least(config)
-    plain, reads, digest = StoredWeights.wait, [], []
+    plain, reads, digest = Store.wait, [], []
 
     def wait(self, arrays):
         plain(self, arrays)
@@ -296,7 +296,7 @@ def test_a_second_signal_ends_within_a_pass(config, least, whole, tmp_path, monk
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.05)
 
-    monkeypatch.setattr(StoredWeights, "wait", wait)
+    monkeypatch.setattr(Store, "wait", wait)
     after = 2 if at == 26 else 0
     with pytest.raises(StoppedError, match=f"stopped after iteration {after} of 4; the state is saved"):
         train(in_folder(config, tmp_path / "out", memory=memory, save_every=100))

@@ -7,9 +7,7 @@ import pytest
 
 from deltatune.machine import nvidia
 from deltatune.ops.kernels import pinned_copies
-from deltatune.train.by_layer.disk_time import DiskTime
-from deltatune.train.by_layer.inputs_on_host import InputsOnHost, PlainRoom
-from deltatune.train.by_layer.layer_inputs import LostInputsError
+from deltatune.train.by_layer.layer_inputs import DiskTime, InputsOnHost, LostInputsError, PlainRoom
 from layer_runs import assert_same_bits, batch, by_layers, options
 
 

@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.train.by_layer import layer_inputs
-from deltatune.train.by_layer.disk_time import DiskTime
-from deltatune.train.by_layer.layer_inputs import InputsOnDisk, LostInputsError
+from deltatune.train.by_layer.layer_inputs import DiskTime, InputsOnDisk, LostInputsError
 from layer_runs import LENGTH, ROWS, assert_same_bits, batch, by_layers, loaded, options, whole
 
 

@@ -10,8 +10,7 @@ from deltatune.models.load import load
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
-from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.ending.nonfinite import first_place
+from deltatune.train.evaluation.nonfinite import first_place
 from deltatune.train.setup import training
 from layer_runs import assert_same_bits, batch, by_layers, loaded, options, whole
 
@@ -98,11 +97,11 @@ def test_nonfinite_tensor_is_named_as_in_a_whole_step(tiny_checkpoint, where):
         layers = [layer.module for layer in trained.layers]
         watched = [(f"layer {index}", layer) for index, layer in enumerate(layers)]
         expected = first_place(model, loss, given, watched)
-        weights = LayerWeights(stored, model, layers, range(4))
-        passes = LayerPasses(model, layers, loss, weights)
+        stored.place(model, layers, range(4))
+        passes = LayerPasses(model, loss, stored)
         with passes.served():
             assert first_place(model, loss, given, watched, passes) == expected
-        weights.close()
+        stored.close()
     said = {"output": "output of layer 2", "gradient": "reaches the output of layer 3", "loss": "but the loss is not"}
     assert said.get(where, "None") in str(expected)
 
@@ -146,13 +145,13 @@ def test_two_batches_of_other_shapes_and_rules(tiny_checkpoint):
         model.train()
         expected = [mean_loss_and_gradients(model, trained.loss, arrays(each)) for each in batches]
         mx.eval(expected)
-        weights = LayerWeights(stored, model, [layer.module for layer in trained.layers], range(4))
-        passes = LayerPasses(model, [layer.module for layer in trained.layers], trained.loss, weights)
+        stored.place(model, [layer.module for layer in trained.layers], range(4))
+        passes = LayerPasses(model, trained.loss, stored)
         with passes.served():
             for given, wanted in zip(batches, expected, strict=True):
                 found = passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
                 assert_same_bits(wanted, found)
-        weights.close()
+        stored.close()
 
 
 def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):
@@ -164,9 +163,9 @@ def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):
         model.train()
         layers = [layer.module for layer in trained.layers]
         before = mx.get_active_memory()
-        weights = LayerWeights(stored, model, layers, range(8))
+        stored.place(model, layers, range(8))
         assert mx.get_active_memory() - before < layer
-        passes = LayerPasses(model, layers, trained.loss, weights)
+        passes = LayerPasses(model, trained.loss, stored)
         with passes.served():
             for _ in range(2):
                 passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
@@ -176,7 +175,7 @@ def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):
             assert model(mx.zeros((1, 4), mx.int32)).shape[1] == 4
             mx.synchronize()
             assert mx.get_active_memory() - before < 3.5 * layer
-        weights.close()
+        stored.close()
 
 
 @pytest.mark.bad_input("`--memory` for a model that calls none of its layers")

@@ -15,14 +15,12 @@ from deltatune.machine.page_cache import PageCache
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.train.by_layer import stored_weights
-from deltatune.train.by_layer.disk_time import DiskTime
-from deltatune.train.by_layer.layer_functions import array_places
-from deltatune.train.by_layer.layer_weights import LayerWeights
-from deltatune.train.by_layer.read_layers import reading_calls
-from deltatune.train.by_layer.stored_weights import StoredWeights, UnreadableWeightsError
+from deltatune.train.by_layer import store
+from deltatune.train.by_layer.layer_inputs import DiskTime
+from deltatune.train.by_layer.store import Store, UnreadableWeightsError
 from deltatune.train.saved.content import weights_digest
 from deltatune.train.setup import prepare
+from deltatune.train.tree import array_places
 
 CONFIG = TrainConfig(num_layers=-1, lora_parameters=LoraConfig(rank=2))
 
@@ -34,16 +32,17 @@ def folder(tiny_checkpoint, tmp_path):
 
 def weights_of(folder, streamed, config=CONFIG):
     model = load(folder, lazy=True).model
-    stored = StoredWeights(folder, model)
+    stored = Store(folder, model)
     prepare(model, config)
     stored.find(model)
-    return model, LayerWeights(stored, model, [layer.module for layer in describe(model)], streamed)
+    stored.place(model, [layer.module for layer in describe(model)], streamed)
+    return model, stored
 
 
 def with_arrays(folder):
     """A model that is set up, the store of its weights, its layers, and the arrays that each holds."""
     model = load(folder, lazy=True).model
-    stored = StoredWeights(folder, model)
+    stored = Store(folder, model)
     prepare(model, CONFIG)
     stored.find(model)
     layers = [layer.module for layer in describe(model)]
@@ -59,8 +58,8 @@ def test_recurrent_states_are_computed_with_their_layer(folder):
         mx.eval(y, kept)
         computed.append([layout.describe(layout.address(array)).primitive for array in kept])
 
-    cache, layers = make_prompt_cache(model), [layer.module for layer in describe(model)]
-    with reading_calls(layers, weights, compute).watched():
+    cache = make_prompt_cache(model)
+    with weights.calls(compute).watched():
         model(mx.zeros((1, 8), mx.int32), cache=cache)
     weights.close()
     # Three recurrent layers keep a state and the inputs of a convolution each; an attention's keys are in its output.
@@ -69,7 +68,8 @@ def test_recurrent_states_are_computed_with_their_layer(folder):
 
 def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
     model, stored, layers, given = with_arrays(folder)
-    weights = LayerWeights(stored, model, layers, range(4), on_host=True)
+    weights = stored
+    weights.place(model, layers, range(4), on_host=True)
     sizes = [
         sum(place.array.nbytes for path, place in array_places(layer, "") if "lora" not in path) for layer in layers
     ]
@@ -106,7 +106,8 @@ def test_a_file_system_that_refuses_advice_is_read_all_the_same(folder, monkeypa
         linked = folder / "model.safetensors"
         linked.symlink_to(shutil.move(linked, memory))
         model, stored, layers, given = with_arrays(folder)
-        weights = LayerWeights(stored, model, layers, range(4))
+        weights = stored
+        weights.place(model, layers, range(4))
         for found, expected in zip(weights.along(range(4)), given, strict=True):
             assert all(map(mx.array_equal, found, expected))
         weights.close()
@@ -199,7 +200,7 @@ def test_files_that_change_end_the_reading(folder, change, moment):
 def test_a_read_that_fails_is_no_zero(folder, monkeypatch):
     """The disk that fails shows the file as it was."""
     _, weights = weights_of(folder, range(4))
-    monkeypatch.setattr(StoredWeights, "_check", lambda self: None)
+    monkeypatch.setattr(Store, "_check", lambda self: None)
     passes = weights.along(range(4))
     next(passes)
     cut(folder / "model.safetensors")
@@ -215,12 +216,13 @@ def test_a_run_that_waits_is_told_how_to_wait_less():
 @pytest.mark.parametrize("rebuilt", [False, True])
 def test_no_model_is_built_to_read_weights_again(folder, monkeypatch, rebuilt):
     """Unless loading does more to the files' tensors than the model itself."""
-    built, build = [], StoredWeights._built_again
-    monkeypatch.setattr(StoredWeights, "_built_again", lambda self: built.append(self) or build(self))
+    built, build = [], Store._built_again
+    monkeypatch.setattr(Store, "_built_again", lambda self: built.append(self) or build(self))
     if rebuilt:
-        monkeypatch.setattr(stored_weights, "stored_parameters", lambda model, path: {})
+        monkeypatch.setattr(store, "stored_parameters", lambda model, path: {})
     model, stored, layers, given = with_arrays(folder)
-    weights = LayerWeights(stored, model, layers, range(4))
+    weights = stored
+    weights.place(model, layers, range(4))
     for _ in range(2):
         for found, expected in zip(weights.along(range(4)), given, strict=True):
             assert all(map(mx.array_equal, found, expected))

@@ -8,7 +8,7 @@ import pytest
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.train.batch_loss import full_loss
-from deltatune.train.ending.nonfinite import cause, first_place, refuse_damaged
+from deltatune.train.evaluation.nonfinite import cause, first_place, refuse_damaged
 
 
 class Layer(nn.Module):

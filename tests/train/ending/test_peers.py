@@ -69,9 +69,9 @@ import deltatune
 import mlx.core as mx
 from deltatune.train import distributed, evaluate
 from deltatune.train.distributed import World
-from deltatune.train.reports.samples import Samples
+from deltatune.train.evaluation.samples import Samples
 from deltatune.train.saved.outputs import Outputs
-from deltatune.train.saved.saving import Saving
+from deltatune.train.saving import Saving
 from deltatune.train.step import Step
 
 place, backend = sys.argv[1:3]

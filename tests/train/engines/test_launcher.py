@@ -8,7 +8,7 @@ import pytest
 
 from deltatune.train.compiled import Compiled
 from deltatune.train.engines.engine import Engine
-from deltatune.train.engines.launcher import Launcher
+from deltatune.train.launcher import Launcher
 from killed_runs import same
 
 ONLY = {"val_batches": 0, "save_every": 100, "grad_accumulation_steps": 1}

@@ -18,7 +18,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.distributed import World
-from deltatune.train.preferences import reference
+from deltatune.train.evaluation import reference
 from deltatune.train.setup import batch_order, prepare, training
 from deltatune.train.tree import leaves
 

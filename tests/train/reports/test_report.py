@@ -17,12 +17,12 @@ from console import SCRIPT, started
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train.reports.curves import plots
 from deltatune.train.reports.report import (
     ReportTable,
     RunDescription,
     RunReport,
     changed_options,
+    plots,
     read_metrics,
     render,
     write_report,

@@ -12,10 +12,10 @@ from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
+from deltatune.train.evaluation.samples import Samples
 from deltatune.train.progress import Progress
 from deltatune.train.reports.report import read_metrics as read_records
 from deltatune.train.reports.report import sample_tables
-from deltatune.train.reports.samples import Samples
 from killed_runs import result
 
 PROMPT = "question 3 dog dog"

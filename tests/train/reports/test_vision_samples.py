@@ -16,7 +16,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.trained_checkpoint import TrainedCheckpoint
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
-from deltatune.train.reports.samples import Samples
+from deltatune.train.evaluation.samples import Samples
 from vision_runs import options
 
 pytest.importorskip("mlx_vlm")
@@ -118,7 +118,7 @@ def test_merged_and_whole_models_prepare_pictures_as_in_training(model, folder, 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_each_form_of_the_processors_files(tmp_path, nested):
-    from deltatune.models.vision.processor_files import write_picture_options
+    from deltatune.models.checkpoint_writer import write_picture_options
 
     old = {"patch_size": 8, "min_pixels": 5, "max_pixels": 900}
     if nested:

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.errors import UserError
-from deltatune.train.evaluate import Evaluation
+from deltatune.train.evaluation.evaluate import Evaluation
 
 
 @pytest.fixture

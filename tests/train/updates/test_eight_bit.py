@@ -8,9 +8,8 @@ from mlx.utils import tree_flatten
 
 from deltatune.ops.pointwise.stored_moments import BLOCK, dequantized, quantized, values
 from deltatune.options.config import TrainConfig
-from deltatune.train.updates import eight_bit
-from deltatune.train.updates.eight_bit import Adam8bit, AdamW8bit
-from deltatune.train.updates.optimizer import OPTIMIZERS, apply, build_optimizer
+from deltatune.train.updates import optimizer
+from deltatune.train.updates.optimizer import OPTIMIZERS, Adam8bit, AdamW8bit, apply, build_optimizer
 
 KINDS = {"adam8bit": mlx.optimizers.Adam, "adamw8bit": mlx.optimizers.AdamW}
 
@@ -64,7 +63,7 @@ def parameters(dtype=mx.float32, seed=0):
 def test_a_step_is_mlxs_on_the_stored_moments(name, piece, monkeypatch):
     """Each step takes the moments that the codes stand for, and stores the results of MLX's step."""
     if piece:
-        monkeypatch.setattr(eight_bit, "PIECE", piece)
+        monkeypatch.setattr(optimizer, "PIECE", piece)
     ours, theirs = OPTIMIZERS[name](0.05, bias_correction=True), KINDS[name](0.05, bias_correction=True)
     moving = parameters()
     ours.init(moving)

@@ -20,7 +20,7 @@ class Preference:
             the answer alone. The targets of a document mark its answer.
         desirable: Whether the first document is a good answer; always True for a chosen one.
         reference: float32 [2], the log-probability of each document's answer under the reference model, which is filled
-            in before training (train/preferences/reference.py); NaN until then.
+            in before training (train/evaluation/reference.py); NaN until then.
     """
 
     documents: tuple[Example, ...]

@@ -15,8 +15,7 @@ from mlx.utils import tree_flatten
 
 from ...machine.numpy_arrays import as_numpy
 from .inputs import VisionBatch, padded_patches
-from .split import has_vision, vision_spec
-from .tower import TowerInputs, run_tower
+from .split import TowerInputs, has_vision, run_tower, vision_spec
 
 # The most main memory that cached features take in a run without a bound.
 CACHE_BYTES = 2**30

@@ -15,8 +15,7 @@ import mlx.nn as nn
 from ...errors import UserError, reason
 from ...json_files import read_json
 from ..checkpoint_files import only_chosen
-from ..transformers_configs import completed, refusing_config
-from ..transformers_layouts import with_joined_experts
+from ..transformers_configs import completed, refusing_config, with_joined_experts
 
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
@@ -122,9 +121,6 @@ def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]
 
     Those methods may change tensors in place (upstream adds one to the weights of norms); this function never does. A
     tensor that is only renamed comes back as the same object.
-
-    Args:
-        model: The model.
 
     Returns:
         A function from {name in the files: tensor} to {name of a parameter: tensor}.

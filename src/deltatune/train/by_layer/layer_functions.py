@@ -17,23 +17,10 @@ import mlx.nn as nn
 from ...ops.functional import is_floating, undisturbed
 from ...ops.random_state import drawing_with
 from ...ops.tracing import side_outputs, trace
-from ..tree import Place, leaves
+from ..tree import array_places, leaves
 from .layer_calls import LayerCall
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
-
-
-def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
-    """Yield the dotted path and the place of each array in a tree of modules, dicts and lists, in order.
-
-    Unlike a module's parameters(), these are all its arrays, also those with names that begin with an underscore.
-    """
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in entries:
-        if isinstance(value, mx.array):
-            yield f"{prefix}{key}", Place(tree, key)
-        else:
-            yield from array_places(value, f"{prefix}{key}.")
 
 
 def lowest_layer(model: nn.Module, paths: Sequence[str]) -> int:

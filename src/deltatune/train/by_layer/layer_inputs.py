@@ -1,21 +1,29 @@
-"""Keeps the inputs of layers from the forward pass to the backward pass: in memory, or in files."""
+"""Keeps the inputs of layers from the forward pass to the backward pass: in memory, on the host, or in files."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ...errors import UserError, first_line
-from .disk_time import DiskTime
+from ...machine import backend
+from ...machine.numpy_arrays import as_numpy
+from ...ops.kernels.pinned_copies import PinnedRoom
 
 # The folder of rank 0 is `layer_inputs_0` in the run's own, and is there while the run goes on.
 INPUTS = "layer_inputs"
 # Seconds within which MLX returns arrays that are computed already.
 _AT_ONCE = 0.001
+# A run that waits for a larger share of its time is told how to wait less.
+_MUCH = 0.1
 
 
 class LostInputsError(UserError):
@@ -24,34 +32,42 @@ class LostInputsError(UserError):
     remedy = "make room there"
 
 
-class KeepsInputs(Protocol):
-    """Keeps one array after another, and gives back the last one first."""
+@dataclass
+class DiskTime:
+    """The time spent waiting for reads so far.
 
-    def clear(self) -> None:
-        """Drop the kept arrays, since a pass that was left has not taken them back."""
+    Attributes:
+        waited: The seconds that passes waited for weights, and for inputs of layers to be written and read. Writing
+            counts as a whole where the layer beside it took less.
+        read: The bytes that were read.
+        of: The name of the store, in words.
+    """
 
-    def keep(self, x: mx.array, computing: Any) -> None:
-        """Keep an array, while `computing`, a tree of arrays, is computed from it."""
+    waited: float = 0.0
+    read: int = 0
+    of: str = "the disk"
 
-    def take(self) -> mx.array:
-        """Give back the array that was kept last."""
+    def said(self, seconds: float) -> str:
+        """Return a line for the end of a run that has computed for so many seconds."""
+        share = self.waited / seconds if seconds else 0.0
+        advice = ""
+        if share > _MUCH:
+            advice = " More tokens an iteration (--batch-size, --max-seq-length, --pack) would hide it."
+        return f"Waited {self.waited:.1f} s for {self.of} ({share:.0%}), which gave {self.read / 1e9:,.2f} GB.{advice}"
 
-    def close(self) -> None:
-        """Drop the kept arrays for good."""
 
-
-class InputsInMemory:
-    """Keeps arrays as they are."""
+class LayerInputs:
+    """Keeps one array after another in memory, and gives back the last one first."""
 
     def __init__(self) -> None:
         self._arrays: list[mx.array] = []
 
     def clear(self) -> None:
-        """Drop the kept arrays."""
+        """Drop the kept arrays, since a pass that was left has not taken them back."""
         self._arrays = []
 
     def keep(self, x: mx.array, computing: Any) -> None:
-        """Keep an array."""
+        """Keep an array, while `computing`, a tree of arrays, is computed from it."""
         self._arrays.append(x)
 
     def take(self) -> mx.array:
@@ -59,48 +75,79 @@ class InputsInMemory:
         return self._arrays.pop()
 
     def close(self) -> None:
-        """Drop the kept arrays."""
+        """Drop the kept arrays for good."""
         self.clear()
 
 
-class InputsOnDisk:
-    """Writes arrays to files, and prefetches them while the passes compute.
+class _Offloaded(LayerInputs):
+    """Keeps arrays outside the device's memory, and prefetches them while the passes compute.
 
-    An array is written while the layer that it enters computes. Going back, one array is in use and the next one is
-    being read.
-
-    Args:
-        folder: The folder for the files. It is made when it is first needed, and close() removes it.
-        disk: Counts the bytes read, and the passes' time of waiting for reads and writes.
+    An array is copied while the layer that it enters computes. Going back, one array is in use and the next one is
+    being read. Copies have a stream of their own, beside that of the computation, and follow one another.
     """
 
-    def __init__(self, folder: Path, disk: DiskTime):
-        self._folder, self._disk = folder, disk
-        # Files are read on a stream of their own, beside that of the computation.
-        self._stream = mx.new_stream(mx.cpu)
+    def __init__(self, disk: DiskTime, device: mx.Device):
+        super().__init__()
+        self._disk = disk
+        self._stream = mx.new_stream(device)
         self._count = 0
         self._ahead: mx.array | None = None
 
     def clear(self) -> None:
-        """Drop the kept arrays; their files are written over."""
-        self._count, self._ahead = 0, None
+        self._count = 0
+        self._ahead = None
+
+    def take(self) -> mx.array:
+        if self._ahead is None:
+            self._start()
+        array, self._ahead = self._ahead, None
+        assert array is not None
+        started = time.perf_counter()
+        self._arrive(array)
+        self._disk.waited += time.perf_counter() - started
+        self._disk.read += array.nbytes
+        if self._count:
+            self._start()
+        return array
+
+    def _start(self) -> None:
+        """Start to read the array before the one that was read last."""
+        self._count -= 1
+        with mx.stream(self._stream):
+            self._ahead = self._copy(self._count)
+        mx.async_eval(self._ahead)
+
+    def _copy(self, at: int) -> mx.array:
+        """Return the array that was kept at a position, lazily."""
+        raise NotImplementedError
+
+    def _arrive(self, array: mx.array) -> None:
+        mx.eval(array)
+
+
+class InputsOnDisk(_Offloaded):
+    """Writes arrays to files.
+
+    Args:
+        folder: The folder for the files. It is made when it is first needed, and close() removes it.
+        disk: Counts the bytes read, and the passes' time of waiting for reads and writes.
+
+    Raises:
+        LostInputsError: By keep() and take(), where a file cannot be written, because the disk is full for example, or
+            cannot be read any more. The files are then removed, since the state of the run needs room as well.
+    """
+
+    def __init__(self, folder: Path, disk: DiskTime):
+        super().__init__(disk, mx.Device(mx.cpu))
+        self._folder = folder
 
     def keep(self, x: mx.array, computing: Any) -> None:
-        """Write an array while `computing`, a tree of arrays, is computed from it.
-
-        Raises:
-            LostInputsError: It cannot be written, because the disk is full for example.
-        """
         mx.async_eval(computing)
         mx.eval(x)
         started = time.perf_counter()
-        try:
+        with self._files():
             self._folder.mkdir(parents=True, exist_ok=True)
-            mx.save_safetensors(str(self._file), {"x": x})
-        except (OSError, RuntimeError) as error:
-            # The state of the run needs room as well.
-            self.close()
-            raise self._lost(error) from error
+            mx.save_safetensors(str(self._file(self._count)), {"x": x})
         self._count += 1
         written = time.perf_counter()
         mx.eval(computing)
@@ -109,46 +156,135 @@ class InputsOnDisk:
             self._disk.waited += written - started
 
     def take(self) -> mx.array:
-        """Return the array that was written last, and start to read the one before it.
-
-        Raises:
-            LostInputsError: It cannot be read any more.
-        """
-        if self._ahead is None:
-            self._start()
-        array, self._ahead = self._ahead, None
-        started = time.perf_counter()
-        try:
-            mx.eval(array)
-            self._file.unlink()
-        except (OSError, RuntimeError) as error:
-            raise self._lost(error) from error
-        assert array is not None
-        self._disk.waited += time.perf_counter() - started
-        self._disk.read += array.nbytes
-        if self._count:
-            self._start()
-        return array
+        with self._files():
+            return super().take()
 
     def close(self) -> None:
         """Remove the files."""
         self.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def _file(self) -> Path:
-        return self._folder / f"{self._count}.safetensors"
+    def _copy(self, at: int) -> mx.array:
+        content: Any = mx.load(str(self._file(at)))
+        return content["x"]
 
-    def _start(self) -> None:
-        """Start to read the file before the one that was read last."""
-        self._count -= 1
+    def _arrive(self, array: mx.array) -> None:
+        mx.eval(array)
+        self._file(self._count).unlink()
+
+    def _file(self, at: int) -> Path:
+        return self._folder / f"{at}.safetensors"
+
+    @contextmanager
+    def _files(self) -> Iterator[None]:
         try:
-            with mx.stream(self._stream):
-                content: Any = mx.load(str(self._file))
-            self._ahead = content["x"]
-            mx.async_eval(self._ahead)
+            yield
         except (OSError, RuntimeError) as error:
-            raise self._lost(error) from error
+            self.close()
+            raise LostInputsError(
+                f"{self._folder}: inputs of layers cannot be kept there ({first_line(error)})"
+            ) from error
 
-    def _lost(self, error: Exception) -> LostInputsError:
-        return LostInputsError(f"{self._folder}: inputs of layers cannot be kept there ({first_line(error)})")
+
+class Room(Protocol):
+    """Memory of the host for one array at a time."""
+
+    size: int
+
+    def write(self, x: mx.array) -> mx.array:
+        """Copy an array into the room; return an array that is computed after the copy."""
+
+    def read(self) -> mx.array:
+        """Return the array that was written, computed from the room."""
+
+    def free(self) -> None:
+        """Give the memory back; nothing may be copied any more."""
+
+
+class PlainRoom:
+    """NumPy's memory for one array of `size` bytes, where MLX's arrays lie in the host's memory anyway; a Room."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._bytes = np.empty(size, np.uint8)
+        self._kind: tuple[tuple[int, ...], mx.Dtype] = (), mx.float32
+
+    def write(self, x: mx.array) -> mx.array:
+        self._kind = x.shape, x.dtype
+        self._bytes[: x.nbytes] = as_numpy(x.reshape(-1).view(mx.uint8))
+        return mx.array(0)
+
+    def read(self) -> mx.array:
+        shape, dtype = self._kind
+        size = int(np.prod(shape)) * dtype.size
+        return mx.array(self._bytes[:size]).view(dtype).reshape(shape)
+
+    def free(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+
+class InputsOnHost(_Offloaded):
+    """Copies arrays to the host's memory, which is taken at the first step and used again until close().
+
+    Args:
+        disk: Counts the bytes copied back, and the passes' time of waiting for them.
+        room: Takes the host's memory for an array of so many bytes. MemoryError if there is none.
+    """
+
+    def __init__(self, disk: DiskTime, room: Callable[[int], Room] | None = None):
+        super().__init__(disk, mx.default_device())
+        self._room = room or (PinnedRoom if backend.has_own_memory() else PlainRoom)
+        self._rooms: list[Room] = []
+        self._copying: mx.array | None = None
+
+    def clear(self) -> None:
+        # MLX would use the memory of an array again that is still being copied to.
+        mx.eval([array for array in (self._copying, self._ahead) if array is not None])
+        self._copying = None
+        super().clear()
+
+    def keep(self, x: mx.array, computing: Any) -> None:
+        """Copy an array while `computing`, a tree of arrays, is computed from it.
+
+        Raises:
+            LostInputsError: The host's memory has no room for it.
+        """
+        if self._copying is not None:
+            # The array before this one holds the device's memory until it is copied.
+            started = time.perf_counter()
+            mx.eval(self._copying)
+            self._disk.waited += time.perf_counter() - started
+        mx.async_eval(computing)
+        room = self._room_for(x.nbytes)
+        with mx.stream(self._stream):
+            self._copying = room.write(x)
+        mx.async_eval(self._copying)
+        self._count += 1
+
+    def close(self) -> None:
+        """Drop the kept arrays, and give the host's memory back."""
+        self.clear()
+        mx.synchronize(self._stream)
+        for room in self._rooms:
+            room.free()
+        self._rooms = []
+
+    def _copy(self, at: int) -> mx.array:
+        return self._rooms[at].read()
+
+    def _room_for(self, size: int) -> Room:
+        """Return the room for the next array."""
+        at, known = self._count, len(self._rooms)
+        if at < known and self._rooms[at].size >= size:
+            return self._rooms[at]
+        try:
+            if at < known:
+                # Arrays read from it for an earlier step have been used.
+                mx.synchronize(self._stream)
+                self._rooms.pop(at).free()
+            self._rooms.insert(at, self._room(size))
+        except MemoryError as error:
+            # The state of the run needs memory as well.
+            self.close()
+            raise LostInputsError(f"The host's memory has no room for inputs of layers ({error})") from error
+        return self._rooms[at]

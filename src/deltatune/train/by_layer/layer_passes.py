@@ -2,13 +2,15 @@
 
 The forward pass keeps the input of each layer. The backward pass takes the layers in reverse, recomputes each, and
 collects the gradients of its trained parameters. A layer runs as it does in a step with checkpointed layers, with the
-same operations and the same random keys.
+same operations and the same random keys. The parts of the model around its layers run compiled, with the features of a
+vision tower that trains as their input, which are computed once before all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -18,7 +20,7 @@ from mlx.utils import tree_unflatten
 from ...errors import UserError
 from ...layers import logits_of
 from ...lora.together import together
-from ...models.vision.split import blank_images, has_vision, split_vision
+from ...models.vision.split import TowerInputs, blank_images, has_vision, run_tower, split_vision
 from ...ops.experts import routing
 from ...ops.functional import differentiated_once, undisturbed
 from ...ops.random_state import drawing_with
@@ -26,14 +28,217 @@ from ...ops.segments import segments
 from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, loss_of
-from ..tree import leaves, places
-from ..updates.routers import RouterLosses
-from .around_layers import AroundLayers, Outside, seen_by_tower, with_pictures
-from .between_layers import check_between
-from .layer_calls import Recorder, by_itself, passed_on
+from ..compiled import Compiled
+from ..tree import Place, leaves, places
+from ..updates.routers import RouterLosses, weight_or_one
+from .layer_calls import LayerCalls, Recorder, by_itself, passed_on
 from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
-from .layer_inputs import InputsInMemory, KeepsInputs
-from .read_layers import ReadsLayers, reading_calls
+from .store import ResidentLayers
+
+
+def seen_by_tower(batch: Arrays) -> dict[str, mx.array] | None:
+    """Return a batch's inputs of a vision tower that trains; None without pictures, or with their features."""
+    return None if batch.images is None else batch.images.get("tower")
+
+
+def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
+    """Return a batch with the tower's features of its pictures, and those of deeper layers."""
+    if not pictures:
+        return batch
+    assert batch.images is not None
+    images = {name: value for name, value in batch.images.items() if name != "tower"}
+    return batch._replace(images=images | {"features": pictures[0], "deep": list(pictures[1:])})
+
+
+def _pictures_of(batch: Arrays) -> list[mx.array]:
+    """Return the features that with_pictures() has put into a batch."""
+    images = batch.images or {}
+    return [images["features"], *images["deep"]] if "features" in images else []
+
+
+class Outside:
+    """Arrays that train outside the layers.
+
+    Args:
+        places: Where the model holds them, by their paths.
+    """
+
+    def __init__(self, places: dict[str, Place]):
+        self._places = places
+
+    @property
+    def paths(self) -> list[str]:
+        """Their paths."""
+        return list(self._places)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that the model holds."""
+        return [place.array for place in self._places.values()]
+
+    @contextmanager
+    def holding(self, arrays: Sequence[mx.array]) -> Iterator[None]:
+        """Within the context, the model holds `arrays` in the place of its own."""
+        before = self.arrays
+        try:
+            self._put(arrays)
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, arrays: Sequence[mx.array]) -> None:
+        for place, array in zip(self._places.values(), arrays, strict=True):
+            place.array = array
+
+
+class AroundLayers:
+    """The parts of a model around its layers, compiled for batches of one kind.
+
+    Args:
+        passes: Runs the model without its layers.
+        routers: The loss terms of a mixture's routers.
+
+    Attributes:
+        recorded: How the layers are called, once before() was traced.
+        loss: Returns LayerPasses.loss_behind() of a loss, compiled.
+    """
+
+    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
+        self._passes, self._routers = passes, routers
+        self.recorded = Recorder()
+        state = [passes.model.state]
+        self.tower = Compiled(self._tower, state)
+        self.tower_again = Compiled(self._tower_again, state)
+        self.before = Compiled(self._before, state)
+        self.before_again = Compiled(self._before_again, state)
+        self.behind = Compiled(self._behind, state)
+        self.loss = cache(lambda loss: Compiled(partial(passes.loss_behind, loss), state))
+        self._between = cache(lambda index: Compiled(partial(passes.entering, index), state))
+        self._between_again = cache(lambda index: Compiled(partial(self._between_backward, index), state))
+
+    def between(self, index: int, batch: Arrays, y: mx.array) -> mx.array:
+        """Return the input of the layer at a position, given the output y of the one before."""
+        if index not in self.recorded.changed:
+            return y
+        x: mx.array = self._between(index)(batch, y)
+        return x
+
+    def between_again(self, index: int, batch: Arrays, y: mx.array, dx: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """Return the gradients of y and of a tower's features, from that of between()."""
+        if index not in self.recorded.changed:
+            return dx, []
+        dy, *d_pictures = self._between_again(index)(batch, y, dx)
+        return dy, d_pictures
+
+    def _between_backward(self, index: int, batch: Arrays, y: mx.array, dx: mx.array) -> list[mx.array]:
+        def entering(y: mx.array, *pictures: mx.array) -> list[mx.array]:
+            return [self._passes.entering(index, with_pictures(batch, pictures), y)]
+
+        return mx.vjp(entering, [y, *self._differentiated(batch)], [dx])[1]
+
+    def _differentiated(self, batch: Arrays) -> list[mx.array]:
+        """Return the tower's features of the batch's pictures, if it trains."""
+        return _pictures_of(batch) if self._passes.in_tower.paths else []
+
+    def _tower(self, batch: Arrays, key: mx.array) -> tuple[list[mx.array], mx.array]:
+        """Return the tower's features of the pictures of a batch, and the next key."""
+        seen, state = seen_by_tower(batch), [key]
+        assert seen is not None
+        model: Any = self._passes.model
+        with undisturbed(model), drawing_with(state):
+            features, deep = run_tower(model.vision_tower, TowerInputs(**seen))
+        return [features, *deep], state[0]
+
+    def _tower_again(self, batch: Arrays, key: mx.array, gradients: list[mx.array]) -> list[mx.array]:
+        """Return the gradients of the trained parameters in the tower."""
+
+        def pictures(*trained: mx.array) -> list[mx.array]:
+            with self._passes.in_tower.holding(trained):
+                return self._tower(batch, key)[0]
+
+        return mx.vjp(pictures, self._passes.in_tower.arrays, gradients)[1]
+
+    def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Return the hidden states before the layers, the next key, and the layers' other inputs."""
+        self.recorded, key = self._passes.recorded(batch, key)
+        return self.recorded.hidden, key, self.recorded.arrays
+
+    def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the gradients of the trained parameters outside the layers, and of the tower's features."""
+        outer = self._passes.outer.arrays
+
+        def hidden(*differentiated: mx.array) -> list[mx.array]:
+            with self._passes.outer.holding(differentiated[: len(outer)]):
+                return [self._passes.recorded(with_pictures(batch, differentiated[len(outer) :]), key)[0].hidden]
+
+        gradients = mx.vjp(hidden, [*outer, *self._differentiated(batch)], [dx])[1]
+        return gradients[: len(outer)], gradients[len(outer) :]
+
+    def _behind(self, batch: Arrays, x: mx.array, key: mx.array, sides: list[mx.array]) -> tuple[Any, ...]:
+        """Return the sums of losses and weights, the figures, and the gradients of the mean loss.
+
+        These are of the hidden states x behind the layers, of the layers' side outputs, and of the trained parameters
+        outside.
+        """
+
+        def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:
+            with self._passes.outer.holding(inputs["outer"]):
+                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
+            quotient = total / weight_or_one(weight)
+            if self._routers is not None:
+                added, reported = self._routers.of(inputs["sides"], weight)
+                quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+            return quotient, total, weight, *figures
+
+        inputs = {"x": x, "sides": sides, "outer": self._passes.outer.arrays}
+        (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(inputs)
+        return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
+
+
+def check_between(
+    calls: LayerCalls,
+    forward: Callable[[], Any],
+    recorder: Recorder,
+    outside: Sequence[mx.array],
+    holding: Callable[[Sequence[mx.array]], AbstractContextManager[None]],
+) -> None:
+    """Check that layers and the computation between them read nothing else that has a gradient.
+
+    Args:
+        calls: The calls of the layers.
+        forward: Runs the model on a few tokens.
+        recorder: The record of that run.
+        outside: The trained parameters outside the layers.
+        holding: Within its context, the model holds such arrays.
+
+    Raises:
+        UserError: They do.
+    """
+    count, hidden = len(recorder.calls), recorder.entered[0]
+    returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
+    # The allowed dependency of each array: floats on nothing, hidden states on the output of the layer before.
+    may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
+    shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
+    for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):
+
+        def one(*differentiated: mx.array, at: int = at) -> list[mx.array]:
+            here = Recorder()
+
+            def serve(index: int, *call: Any) -> mx.array:
+                here(index, *call)
+                here.last = differentiated[index]
+                return differentiated[index]
+
+            with holding(differentiated[count:]), calls.served_by(serve):
+                forward()
+            return [[*here.floats, *(here.entered[index] for index in here.changed)][at]]
+
+        _, gradients = mx.vjp(one, [*returned, *outside], [mx.ones_like(like)])
+        if any(bool(mx.any(gradient != 0)) for index, gradient in enumerate(gradients) if index != allowed):
+            raise UserError(
+                "memory: between its layers, this model reads what earlier layers have computed, or what trains "
+                "outside its layers, and a step by layers has no gradient for that; leave memory out."
+            )
 
 
 class Watch(Protocol):
@@ -60,11 +265,9 @@ class LayerPasses:
 
     Args:
         model: The model, set up by setup.training() with every layer checkpointed.
-        layers: Its layers, in order.
         loss: The loss that is trained.
-        weights: The store of the layers' weights.
+        weights: The store of the layers' weights, which keeps the layer inputs for the backward pass as well.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
-        inputs: Keeps the layer inputs for the backward pass; by default in memory.
         between: Is called before each layer of a pass, and may leave the pass by an error.
 
     Attributes:
@@ -77,26 +280,24 @@ class LayerPasses:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[nn.Module],
         loss: LossFunction,
-        weights: ReadsLayers,
+        weights: ResidentLayers,
         compute: Callable[..., None] = mx.eval,
-        inputs: KeepsInputs | None = None,
         between: Callable[[], None] | None = None,
     ):
         self.model = model
         self.loss = loss
-        self._layers = list(layers)
+        self._layers = weights.layers
         self._weights = weights
         self._compute = compute
-        self._inputs = inputs or InputsInMemory()
+        self._inputs = weights.inputs
         self._between = between
-        self._calls = reading_calls(layers, weights, compute)
+        self._calls = weights.calls(compute)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
         paths = {id(module): path for path, module in model.named_modules()}
-        self._paths = [paths[id(layer)] for layer in layers]
+        self._paths = [paths[id(layer)] for layer in self._layers]
         inside = tuple(f"{path}." for path in self._paths)
         trained = [path for path, _ in leaves(model.trainable_parameters())]
         tower = tuple(["vision_tower."] if has_vision(model) else ())

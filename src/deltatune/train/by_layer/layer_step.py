@@ -21,7 +21,7 @@ from ..setup import Training, with_loss
 from ..step import MicroBatch, Step, StepMachine
 from .layer_calls import LayerCalls, passed_on
 from .layer_passes import LayerPasses
-from .layer_weights import LayerWeights
+from .store import Store
 
 
 class LayerStep(Step):
@@ -56,7 +56,7 @@ def by_layers(
     model: nn.Module,
     config: TrainConfig,
     trained: Training,
-    weights: LayerWeights | None,
+    weights: Store | None,
     between: Callable[[], None] | None = None,
     feature_bytes: int = 0,
 ) -> Iterator[tuple[Training, LayerPasses | None]]:
@@ -92,7 +92,7 @@ def by_layers(
         with LayerCalls(layers, passed_on).watched():
             compiled_by = f"{trained.compiled}, one layer at a time"
             trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
-        passes = LayerPasses(model, layers, trained.loss, weights, inputs=weights.inputs, between=between)
+        passes = LayerPasses(model, trained.loss, weights, between=between)
         with passes.served():
             passes.check(packed=config.pack)
             yield dataclasses.replace(trained, by_layers=passes.evaluate), passes

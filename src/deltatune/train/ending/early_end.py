@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from ...errors import UserError
 from ...options.config import TrainConfig
 from ..by_layer.layer_inputs import LostInputsError
-from ..by_layer.stored_weights import UnreadableWeightsError
+from ..by_layer.store import UnreadableWeightsError
 from ..distributed import World
 from ..reports.screen import Screen
 from ..saved import state
 from ..saved.outputs import Outputs
-from ..saved.saving import Saving
+from ..saving import Saving
 from .interrupt import StoppedError, StopRequest, leave
 from .peers import Peers
 

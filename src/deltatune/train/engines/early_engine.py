@@ -24,12 +24,12 @@ from ...machine import backend
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..reports.result import Advance
+from ..launcher import PATIENCE, Launcher
+from ..progress import Advance
 from ..step import MicroBatch
 from ..training_state import TrainingState
 from ..tree import leaves
 from .engine import Engine
-from .launcher import PATIENCE, Launcher
 
 # The most bytes of parameters that train in a run that starts iterations early. Those of adapters are a small part of a
 # step's memory; those of full fine-tuning must not wait in it beside the next iteration.

@@ -11,7 +11,7 @@ from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..reports.result import Advance
+from ..progress import Advance
 from ..step import MicroBatch, Sums
 from ..training_state import TrainingState
 from ..tree import iteration_key, number
@@ -27,7 +27,6 @@ class Engine:
         world: The ranks of the run.
 
     Attributes:
-        state, ending, config, world: The arguments.
         step: The compiled step of `state`.
     """
 

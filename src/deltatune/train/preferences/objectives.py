@@ -1,18 +1,126 @@
-"""The preference losses by name, and the check of their options."""
+"""The preference losses, by name, the check of their options, and the figures that they report under TRL's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from ...errors import UserError
 from ...options.config import TrainConfig
-from .answers import Answers, Scored
-from .cpo import cpo
-from .dpo import dpo
-from .kto import kto
-from .orpo import orpo
-from .simpo import simpo
+from .answers import Answers, Scored, scored_pairs, smoothed
+
+
+def simpo(answers: Answers, config: TrainConfig) -> Scored:
+    """Return SimPO's loss of each pair, with the rewards beta a(y).
+
+    SimPO: DPO without a reference model, on mean log-probabilities and with a margin. With a(y) = log p(y|x) / |y| and
+    m = beta (a(chosen) - a(rejected)) - gamma, the loss is -log sigmoid(m) (Meng et al. 2024, arXiv:2405.14734). Label
+    smoothing e makes it -(1 - e) log sigmoid(m) - e log sigmoid(-m).
+    """
+    rewards = config.beta * answers.policy / answers.tokens
+    margins = rewards[:, 0] - rewards[:, 1] - config.gamma
+    return scored_pairs(answers, smoothed(margins, config.label_smoothing), rewards)
+
+
+def orpo(answers: Answers, config: TrainConfig) -> Scored:
+    """Return ORPO's loss of each pair, with the rewards beta a(y), and the NLL.
+
+    ORPO: the likelihood of the chosen text, plus the odds of the chosen answer against the rejected one.
+    With a(y) = log p(y|x) / |y| and log odds(y) = a(y) - log(1 - exp a(y)), the loss is NLL - beta log sigmoid(log
+    odds(chosen) - log odds(rejected)) (Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; their lambda is beta here). NLL
+    is the mean of -log p over the tokens of all prompts and chosen answers of the batch, as in the authors' code.
+    """
+    means = answers.policy / answers.tokens
+    log_odds = means - log_complement(means)
+    ratio = nn.log_sigmoid(log_odds[:, 0] - log_odds[:, 1])
+    nll = answers.chosen_nll_with_prompt
+    return scored_pairs(answers, nll - config.beta * ratio, config.beta * means, (nll,))
+
+
+def log_complement(x: mx.array) -> mx.array:
+    """Return log(1 - exp(x)) for x < 0, exact near 0 and far from it; 0 counts as the largest number below it."""
+    x = mx.minimum(x, -1e-7)
+    near = x > -math.log(2)
+    # Each branch gets an argument at which it and its gradient are finite, since mx.where evaluates both.
+    return mx.where(near, mx.log(-mx.expm1(mx.where(near, x, -1.0))), mx.log1p(-mx.exp(mx.where(near, -1.0, x))))
+
+
+def kto(answers: Answers, config: TrainConfig) -> Scored:
+    """Return KTO's loss of each answer, with the rewards beta r, and the divergence z.
+
+    KTO: each answer is good or bad by itself, and its reward is compared with the divergence from the reference. With
+    r = log p(y|x) - log p_ref(y|x) and z = max(0, mean of the same over answers to other prompts), which estimates the
+    divergence and has no gradient, the loss of a good answer is 1 - sigmoid(beta (r - z)), and that of a bad one
+    1 - sigmoid(beta (z - r)) (Ethayarajh et al. 2024, arXiv:2402.01306).
+    """
+    ratios = answers.policy - answers.reference
+    other = mx.stop_gradient(ratios[:, 1] * answers.present).sum() / mx.maximum(answers.number, 1.0)
+    divergence = mx.maximum(other, 0.0)
+    good = answers.desirable
+    losses = 1 - mx.sigmoid(config.beta * (2 * good - 1) * (ratios[:, 0] - divergence))
+    twice = mx.stack([ratios[:, 0], ratios[:, 0]], axis=1)
+    counted = mx.stack([good, 1 - good], axis=1)
+    log_probabilities = mx.stack([answers.policy[:, 0], answers.policy[:, 0]], axis=1)
+    return Scored(losses, config.beta * twice, log_probabilities, counted, (divergence,))
+
+
+def cpo(answers: Answers, config: TrainConfig) -> Scored:
+    """Return CPO's loss of each pair, with the rewards beta log p(y|x), and the NLL.
+
+    Contrastive preference optimisation: DPO with a uniform reference, plus the likelihood of the chosen answer.
+
+    With m = beta (log p(chosen|x) - log p(rejected|x)), the loss is -log sigmoid(m) + NLL (Xu et al. 2024,
+    arXiv:2401.08417). NLL is the mean of -log p over the tokens of all chosen answers of the batch. Label
+    smoothing and the forms hinge and ipo are those of DPO; ipo takes mean log-probabilities.
+    """
+    beta, ipo = config.beta, config.loss_variant == "ipo"
+    scores = answers.policy / answers.tokens if ipo else answers.policy
+    margins = scores[:, 0] - scores[:, 1]
+    if ipo:
+        losses = (margins - 1 / (2 * beta)).square()
+    elif config.loss_variant == "hinge":
+        losses = mx.maximum(1 - beta * margins, 0.0)
+    else:
+        losses = smoothed(beta * margins, config.label_smoothing)
+    nll = answers.chosen_nll
+    return scored_pairs(answers, losses + nll, beta * scores, (nll,))
+
+
+def dpo(answers: Answers, config: TrainConfig) -> Scored:
+    """Return DPO's loss of each pair, with the rewards beta r(y).
+
+    Direct preference optimisation: the pair's margin over the reference model is a logit of the better answer.
+
+    With r(y) = log p(y|x) - log p_ref(y|x), summed over the tokens of answer y, and m = beta (r(chosen) - r(rejected)):
+
+    - sigmoid: -log sigmoid(m) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With label smoothing e it is the
+      conservative form, -(1 - e) log sigmoid(m) - e log sigmoid(-m).
+    - robust: (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e); its mean over flipped labels is the loss of the
+    right ones (Chowdhury et al. 2024, arXiv:2403.00409).
+    - hinge: max(0, 1 - m) (Zhao et al. 2023, arXiv:2305.10425).
+    - ipo: (r(chosen) / |chosen| - r(rejected) / |rejected| - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036,
+      eq. 17), with the mean over tokens that its authors used.
+    """
+    beta, smoothing = config.beta, config.label_smoothing
+    ratios = answers.policy - answers.reference
+    rewards = beta * ratios
+    margins = rewards[:, 0] - rewards[:, 1]
+    if config.loss_variant == "hinge":
+        losses = mx.maximum(1 - margins, 0.0)
+    elif config.loss_variant == "ipo":
+        means = ratios / answers.tokens
+        losses = (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square()
+    elif config.loss_variant == "robust":
+        clean, flipped = -nn.log_sigmoid(margins), -nn.log_sigmoid(-margins)
+        losses = ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing)
+    else:
+        losses = smoothed(margins, smoothing)
+    return scored_pairs(answers, losses, rewards)
+
 
 # The figures of every preference loss. The names are TRL's, which people's dashboards know.
 _REPORTED = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
@@ -65,3 +173,23 @@ def objective_of(config: TrainConfig) -> Objective | None:
     if config.mask_prompt is not None:
         raise UserError("mask_prompt: a preference loss always counts answers only; leave --mask-prompt out.")
     return objective
+
+
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the means by name, with the margin of the chosen over the rejected answers' rewards.
+
+    Args:
+        names: Objective.figures.
+        sums: As many sums, then how many answers each is the sum of. A figure of no answer is left out.
+    """
+    counts = sums[len(names) :]
+    by_name = {name: value / count for name, value, count in zip(names, sums, counts, strict=False) if count}
+    if "rewards/chosen" in by_name and "rewards/rejected" in by_name:
+        by_name[MARGINS] = by_name["rewards/chosen"] - by_name["rewards/rejected"]
+    return by_name
+
+
+def line(record: Mapping[str, float], prefix: str = "") -> str:
+    """Return the part of a line of progress on the figures in `record`, or an empty text if it has none."""
+    shown = {"margin": f"{prefix}{MARGINS}", "accuracy": f"{prefix}rewards/accuracies", "kl": f"{prefix}kl"}
+    return "".join(f", {word} {record[name]:.3f}" for word, name in shown.items() if name in record)

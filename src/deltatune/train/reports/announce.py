@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,15 +38,6 @@ _NAMED = 4
 def trainable_count(model: nn.Module) -> int:
     """Count the trainable numbers of `model`."""
     return sum(leaf.size for _, leaf in leaves(model.trainable_parameters()))
-
-
-def structure(model: nn.Module) -> str:
-    """Return a digest of every parameter's name, shape and dtype, and of which parameters are trainable."""
-    trains = {name for name, _ in leaves(model.trainable_parameters())}
-    digest = hashlib.sha256()
-    for name, leaf in sorted(leaves(model.parameters())):
-        digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def layer_summary(layers: Sequence[LayerInfo]) -> str:

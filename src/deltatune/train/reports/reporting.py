@@ -14,13 +14,12 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...options.config import TrainConfig
-from ..preferences.figures import means
-from ..progress import Progress
+from ..preferences.objectives import means
+from ..progress import Progress, Result
 from ..saved.outputs import Outputs
 from . import log
 from .columns import duration
 from .report import ReportTable, RunDescription, write_report
-from .result import Result
 from .screen import Screen
 
 # The time that is left is estimated from so many iterations.

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...wrapping import wrapped
-from ..preferences.figures import line as figures_line
+from ..preferences.objectives import line as figures_line
 from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
 from .log import SAMPLES
 

@@ -16,8 +16,7 @@ import xxhash
 
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
-from ..by_layer.layer_weights import LayerWeights
-from ..reports import announce
+from ..by_layer.store import Store
 from ..tree import leaves
 
 # The keys of config.json that say who wrote it, and change nothing that is computed.
@@ -25,7 +24,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
 def facts(
-    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: LayerWeights | None = None
+    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: Store | None = None
 ) -> dict[str, str | None]:
     """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
     adapters.
@@ -34,11 +33,20 @@ def facts(
     """
     adapter = config.resume_adapter_file
     return {
-        "model_tensors": announce.structure(model),
+        "model_tensors": structure(model),
         "model_config": None if model_config is None else config_digest(model_config),
         "model_content": weights_digest(model, config, weights),
         "adapter_weights": None if adapter is None else file_digest(adapter),
     }
+
+
+def structure(model: nn.Module) -> str:
+    """Return a digest of every parameter's name, shape and dtype, and of which parameters are trainable."""
+    trains = {name for name, _ in leaves(model.trainable_parameters())}
+    digest = hashlib.sha256()
+    for name, leaf in sorted(leaves(model.parameters())):
+        digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def config_digest(model_config: dict[str, Any]) -> str:
@@ -47,7 +55,7 @@ def config_digest(model_config: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
-def weights_digest(model: nn.Module, config: TrainConfig, weights: LayerWeights | None = None) -> str:
+def weights_digest(model: nn.Module, config: TrainConfig, weights: Store | None = None) -> str:
     """Return a digest of all numbers of the checkpoint; it takes about the time of reading them from memory.
 
     Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a

@@ -26,10 +26,6 @@ class RunFolder:
 
     Rank 0 holds the lock. If it is refused, every rank raises.
 
-    Args:
-        config: The options of the run.
-        world: The ranks of the run.
-
     Attributes:
         path: The folder, `config.adapter_path`.
 

@@ -21,7 +21,7 @@ from ...machine import backend
 from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves, parted
-from .eight_bit import SMALLEST, EightBit
+from .optimizer import SMALLEST, EightBit
 from .parameter_groups import ParameterGroup
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..tree import leaves
+from .tree import leaves
 
 # Seconds to wait for a launch before something else is done; only short iterations are launched here.
 PATIENCE = 5.0

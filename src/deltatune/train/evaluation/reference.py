@@ -24,11 +24,11 @@ from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
 from ..distributed import World
-from ..evaluate import evaluating
+from ..preferences.answers import answers_of
 from ..reports.screen import Screen
 from ..saved.state import write_atomically
 from ..setup import Training, batch_order
-from .answers import answers_of
+from .evaluate import evaluating
 
 _Parts = Mapping[str, tuple[BatchOrder, Sequence[Preference]]]
 

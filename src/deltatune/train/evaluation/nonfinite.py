@@ -27,7 +27,7 @@ from ...ops.functional import is_finite, is_floating
 from ...ops.watched_calls import calls_through
 from ..batch_loss import LossFunction, arrays, mean_loss_and_gradients
 from ..by_layer.layer_passes import LayerPasses
-from ..by_layer.layer_weights import LayerWeights
+from ..by_layer.store import Store
 from ..tree import leaves
 
 # A layer to watch: its name in messages, and its module.
@@ -39,7 +39,7 @@ _FLOAT16 = (
 _OTHER = "The weights are too large: leave the adapter out if there is one, or download or convert the model again."
 
 
-def damage(model: nn.Module, weights: LayerWeights | None = None) -> str | None:
+def damage(model: nn.Module, weights: Store | None = None) -> str | None:
     """Describe the tensors of `model` that are not finite, which no option and no data can mend; None if all are.
 
     `weights` reads those of the model's arrays that stay on the disk.
@@ -55,7 +55,7 @@ def damage(model: nn.Module, weights: LayerWeights | None = None) -> str | None:
     )
 
 
-def refuse_damaged(model: nn.Module, weights: LayerWeights | None = None) -> None:
+def refuse_damaged(model: nn.Module, weights: Store | None = None) -> None:
     """Raise a UserError with the description of the damage if a tensor of `model` is not finite."""
     description = damage(model, weights)
     if description is not None:
@@ -117,7 +117,7 @@ def first_output(layers: Sequence[Watched], forward: Callable[[], object]) -> Fi
 @contextmanager
 def explained(
     loaded: Loaded,
-    weights: LayerWeights | None = None,
+    weights: Store | None = None,
     again: Callable[[Sequence[int]], Iterator[Any]] | None = None,
 ) -> Iterator[None]:
     """Let a NotFiniteError within the block become a NoResultError, which names the layer and its dtype.

@@ -12,26 +12,26 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..data import Batch, BatchOrder
-from ..data.example import Example
-from ..errors import NoResultError
-from ..layers import LayerInfo, gated_delta_layers
-from ..machine.numpy_arrays import as_numpy
-from ..ops.functional import modes_kept
-from ..ops.random_state import drawing_from
-from ..ops.recomputation import Checkpoints
-from ..options.config import TrainConfig
-from ..patches.whole_rows import whole_rows
-from .batch_loss import Arrays, LossFunction, arrays, loss_of
-from .by_layer.layer_step import by_layers
-from .by_layer.layer_weights import LayerWeights
-from .compiled import Compiled
-from .distributed import World
-from .ending.nonfinite import FirstOutput, damage, first_output, watched
-from .preferences.figures import line, means
-from .reports.screen import Screen
-from .setup import batch_order, training
-from .tree import number
+from ...data import Batch, BatchOrder
+from ...data.example import Example
+from ...errors import NoResultError
+from ...layers import LayerInfo, gated_delta_layers
+from ...machine.numpy_arrays import as_numpy
+from ...ops.functional import modes_kept
+from ...ops.random_state import drawing_from
+from ...ops.recomputation import Checkpoints
+from ...options.config import TrainConfig
+from ...patches.whole_rows import whole_rows
+from ..batch_loss import Arrays, LossFunction, arrays, loss_of
+from ..by_layer.layer_step import by_layers
+from ..by_layer.store import Store
+from ..compiled import Compiled
+from ..distributed import World
+from ..preferences.objectives import line, means
+from ..reports.screen import Screen
+from ..setup import batch_order, training
+from ..tree import number
+from .nonfinite import FirstOutput, damage, first_output, watched
 
 # The loss up to which its perplexity is a number of 64 bits.
 _LARGEST = 700.0
@@ -85,7 +85,7 @@ class Evaluation:
         figures: Sequence[str] = (),
         by_layers: Callable[..., tuple[mx.array, ...]] | None = None,
         layers: Sequence[LayerInfo] = (),
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
         self._by_layers = by_layers
@@ -167,7 +167,7 @@ def say_loss(
     examples: Sequence[Example],
     world: World,
     screen: Screen,
-    weights: LayerWeights | None = None,
+    weights: Store | None = None,
 ) -> float:
     """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
 

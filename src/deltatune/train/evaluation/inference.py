@@ -9,20 +9,19 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ..data.chats.answer_ends import ending_answers
-from ..data.prompts import Question, prompt_tokens
-from ..data.vision.preparation import media_reader
-from ..data.vision.prompt import PromptPictures
-from ..errors import UserError
-from ..models.answer import ROWS, answer_all
-from ..models.generate import Sampling, stream
-from ..models.generate_with_pictures import stream_with_pictures
-from ..models.load import Loaded
-from ..models.vocabulary import check_prompt
-from .by_layer.layer_weights import LayerWeights
-from .ending.nonfinite import explained
+from ...data.chats.answer_ends import ending_answers
+from ...data.prompts import Question, prompt_tokens
+from ...data.vision.preparation import media_reader
+from ...data.vision.prompt import PromptPictures
+from ...errors import UserError
+from ...models.batch_decoder import ROWS, answer_all
+from ...models.generate import Sampling, stream, stream_with_pictures
+from ...models.load import Loaded
+from ...models.vocabulary import check_prompt
+from ..by_layer.store import Store
+from ..setup import vision_processors
 from .evaluate import inferring
-from .setup import vision_processors
+from .nonfinite import explained
 
 
 class Prompt(NamedTuple):
@@ -61,7 +60,7 @@ class Inference:
         *,
         chat: bool = True,
         extra_ends: Sequence[str] = (),
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         tokenizer = ending_answers(loaded.tokenizer) if chat else loaded.tokenizer
         for token in extra_ends:

@@ -32,11 +32,11 @@ from ...models.load import Loaded
 from ...models.vision.split import has_vision
 from ...models.vocabulary import check_prompt
 from ...options.config import TrainConfig
-from ..by_layer.layer_weights import LayerWeights
+from ..by_layer.store import Store
 from ..distributed import World
 from ..ending.early_end import Ending
-from ..inference import Inference, Prompt
 from ..progress import Progress
+from .inference import Inference, Prompt
 
 _REMEDY = "change this entry of sample_prompts"
 
@@ -65,7 +65,7 @@ class Samples:
         *,
         plain_text: bool = False,
         processor: Any = None,
-        weights: LayerWeights | None = None,
+        weights: Store | None = None,
     ):
         self._tokenizer, self._config, self._plain = tokenizer, config, plain_text
         loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)

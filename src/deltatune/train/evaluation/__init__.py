@@ -1,0 +1,1 @@
+"""Computes losses and answers of a model while nothing trains, and finds where a number stopped being finite."""
