@@ -8,7 +8,7 @@ goes before them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ from zlib import crc32
 
 import mlx.core as mx
 
+from ..tracing import dispatch
 from . import cubin
 from .memory import FOLDER, bytes_of
 
@@ -163,7 +164,7 @@ class Launch(Plan):
 
     def __call__(self) -> list[mx.array]:
         """Run the launch on the device in force (`on`), MLX's default device if none is, and return the outputs."""
-        return (_device.get() or Launch.run)(self)
+        return (dispatch.current().device or Launch.run)(self)
 
     def run(self) -> list[mx.array]:
         """Run the launch on MLX's default device, Metal or CUDA, and return the outputs."""
@@ -197,28 +198,19 @@ class Launch(Plan):
 
 # Runs a launch: Launch.run on a GPU, or the host machine in tests.
 Device = Callable[[Launch], list[mx.array]]
-_device: ContextVar[Device | None] = ContextVar("the device that runs launches", default=None)
 
 
-class on:  # noqa: N801 - it reads as a function: `with on(host.run):`
+def on(device: Device | None) -> AbstractContextManager[None]:
     """Within the context, this device runs all launches, whatever their sizes, and no operator is tried before.
 
     A trial and the tests' host machine use it; without it, launches run on MLX's default device.
     """
-
-    def __init__(self, device: Device | None):
-        self._chosen = device
-
-    def __enter__(self) -> None:
-        self._token = _device.set(self._chosen)
-
-    def __exit__(self, *_: object) -> None:
-        _device.reset(self._token)
+    return dispatch.having(device=device)
 
 
 def forced() -> bool:
     """Whether a device was chosen, so that kernels serve wherever they can."""
-    return _device.get() is not None
+    return dispatch.current().device is not None
 
 
 @cache

@@ -6,9 +6,12 @@ It is no part of the trace (trace.py), which is for layers: a run, a trial, the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
 
 from .context import Context
 
@@ -39,6 +42,7 @@ class Dispatch:
         builders: The threads that build kernels, which are then not launched; None where kernels are launched.
         foreseen: The trials of kernels that are being built for foreseen calls (ops/operator/foresight.py); None where
             calls are made.
+        device: Runs the launches of kernels (ops/kernels/launch.py); None for MLX's default device.
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
             small cases of patches.
         callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
@@ -50,6 +54,7 @@ class Dispatch:
     rankings: object | None = None
     builders: Executor | None = None
     foreseen: set[Hashable] | None = None
+    device: Callable[[Any], list[mx.array]] | None = None
     small_case: list[str] | None = None
     callers: list[NotedCall] | None = None
     recurrences: Counter[str] = field(default_factory=Counter)
