@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,10 @@ class _Fast:
 
 
 def forget_kernels() -> None:
-    """Let the next call build its kernels anew; tilings hold the launches that were made with them."""
+    """Let the next call build its kernels anew; tilings and plans hold the launches that were made with them."""
     builds.forget()
+    for name, module in sys.modules.items():
+        if name.startswith("deltatune.ops.") and hasattr(module, "_plan"):
+            module._plan.cache_clear()
     for remembered in (launch.kernel_of, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
         remembered.cache_clear()
