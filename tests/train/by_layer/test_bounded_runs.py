@@ -144,7 +144,8 @@ def test_a_bound_that_everything_fits_within_changes_no_result(config, tmp_path,
 
 def test_layers_that_stay_are_not_waited_for_on_an_nvidia_gpu(config, least, whole, tmp_path, capsys, monkeypatch):
     begun, plain = [], mx.async_eval
-    monkeypatch.setattr(store, "backend", SimpleNamespace(device=lambda: "cuda"))
+    asked = {"launches_ahead": lambda: True, "has_own_memory": lambda: False}
+    monkeypatch.setattr(store, "backend", SimpleNamespace(**asked))
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.append(len(arrays)) or plain(*arrays))
     train(in_folder(config, tmp_path / "more", memory=least(config) + 1_000_000))
     streamed = int(re.search("([1-3]) of 4 layers", capsys.readouterr().out)[1])

@@ -26,14 +26,14 @@ _MEMBER = re.compile(r"(?:constexpr (?:constant )?(?:int|bool)|using) ([^;]*?);"
 _OPERATORS = {"&&": " and ", "||": " or ", "!": " not ", "/": "//", "::": ".", "true": "True", "false": "False"}
 
 
-class StoreInstruction(NamedTuple):
+class SharedMatrix(NamedTuple):
     """A type of matrices in shared memory: the bytes of an element, and the planes of bf16 in which it is held."""
 
     bytes: int
     planes: int
 
 
-_PLAIN, _SINGLE, _PAIR = StoreInstruction(4, 0), StoreInstruction(2, 1), StoreInstruction(4, 2)
+_PLAIN, _SINGLE, _PAIR = SharedMatrix(4, 0), SharedMatrix(2, 1), SharedMatrix(4, 2)
 
 
 @cache
