@@ -1,7 +1,7 @@
 """Finds the statements of deltatune that only a Mac runs, by reading the source.
 
-A condition on the device (`backend.device() == "metal"`, `here == "cpu"`, `mx.metal.is_available()`) is evaluated as on
-a CPU and as on a Mac. Statements that a CPU never reaches and a Mac may reach are a Mac's, and so are statements that
+A condition on the device (`backend.device() == "metal"`, `here == "cpu"`, `mx.metal.is_available()`, a fact of
+machine/backend.py such as `backend.launches_ahead()`) is evaluated as on a CPU and as on a Mac. Statements that a CPU never reaches and a Mac may reach are a Mac's, and so are statements that
 choose within an expression. Functions that nothing but such statements names are a Mac's as a whole.
 """
 
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from deltatune.machine import backend
 
 DEVICES = {"cpu", "cuda", "metal", "hopper"}
 # Expressions that give the name of a device: calls of functions, variables and attributes with these names.
@@ -46,11 +48,24 @@ def truth(test: ast.expr, device: str) -> bool | None:
             return None if None in parts else not decides
         case ast.Call(ast.Attribute(ast.Attribute(attr="metal"), "is_available")):
             return device == "metal"
+        case ast.Call(ast.Attribute(ast.Name("backend"), fact)) if fact in FACTS:
+            return truth(FACTS[fact], device)
         case ast.Compare(left, [ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn() as operator], [right]):
             names = _devices_in(right)
             if _names_device(left) and names is not None:
                 return (device in names) == isinstance(operator, ast.Eq | ast.In)
     return None
+
+
+def _facts() -> dict[str, ast.expr]:
+    """The conditions that functions of machine/backend.py return, by the function's name."""
+    functions = ast.parse(Path(backend.__file__).read_text(encoding="utf-8")).body
+    returned = {one.name: one.body[-1] for one in functions if isinstance(one, ast.FunctionDef)}
+    conditions = {name: last.value for name, last in returned.items() if isinstance(last, ast.Return)}
+    return {name: value for name, value in conditions.items() if isinstance(value, ast.Compare)}
+
+
+FACTS = _facts()
 
 
 def _names_device(node: ast.expr) -> bool:
