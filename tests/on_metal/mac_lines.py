@@ -1,8 +1,9 @@
 """Finds the statements of deltatune that only a Mac runs, by reading the source.
 
 A condition on the device (`backend.device() == "metal"`, `here == "cpu"`, `mx.metal.is_available()`, a fact of
-machine/backend.py such as `backend.launches_ahead()`) is evaluated as on a CPU and as on a Mac. Statements that a CPU never reaches and a Mac may reach are a Mac's, and so are statements that
-choose within an expression. Functions that nothing but such statements names are a Mac's as a whole.
+machine/backend.py such as `backend.launches_ahead()`) is evaluated as on a CPU and as on a Mac. Statements that a CPU
+never reaches and a Mac may reach are a Mac's, and so are statements that choose within an expression. Functions that
+nothing but such statements names are a Mac's as a whole.
 """
 
 from __future__ import annotations
