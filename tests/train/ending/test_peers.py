@@ -67,7 +67,8 @@ KILLED_WHILE_OTHERS_WAIT = """
 import os, signal, sys, threading, time
 import deltatune
 import mlx.core as mx
-from deltatune.train import distributed, evaluate
+from deltatune.train import distributed
+from deltatune.train.evaluation import evaluate
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.samples import Samples
 from deltatune.train.saved.outputs import Outputs
