@@ -78,7 +78,6 @@ PATCHES = (
         _has_no_gradient,
         reason="routers of mlx-vlm before 0.7.5 let gradients reach the indices of chosen experts, which MLX refuses",
         without="Mixtures of experts of mlx-vlm before 0.7.5 cannot be trained then.",
-        needed_for=(TRAINING,),
     ),
     _update(QWEN3_5, "==0.7.0", "", _QWEN3_5_HOLDERS),
     _update(QWEN3_5, ">=0.7.1,<=0.7.10", _STEPS, _QWEN3_5_HOLDERS),
