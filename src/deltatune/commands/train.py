@@ -47,9 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_batch(config: TrainConfig) -> None:
     """Print the first batch, which is made without a weight of the model."""
     from ..data.batches.show import show_batch
+    from ..train.options_check import check_options
     from ..train.setup import ready
     from ..wrapping import say
 
+    for line in check_options(config):
+        say(line)
     say(f"Loading {config.model}")
     run = ready(config, lazy=True)
     if run.world.main:

@@ -8,6 +8,7 @@ from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..train import Result, Trainer
 from ..train.distributed import World
+from ..train.options_check import check_options
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
 from ..train.saved.folder import RunFolder
@@ -49,6 +50,8 @@ class PlannedRun(Run):
         """
         world = world or World()
         screen = Screen(shown=world.main, verbose=verbose, plain=world.size > 1)
+        for line in check_options(config):
+            screen.say(line)
         screen.say(f"Loading {config.model}")
         bounded = config.memory is not None
         run = ready(config, world=world, lazy=bounded)

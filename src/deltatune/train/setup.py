@@ -66,7 +66,7 @@ class Run:
         splits: The examples.
         world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
-        notes: Notes on options that are hardly meant, and on known faults of the model that the rows reach.
+        notes: Notes on known faults of the model that the rows reach.
     """
 
     config: TrainConfig
@@ -114,7 +114,8 @@ def ready(
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
     """
-    notes = check_options(config) if config.train else []
+    if config.train:
+        check_options(config)
     # A wrong path is reported at once, and data that are missing before a model is downloaded.
     path = None if comes_from_hub(config.model) else locate(config.model)
     image = first_image(config)
@@ -125,7 +126,7 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    notes += fault_notes(loaded.model, loaded.config, _lengths(splits, config))
+    notes = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
     return Run(config, loaded, splits, world or World(), image, notes)
 
 
