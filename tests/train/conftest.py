@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -204,19 +205,33 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         # The launcher would busily read its standard input if that had ended, so it gets a pipe that never ends.
         silent, never_written = os.pipe()
         try:
-            return subprocess.run(
-                [*command, *work],
-                stdin=silent,
-                capture_output=True,
-                text=True,
-                timeout=240,
-                env=os.environ | allowed | {"PATH": search_path},
-            )
+            environment = os.environ | allowed | {"PATH": search_path}
+            return _within(PATIENCE, [*command, *work], tmp_path, stdin=silent, env=environment)
         finally:
             os.close(silent)
             os.close(never_written)
 
     return call
+
+
+# The most seconds that ranks may take, on a machine with other work too.
+PATIENCE = 150
+
+
+def _within(seconds: float, command: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts others. Behind the time limit all of them are killed, and the test fails."""
+    # Pipes would stay open as long as one of the others lives.
+    with (folder / "printed").open("w+") as out, (folder / "errors").open("w+") as err:
+        with subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, **options) as process:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                subprocess.run(["pkill", "-9", "-f", str(folder)])
+                pytest.fail(f"the ranks have not ended within {seconds} s")
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
 
 
 def _free_ports(count: int) -> int:
