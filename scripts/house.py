@@ -46,7 +46,7 @@ BUDGETS = {
     "options": Budget(1_245, 1_050),
     "root": Budget(905, 450),
     "kernels": Budget(11_800, 10_800),
-    "tests": Budget(54_995, 46_000),
+    "tests": Budget(55_000, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1
