@@ -17,6 +17,9 @@ from typing import Any
 
 # One number for the tests and the programs that they start: bits are compared between them.
 os.environ.setdefault("DELTATUNE_THREADS", "1")
+# NumPy has an OpenBLAS of its own, whose idle threads wait in a loop: a tenth of the time of comparisons with float64,
+# and for ever where ranks share too few cores.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # What is printed depends on it: on a dumb terminal rich takes every line for 80 columns wide.
 os.environ["TERM"] = "xterm"
 # Programs that tests start import tests/quick_start/sitecustomize.py, and so do the processes of pytest-xdist.
@@ -33,7 +36,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_headers
-import numpy_threads
 import vision
 from deltatune.machine import blas
 from families import FAMILIES, NESTED, VOCABULARY, with_noise
@@ -41,7 +43,6 @@ from other_models import other_model  # noqa: F401  (a fixture)
 from slowest_first import slowest_first
 
 mlx_headers.read_once(mlx_headers.kept_in(Path(sys.prefix)))
-numpy_threads.use_one()
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

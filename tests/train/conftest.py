@@ -205,8 +205,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         # The launcher would busily read its standard input if that had ended, so it gets a pipe that never ends.
         silent, never_written = os.pipe()
         try:
-            # NumPy's own BLAS waits for its threads in a loop, for ever where ranks share too few cores.
-            environment = os.environ | allowed | {"PATH": search_path, "OPENBLAS_NUM_THREADS": "1"}
+            environment = os.environ | allowed | {"PATH": search_path}
             return _within(PATIENCE, [*command, *work], tmp_path, stdin=silent, env=environment)
         finally:
             os.close(silent)
