@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError
@@ -16,24 +17,29 @@ from ..machine import ranks
 from ..options.chat_template import parsed_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import SIZE, build, bytes_of, check_values, checked, fields_of, refuse_unlikely
+from ..options.values import Range, build, check_values, checked, fields_of
 from ..wrapping import say
 
 
+@contextlib.contextmanager
+def _of_argument() -> Iterator[None]:
+    """Raise a UserError on a nameless value as argparse's error, which names the flag."""
+    try:
+        yield
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+
+
+@_of_argument()
 def _text(text: str) -> str:
     """Return the text of an argument that may not be empty; type=str takes any."""
-    try:
-        return checked(text, str, {}, "")
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+    return checked(text, str, {}, "")
 
 
+@_of_argument()
 def _template_variables(text: str) -> dict[str, Any]:
     """Return the variables of a chat template that a JSON text holds."""
-    try:
-        return parsed_options(text, "")
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+    return parsed_options(text, "")
 
 
 def _ranks(text: str) -> Any:
@@ -90,23 +96,14 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
 
+@_of_argument()
 def size(text: str) -> int:
     """Return the bytes that a text such as `4GB`, `500MB` or a plain number stands for."""
-    count = bytes_of(text)
-    if count is None:
-        raise argparse.ArgumentTypeError(f"expected {SIZE}, got {text!r}")
-    try:
-        refuse_unlikely(count)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return count
+    return checked(text, int, {"range": Range(least=0, most=2**63 - 1, size=True)}, "")
 
 
 # The options with flags that take another form than their type's.
-_CONVERT = {
-    "chat_template_config": _template_variables,
-    "rank_pattern": _ranks,
-}
+_CONVERT = {"chat_template_config": _template_variables, "rank_pattern": _ranks}
 
 
 def flag_name(option: str, metadata: Mapping[str, Any]) -> str:

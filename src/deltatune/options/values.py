@@ -251,8 +251,8 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
         before = {bool: "true, false or ", dict: "a mapping or "}
         words = "".join(before[typing.get_origin(other) or other] for other in others)
         raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}.")
-    if metadata.get("range") and metadata["range"].size:
-        refuse_unlikely(scalar, f"{name}: ")
+    if metadata.get("range") and metadata["range"].size and 0 < scalar < _LEAST_SIZE:
+        raise UserError(f"{name}: {scalar} counts bytes; write {scalar}GB if gigabytes are meant.")
     return scalar
 
 
@@ -263,12 +263,6 @@ def bytes_of(text: str) -> int | None:
         return int(Decimal(match[1]) * _SIZES[match[2].upper()]) if match else None
     except (InvalidOperation, KeyError):
         return None
-
-
-def refuse_unlikely(size: int, before: str = "") -> None:
-    """Raise UserError for a number of bytes that can only be meant in another unit; `before` begins the message."""
-    if 0 < size < _LEAST_SIZE:
-        raise UserError(f"{before}{size} counts bytes; write {size}GB if gigabytes are meant.")
 
 
 def _scalar(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
