@@ -292,15 +292,16 @@ def _hold_out(
     share = _VAL_SPLIT if config.val_split is None else config.val_split
     if not share or tables["valid"] or config.val_batches == 0:
         return
-    examples = splits["train"]
-    rows = list(dict.fromkeys(example.row for example in examples))
+    # A conversation may make several examples.
+    examples = [(example.documents[0].row, example) for example in splits["train"]]
+    rows = list(dict.fromkeys(row for row, _ in examples))
     count = max(round(share * len(rows)), 1)
     if config.val_split is None and len(rows) < max(_LEAST_ROWS, config.batch_size + count):
         return
     drawn = np.random.default_rng(config.seed).permutation(len(rows))[:count]
     held_out = {rows[index] for index in drawn}
-    splits["train"] = [example for example in examples if example.row not in held_out]
-    splits["valid"] = [example for example in examples if example.row in held_out]
+    splits["train"] = [example for row, example in examples if row not in held_out]
+    splits["valid"] = [example for row, example in examples if row in held_out]
     notes.append(
         f"Validation: {count:,} of {len(rows):,} training rows, drawn by the seed, are held out, since the data "
         "have no validation set; --val-split 0 trains on all."

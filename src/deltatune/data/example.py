@@ -11,6 +11,9 @@ import numpy as np
 from ..options.conditions import Facts
 from .vision.media import Pictures
 
+# Begins the end of the source of an example that is a part of a conversation.
+PART = " (messages 1 to "
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
@@ -32,7 +35,7 @@ class Example:
     @property
     def row(self) -> str:
         """The row of data, of which a conversation may make several examples."""
-        return self.source.partition(" (messages ")[0]
+        return self.source.partition(PART)[0]
 
     @property
     def positions(self) -> int:

@@ -17,7 +17,7 @@ from .chats.chat import ChatTokenizer
 from .chats.rendering import ChatRow, Item, Rendered, Renderer
 from .chats.template_probes import REASONING
 from .chats.unwritten import MarkedCopy, UnwrittenParts
-from .example import Example
+from .example import PART, Example
 from .rows import turn_marks
 from .rows.row_formats import (
     ASSISTANT,
@@ -180,7 +180,7 @@ class TextEncoder:
 
     def _chat_example(self, item: Conversation, row: ChatRow, tokens: list[int], rows: int) -> Example:
         """Return the example of one of a conversation's rows."""
-        source = item.source if rows == 1 else f"{item.source} (messages 1 to {row.messages})"
+        source = item.source if rows == 1 else f"{item.source}{PART}{row.messages})"
         targets, others = self._chats.targets(row, tokens, source)
         if item.turns is not None:
             thinking = item.options.get(THINKING, self._thinking)

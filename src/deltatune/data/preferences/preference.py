@@ -33,11 +33,6 @@ class Preference:
         return self.documents[0].source
 
     @property
-    def row(self) -> str:
-        """The row of data, of which a conversation may make several preferences."""
-        return self.documents[0].row
-
-    @property
     def positions(self) -> int:
         """The positions that both documents need in a packed row."""
         return sum(document.positions for document in self.documents)
