@@ -47,15 +47,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_batch(config: TrainConfig) -> None:
     """Print the first batch, which is made without a weight of the model."""
     from ..data.batches.show import show_batch
+    from ..train.distributed import World
     from ..train.options_check import check_options
+    from ..train.reports.screen import Screen
     from ..train.setup import ready
-    from ..wrapping import say
 
-    for line in check_options(config):
-        say(line)
-    say(f"Loading {config.model}")
-    run = ready(config, lazy=True)
-    if run.world.main:
-        for note in [*run.notes, *run.splits.notes]:
-            say(note)
+    world = World()
+    screen = Screen(shown=world.main, plain=world.size > 1)
+    for line in [*check_options(config), f"Loading {config.model}"]:
+        screen.say(line)
+    run = ready(config, world=world, lazy=True)
+    for note in [*run.notes, *run.splits.notes]:
+        screen.say(note)
+    if world.main:
         show_batch(next(run.training_order()), run.loaded.tokenizer)
