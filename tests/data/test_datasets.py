@@ -96,6 +96,14 @@ def test_a_file_is_the_training_data(tokenizer, folder, kind):
         load_datasets(config, tokenizer)
 
 
+@pytest.mark.bad_input("a damaged file as data")
+def test_a_damaged_file_is_named(tokenizer, folder, tmp_path):
+    (tmp_path / "lines.parquet").write_bytes(b"PAR1 and nothing else")
+    config = dataclasses.replace(folder(train=TEXT), data=str(tmp_path / "lines.parquet"))
+    with pytest.raises(UserError, match=r"lines.parquet: the datasets library cannot read this file: .* damaged"):
+        load_datasets(config, tokenizer)
+
+
 @pytest.mark.bad_input("a file of an unknown kind as data")
 def test_a_file_of_another_kind_is_refused(tokenizer, folder, tmp_path):
     (tmp_path / "notes.docx").write_text("a text")

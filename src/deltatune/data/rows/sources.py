@@ -141,8 +141,8 @@ def load_hugging_face(
         )
     file = expanded(name)
     if file.is_file():
-        name, options = str(file.parent), options | {"data_files": file.name}
-    path = _library_path(name, options)
+        options = options | {"data_files": file.name}
+    path = str(file.parent.absolute()) if file.is_file() else _library_path(name, options)
     verbosity = datasets.logging.get_verbosity()
     try:
         # The library logs a damaged file before it raises; the message below says it once.
@@ -204,6 +204,8 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
             f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
             "damaged or incomplete."
         )
+    if expanded(name).is_file():
+        return f"{where}: the datasets library cannot read this file: {first_line(cause)}; it may be damaged."
     return (
         f"{where}: no such data, neither a folder here nor a data set of the Hugging Face hub that can be reached: "
         f"{first_line(cause)}"
