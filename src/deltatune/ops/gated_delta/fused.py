@@ -15,7 +15,6 @@ BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
 PREPARE_INPUTS = ("q", "k", "log_g", "beta", "mask", "segments")
 SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
-SCAN_MEMORY_VALUES = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "UNSTAGED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
 # The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
@@ -23,6 +22,11 @@ SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "d_states", "u", "d_right", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
+
+
+def scan_shape(*, channel: bool) -> str:
+    """Return the text of the type with the compile-time values of a scan, for a gate per head or per key channel."""
+    return f"ScanShape<{', '.join(SCAN_VALUES)}, {str(channel).lower()}>"
 
 
 class Kernels(NamedTuple):
@@ -52,20 +56,23 @@ PREPARE = Kernel(
 )
 SCAN = Kernel(
     name="gated_delta_scan",
+    body="scan_chunks",
     files=bodies("chunk", "strips", "scan_memory", "scan"),
     values=SCAN_VALUES,
+    template=scan_shape(channel=False),
     sizes=("q_shape[1]",),
     inputs=("q", "k", "v", "mask", "initial", *PREPARED),
-    arrays=("q", "k", "v", "mask", "initial", *PREPARED, *SCANNED),
+    arrays=("q", "k", "ends", "v", "mask", "initial", *PREPARED, *SCANNED),
     memory="ScanMemory",
-    memory_values=SCAN_MEMORY_VALUES,
+    memory_values=(scan_shape(channel=False),),
 )
 REVERSE = replace(
     SCAN,
     name="gated_delta_reverse",
+    body="reverse_chunks",
     files=bodies("chunk", "strips", "scan_memory", "reverse"),
     inputs=("q", "k", "mask", "dy", "d_last", *PREPARED),
-    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
+    arrays=("q", "k", "ends", "dy", "mask", "d_last", *PREPARED, *REVERSED),
 )
 GRADIENTS = Kernel(
     name="gated_delta_gradients",

@@ -52,9 +52,11 @@ class Kernel:
     """The declaration of a kernel, which is called with its inputs and a plan.
 
     Attributes:
-        name: The name of the body, a function template, and of the kernel in a profile.
+        name: The name of the kernel in a profile.
+        body: The name of the body, a function template; by default that of the kernel.
         files: The files with the body and the functions that it calls, each after those on which it builds.
         values: The names of the compile-time values that the body takes, in its order.
+        template: The text of the body's template argument, if it takes one type with all values in place of them.
         sizes: The text of the sizes that the body takes before its arrays, where it is the same at every launch.
         inputs: The names of the inputs in the order of the kernel's parameters, of which a call may lack some; without
             them, all inputs of a call are taken as they come.
@@ -70,6 +72,8 @@ class Kernel:
     name: str
     files: tuple[str, ...]
     values: tuple[str, ...] = ()
+    template: str = ""
+    body: str = ""
     sizes: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ()
@@ -232,7 +236,7 @@ def _source(kernel: Kernel, sizes: tuple[str, ...], arguments: tuple[str, ...], 
         f"static_assert({kernel.memory}<{', '.join(kernel.memory_values)}>::bytes == {size}, "
         f'"launch and body lay out shared memory in the same way");\n'
         f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
-        f"{kernel.name}<{', '.join(kernel.values)}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
+        f"{kernel.body or kernel.name}<{kernel.template or ', '.join(kernel.values)}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
     )
 
 
