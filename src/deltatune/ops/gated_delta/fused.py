@@ -15,6 +15,7 @@ BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
 PREPARE_INPUTS = ("q", "k", "log_g", "beta", "mask", "segments")
 SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
+GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
 # The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
@@ -27,6 +28,11 @@ GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
 def scan_shape(*, channel: bool) -> str:
     """Return the text of the type with the compile-time values of a scan, for a gate per head or per key channel."""
     return f"ScanShape<{', '.join(SCAN_VALUES)}, {str(channel).lower()}>"
+
+
+def gradient_shape(*, channel: bool) -> str:
+    """Return the text of the type with the compile-time values of a gradient kernel, as scan_shape() does."""
+    return f"GradientShape<{', '.join(GRADIENT_VALUES)}, {str(channel).lower()}>"
 
 
 class Kernels(NamedTuple):
@@ -77,11 +83,12 @@ REVERSE = replace(
 GRADIENTS = Kernel(
     name="gated_delta_gradients",
     files=bodies("chunk", "gradient_slices", "gradient_gates", "gradients"),
-    values=(*BASE_VALUES, "OVERLAY", "UNSTAGED", "MASKED", "SEGMENTED"),
+    values=GRADIENT_VALUES,
+    template=gradient_shape(channel=False),
     sizes=("q_shape[1]",),
     inputs=GRADIENT_INPUTS,
     arrays=(*GRADIENT_INPUTS, *GRADIENTS_OUT),
     memory="GradientMemory",
-    memory_values=("In", "C", "DK", "SLICE", "GROUPS", "STAGES", "OVERLAY", "UNSTAGED"),
+    memory_values=(gradient_shape(channel=False),),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import fused
-from .fused import BASE_VALUES, PREPARE_INPUTS, PREPARED, REVERSED, SCANNED, Kernels, bodies, scan_shape
+from .fused import PREPARE_INPUTS, PREPARED, REVERSED, SCANNED, Kernels, bodies, gradient_shape, scan_shape
 
 # The further outputs of `prepare`: q, k and k at the chunk's end, decayed.
 _SCALED = ("queries", "keys", "ends")
@@ -47,8 +47,8 @@ GRADIENTS = replace(
     fused.GRADIENTS,
     name="gated_delta_channel_gradients",
     files=FILES,
-    values=(*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED"),
+    template=gradient_shape(channel=True),
     memory="ChannelGradientMemory",
-    memory_values=("In", "C", "DK", "SLICE", "STAGES", "UNSTAGED"),
+    memory_values=(gradient_shape(channel=True),),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS, (*PREPARED, *_SCALED))

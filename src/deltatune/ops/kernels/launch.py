@@ -232,11 +232,12 @@ def _machine() -> str:
 @cache
 def _source(kernel: Kernel, sizes: tuple[str, ...], arguments: tuple[str, ...], size: int) -> str:
     size_arguments = ", ".join(f"(int){text}" for text in sizes)
+    template = kernel.template or ", ".join(kernel.values)
     return (
         f"static_assert({kernel.memory}<{', '.join(kernel.memory_values)}>::bytes == {size}, "
         f'"launch and body lay out shared memory in the same way");\n'
         f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
-        f"{kernel.body or kernel.name}<{kernel.template or ', '.join(kernel.values)}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
+        f"{kernel.body or kernel.name}<{template}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
     )
 
 
