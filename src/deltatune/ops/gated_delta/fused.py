@@ -25,14 +25,9 @@ GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
 
 
-def scan_shape(*, channel: bool) -> str:
-    """Return the text of the type with the compile-time values of a scan, for a gate per head or per key channel."""
-    return f"ScanShape<{', '.join(SCAN_VALUES)}, {str(channel).lower()}>"
-
-
-def gradient_shape(*, channel: bool) -> str:
-    """Return the text of the type with the compile-time values of a gradient kernel, as scan_shape() does."""
-    return f"GradientShape<{', '.join(GRADIENT_VALUES)}, {str(channel).lower()}>"
+def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
+    """Return the text of a type with these compile-time values, for a gate per head or per key channel."""
+    return f"{name}<{', '.join(values)}, {str(channel).lower()}>"
 
 
 class Kernels(NamedTuple):
@@ -65,12 +60,11 @@ SCAN = Kernel(
     body="scan_chunks",
     files=bodies("chunk", "strips", "scan_memory", "scan"),
     values=SCAN_VALUES,
-    template=scan_shape(channel=False),
+    template=of_shape("ScanShape", SCAN_VALUES),
     sizes=("q_shape[1]",),
     inputs=("q", "k", "v", "mask", "initial", *PREPARED),
     arrays=("q", "k", "ends", "v", "mask", "initial", *PREPARED, *SCANNED),
     memory="ScanMemory",
-    memory_values=(scan_shape(channel=False),),
 )
 REVERSE = replace(
     SCAN,
@@ -84,11 +78,10 @@ GRADIENTS = Kernel(
     name="gated_delta_gradients",
     files=bodies("chunk", "gradient_slices", "gradient_gates", "gradients"),
     values=GRADIENT_VALUES,
-    template=gradient_shape(channel=False),
+    template=of_shape("GradientShape", GRADIENT_VALUES),
     sizes=("q_shape[1]",),
     inputs=GRADIENT_INPUTS,
     arrays=(*GRADIENT_INPUTS, *GRADIENTS_OUT),
     memory="GradientMemory",
-    memory_values=(gradient_shape(channel=False),),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import fused
-from .fused import PREPARE_INPUTS, PREPARED, REVERSED, SCANNED, Kernels, bodies, gradient_shape, scan_shape
+from .fused import GRADIENT_VALUES, PREPARE_INPUTS, PREPARED, REVERSED, SCAN_VALUES, SCANNED, Kernels, bodies, of_shape
 
 # The further outputs of `prepare`: q, k and k at the chunk's end, decayed.
 _SCALED = ("queries", "keys", "ends")
@@ -32,8 +32,7 @@ SCAN = replace(
     sizes=("v_shape[1]",),
     inputs=("v", "mask", "initial", *_SCALED, *PREPARED),
     arrays=(*_SCALED, "v", "mask", "initial", *PREPARED, *SCANNED),
-    template=scan_shape(channel=True),
-    memory_values=(scan_shape(channel=True),),
+    template=of_shape("ScanShape", SCAN_VALUES, channel=True),
 )
 REVERSE = replace(
     SCAN,
@@ -47,8 +46,7 @@ GRADIENTS = replace(
     fused.GRADIENTS,
     name="gated_delta_channel_gradients",
     files=FILES,
-    template=gradient_shape(channel=True),
+    template=of_shape("GradientShape", GRADIENT_VALUES, channel=True),
     memory="ChannelGradientMemory",
-    memory_values=(gradient_shape(channel=True),),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS, (*PREPARED, *_SCALED))
