@@ -3,14 +3,13 @@
 usage: python benchmarks/choosing.py [--updates 60] [--questions 60] RESULTS.jsonl
 
 Each run makes the same number of updates of 16 lines. One thing at a time differs from the middle: rank 8, learning
-rate 5e-3 (cosine to a twenty-fifth of it) and all 4,000 lines. A result is a line of RESULTS.jsonl; runs that are in it
+rate 5e-3 and all 4,000 lines. A result is a line of RESULTS.jsonl; runs that are in it
 already are not repeated. At the end all are printed as a table.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import deltatune  # noqa: F401  (before mlx)
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
 from deltatune.demo.flow import ask
-from deltatune.options.config import LoraConfig
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import ready
@@ -42,9 +40,8 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     lines = folder / "data" / "train.jsonl"
     kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
     lines.write_text("".join(kept), encoding="utf-8")
-    config = flow.options(MODEL, folder, run["updates"], (run["rate"], run["rate"] / 25))
-    lora = LoraConfig(rank=run["rank"], scale=2.0)
-    config = dataclasses.replace(config, lora_parameters=lora, steps_per_eval=run["updates"])
+    more = {"learning_rate": run["rate"], "lora_parameters": {"rank": run["rank"]}, "steps_per_eval": run["updates"]}
+    config = flow.options(MODEL, folder, run["updates"], **more)
     prepared = ready(config)
     prepared.prepare()
     result = Trainer.of(prepared, Screen(shown=False)).run()

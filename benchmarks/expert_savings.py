@@ -78,14 +78,13 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Losses, the share of right answers, and the bytes of adapters, gradients and moments, after a run."""
     changes, rate = RUNS[run["run"]], run["rate"]
     items = task.write(folder / "data", test=run["questions"])["test"]
-    config = flow.options(MODEL, folder, run["updates"], (rate, rate / 25))
-    config = replace(config, seed=run["seed"], steps_per_eval=run["updates"])
+    more = {"learning_rate": rate, "seed": run["seed"], "steps_per_eval": run["updates"]}
+    config = flow.options(MODEL, folder, run["updates"], **more)
     if "rank" in changes:
         chosen = {"rank_pattern": {EXPERTS: changes["rank"]}, "alpha": changes.get("alpha")}
         config = replace(config, lora_parameters=replace(config.lora_parameters, **chosen))
     if "optimizer" in changes:
-        settings = {changes["optimizer"]: config.optimizer_config["adamw"]}
-        config = replace(config, optimizer=changes["optimizer"], optimizer_config=settings)
+        config = replace(config, optimizer=changes["optimizer"])
     kinds = {"adamw": ROUNDED[changes["rounded"]]} if "rounded" in changes else {}
     with patch.dict(optimizers.OPTIMIZERS, kinds):
         prepared = ready(config)

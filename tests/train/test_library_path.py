@@ -45,7 +45,7 @@ RUNS = {
         "neftune_noise_alpha": 5.0,
         "optimizer": "adamw",
         "optimizer_config": {"adamw": {"weight_decay": 0.1}},
-        "lr_schedule": "cosine",
+        "lr_schedule": "linear",
         "warmup": 0.25,
         "loraplus_lr_ratio": 4.0,
         "grad_clip": 0.01,
