@@ -32,7 +32,7 @@ from .assets import MODEL
 from .screen import DemoScreen
 from .task import CafeMessage
 
-ITERATIONS = 260
+ITERATIONS = 120
 QUESTIONS = 240
 LONGEST = 72
 RELOAD = Path(__file__).with_name("reload.py")
@@ -157,7 +157,7 @@ def options(model: Path, output: Path, iterations: int, **more: Any) -> TrainCon
         iterations: The number of training iterations.
         more: Further options of TrainConfig, or others in the place of these.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(model),
         "data": str(output / "data"),
         "adapter_path": str(output),
