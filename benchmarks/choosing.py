@@ -3,7 +3,7 @@
 usage: python benchmarks/choosing.py [--updates 60] [--questions 60] RESULTS.jsonl
 
 Each run makes the same number of updates of 16 lines. One thing at a time differs from the middle: rank 8, learning
-rate 5e-3 and all 4,000 lines. A result is a line of RESULTS.jsonl; runs that are in it
+rate 5e-3 (cosine to a twenty-fifth of it) and all 4,000 lines. A result is a line of RESULTS.jsonl; runs that are in it
 already are not repeated. At the end all are printed as a table.
 """
 
@@ -40,8 +40,10 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     lines = folder / "data" / "train.jsonl"
     kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
     lines.write_text("".join(kept), encoding="utf-8")
-    more = {"learning_rate": run["rate"], "lora_parameters": {"rank": run["rank"]}, "steps_per_eval": run["updates"]}
-    config = flow.options(MODEL, folder, run["updates"], **more)
+    rate, updates = run["rate"], run["updates"]
+    schedule = {"name": "cosine_decay", "arguments": [rate, updates, rate / 25], "warmup": 10}
+    more = {"lora_parameters": {"rank": run["rank"]}, "optimizer_config": {"adamw": {"weight_decay": 0.0}}}
+    config = flow.options(MODEL, folder, updates, lr_schedule=schedule, steps_per_eval=updates, **more)
     prepared = ready(config)
     prepared.prepare()
     result = Trainer.of(prepared, Screen(shown=False)).run()
