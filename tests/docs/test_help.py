@@ -210,7 +210,7 @@ TABLE: list[tuple[str, str, Callable[[Shop], object]]] = [
     ("train", "--no-mask-prompt counts every token", lambda shop: "on completions only" not in shop.out("whole")),
     ("train", "key, or column, that holds the prompt of a row", lambda shop: reports(shop, "train_loss", "whole")),
     ("train", "key, or column, that holds the completion of a row", lambda s: reports(s, "train_loss", "whole")),
-    ("train", "a larger gradient is scaled down to this norm", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
+    ("train", "a larger gradient is scaled down to it", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     ("train", "factor of the learning rate of the B matrices", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     (
         "train",

@@ -103,20 +103,15 @@ class TrainConfig:
         None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
     )
     optimizer: str = option(
-        "adamw", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
+        "adamw", _OPTIMIZER, "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
     )
     optimizer_config: dict[str, dict[str, Any] | None] = option(
-        dict,
-        _OPTIMIZER,
-        "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}; bias_correction is true by "
-        "default",
-        flag=False,
+        dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
     learning_rate: float = option(
         None,
         _OPTIMIZER,
-        "largest learning rate, from which lr_schedule falls; default: 2e-4 for adapters and from_scratch, or 1e-5 "
-        "with a preference loss; in full fine-tuning a tenth of that",
+        "largest learning rate; default: 2e-4, or 1e-5 with a preference loss; in full fine-tuning a tenth of that",
         range=Range(above=0),
     )
     loraplus_lr_ratio: float | None = option(
@@ -141,10 +136,7 @@ class TrainConfig:
         range=Range(least=0),
     )
     grad_clip: float | None = option(
-        None,
-        _OPTIMIZER,
-        "largest global gradient norm; a larger gradient is scaled down to this norm",
-        range=Range(above=0),
+        None, _OPTIMIZER, "largest global gradient norm; a larger gradient is scaled down to it", range=Range(above=0)
     )
     grad_accumulation_steps: int = option(
         1,

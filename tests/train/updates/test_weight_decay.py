@@ -111,9 +111,7 @@ def test_every_optimizer_leaves_them_out(name):
         mx.random.seed(3)
         model = nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 7))
         settings = {name: {"weight_decay": decay} if decays else {}}
-        config = TrainConfig(
-            optimizer=name, optimizer_config=settings, learning_rate=0.1, warmup=0.0, fine_tune_type="full"
-        )
+        config = TrainConfig(optimizer=name, optimizer_config=settings, warmup=0.0, fine_tune_type="full")
         step = build_step(model, build_optimizer(config), full_loss(model), config, World())
         gradients = step.bundles.join(model.parameters())
         step.update(gradients, mx.array(1.0), mx.array(1.0))
