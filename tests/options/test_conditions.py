@@ -53,7 +53,7 @@ CASES = {
     ],
     "steps_per_sample": [(3, {"sample_prompts": ["a"]}, {})],
     "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
-    "optimizer_config": [({"adam": {}, "adamw": {"weight_decay": 0.1}}, {"optimizer": "AdamW"}, {})],
+    "optimizer_config": [({"adam": {"eps": 1e-6}, "adamw": {}}, {"optimizer": "Adam"}, {})],
     "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
     "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
     "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
