@@ -99,7 +99,8 @@ class Metal:
 
     def _attached(self, header: str, launch: Any) -> list[mx.array]:
         if header not in self._machines:
-            self._machines[header] = self._host.HostMachine(self._folder, header, optimised=self._optimised)
+            text = self._host.with_rough_exponentials(header)
+            self._machines[header] = self._host.HostMachine(self._folder, text, optimised=self._optimised)
         machine = self._machines[header]
         machine.compile([launch])
         entry = ctypes.cast(machine.entries[self._host.specialise(launch)[0]], ctypes.c_void_p)
