@@ -26,6 +26,8 @@ ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 PIECE = {ELEMENTS: 800, OPERATIONS: 400}
 # A command with --memory has smaller pieces, which hold less of its limit.
 SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
+# MLX's own sizes on the largest Apple GPUs, where no variable is set.
+METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}
 # This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
 # The rank of a process: mlx.launch counts over all machines, Open MPI's variable counts on one machine.
@@ -156,9 +158,9 @@ def _bounds_memory(arguments: list[str]) -> bool:
     return False
 
 
-def queued() -> dict[str, int]:
-    """Return the most that a piece of work for an NVIDIA GPU has, by the variables' names, as in PIECE."""
-    return {name: _leading_number(name, size) for name, size in PIECE.items()}
+def queued(otherwise: Mapping[str, int] = PIECE) -> dict[str, int]:
+    """Return the most that a piece of work for a GPU has by the variables, where they are unset as in `otherwise`."""
+    return {name: _leading_number(name, size) for name, size in otherwise.items()}
 
 
 def _leading_number(name: str, otherwise: int) -> int:

@@ -7,6 +7,7 @@ goes before them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import mlx.core as mx
 
 from ..tracing import dispatch
 from . import cubin
-from .memory import FOLDER, bytes_of
+from .memory import FOLDER, bytes_of, without_comments
 
 # Hopper's own instructions, which the bodies of its kernels build on.
 HOPPER_WORDS = ("hopper.h", "hopper_tiles.h")
@@ -267,4 +268,9 @@ def kernel_of(
         return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads, kernel.resident)
     # Within a process MLX finds a kernel that it built by its name, so different texts need different names.
     unique = f"{name}_{crc32((text + source).encode()):08x}"
-    return mx.fast.metal_kernel(unique, list(inputs), list(outputs), source, text)
+    return mx.fast.metal_kernel(unique, list(inputs), list(outputs), source, stripped(text))
+
+
+def stripped(text: str) -> str:
+    """Return a kernel's text without comments and indentation: MLX joins and compares all of it at each launch."""
+    return re.sub(r"\s*\n\s*", "\n", without_comments(text))
