@@ -42,6 +42,10 @@ CASES = {
         (0.1, {"loss": "cpo"}, {"loss": "cpo", "loss_variant": "hinge"}),
         (0.1, {"loss": "simpo"}, {"loss": "kto"}),
     ],
+    "reward_funcs": [(["exact"], None, {})],
+    "reward_weights": [([0.5], None, {})],
+    "reward_timeout": [(60.0, None, {})],
+    "reward_errors": [("none", None, {})],
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],
     "test_batches": [(500, {"test": True}, {})],
@@ -117,7 +121,8 @@ def told(run, tmp_path):
         lora = dict(content.pop("lora_parameters", {}))
         words = []
         if as_flag:
-            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else [str(value)])]
+            texts = map(str, value) if isinstance(value, list) else [str(value)]
+            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else texts)]
         elif name in fields_of(LoraConfig):
             lora[name] = value
         elif "." not in name:

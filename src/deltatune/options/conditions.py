@@ -43,6 +43,7 @@ TRAINING: Conditions = {
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
         lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in ("sigmoid", "robust")),
+    "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
     "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
