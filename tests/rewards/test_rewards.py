@@ -36,8 +36,8 @@ def dies(completions):
 def killed(completions):
     return [os.kill(os.getpid(), 9) if completions[at] == "c" else 1.0 for at in range(3)]
 def forks(completions):
-    os.fork()
-    return [1.0 for _ in completions]
+    reward = 1.0 if os.fork() else 5.0
+    return [reward for _ in completions]
 def leaves(completions):
     if os.fork() == 0:
         time.sleep(600)
