@@ -37,7 +37,7 @@ BUDGETS = {
     "export": Budget(1_815, 1_600),
     "plan": Budget(3_955, 3_300),
     "train": Budget(9_555, 8_000),
-    "rewards": Budget(690, 600),
+    "rewards": Budget(700, 600),
     "data": Budget(6_905, 5_300),
     "models": Budget(4_965, 3_600),
     "patches": Budget(4_310, 3_400),

@@ -87,9 +87,9 @@ def folder(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def opened(*functions, report=lambda text: None, check=lambda: None, **options):
+def opened(*functions, report=lambda text: None, **options):
     """Open reward functions; no process of theirs runs behind the `with` block."""
-    with Rewards(TrainConfig(reward_funcs=functions, **options), report, check) as rewards:
+    with Rewards(TrainConfig(reward_funcs=functions, **options), report) as rewards:
         groups = [child._process.pid for child in rewards._children]
         yield rewards
     assert not [group for group in groups if running(group)]
@@ -203,11 +203,11 @@ def test_a_check_leaves_within_a_second_and_the_next_batch_is_asked_anew(folder)
         if stops:
             raise KeyboardInterrupt
 
-    with opened("rewards.py:sleeps,counts", check=check) as rewards:
+    with opened("rewards.py:sleeps,counts") as rewards:
         stops.append(True)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            rewards(PROMPTS, COMPLETIONS, COLUMNS)
+            rewards(PROMPTS, COMPLETIONS, COLUMNS, check)
         assert time.monotonic() - began < 1
         stops.clear()
         np.testing.assert_array_equal(rewards(["p"], ["a"], {}), [[1], [1]])

@@ -36,7 +36,6 @@ class Rewards:
     Args:
         config: The options reward_funcs, reward_weights, reward_timeout and reward_errors.
         report: Is called with texts for the user: failures that do not stop, and output of the functions.
-        check: Is called twenty times a second while rewards are awaited; an exception leaves the call.
 
     Attributes:
         names: The names of the functions, which differ from one another.
@@ -51,12 +50,9 @@ class Rewards:
         array([[1., 0.]])
     """
 
-    def __init__(
-        self, config: TrainConfig, report: Callable[[str], object] = say, check: Callable[[], object] = lambda: None
-    ):
+    def __init__(self, config: TrainConfig, report: Callable[[str], object] = say):
         self._config = config
         self._report = report
-        self._check = check
         self._children = [RewardChild(*about) for text in config.reward_funcs for about in named(text)]
         self.names = _unlike([child.name for child in self._children])
         self.weights = np.array(config.reward_weights or [1] * len(self.names), np.float64)
@@ -68,7 +64,7 @@ class Rewards:
                 raise UserError(
                     f"reward_weights: expected a number for each of {', '.join(self.names)}, got {len(self.weights)}."
                 )
-            self._load()
+            self._load(lambda: None)
             stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -78,7 +74,11 @@ class Rewards:
         self.close()
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        check: Callable[[], object] = lambda: None,
     ) -> np.ndarray:
         """Return the rewards of completions.
 
@@ -87,6 +87,7 @@ class Rewards:
             completions: The completions: texts, or lists of messages where the prompts are such.
             columns: The further columns of the data by name, a value a completion; completion_ids, the tokens of each
                 completion, among them.
+            check: Is called twenty times a second while rewards are awaited; an exception leaves the call.
 
         Returns:
             The rewards in float64, [functions, completions]; NaN stands for None.
@@ -98,8 +99,8 @@ class Rewards:
         values = {**columns, "prompts": list(prompts), "completions": list(completions)}
         # A value that JSON lacks, such as a date in Parquet data, is handed over as text.
         request = json.dumps(values, default=str).encode()
-        self._load()
-        self._ask(request, self._children, self._config.reward_timeout, "refused")
+        self._load(check)
+        self._ask(request, self._children, self._config.reward_timeout, check, ("refused",))
         failures = [_failure(child, prompts) for child in self._children if "error" in child.reply]
         if failures and self._config.reward_errors == "stop":
             raise RewardError(
@@ -116,19 +117,26 @@ class Rewards:
         for child in self._children:
             child.end()
 
-    def _load(self) -> None:
+    def _load(self, check: Callable[[], object]) -> None:
         """Load the functions of the processes that do not run."""
         children = [child for child in self._children if not child.runs]
-        self._ask(b"", children, _LOAD_SECONDS, "refused", "error")
+        self._ask(b"", children, _LOAD_SECONDS, check, ("refused", "error"))
 
-    def _ask(self, request: bytes, children: list[RewardChild], seconds: float, *fatal: str) -> None:
+    def _ask(
+        self,
+        request: bytes,
+        children: list[RewardChild],
+        seconds: float,
+        check: Callable[[], object],
+        fatal: tuple[str, ...],
+    ) -> None:
         """Send a request to processes and wait for their replies, of which some kinds are a UserError."""
         end = time.monotonic() + seconds
         try:
             for child in children:
                 child.ask(request)
             while waiting := [child for child in children if child.waits]:
-                self._check()
+                check()
                 connection.wait([pipe for child in waiting for pipe in child.pipes], _LOOK_SECONDS)
                 for child in waiting:
                     child.read()
