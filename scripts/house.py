@@ -42,12 +42,12 @@ BUDGETS = {
     "models": Budget(4_965, 3_600),
     "patches": Budget(4_310, 3_400),
     "lora": Budget(2_700, 2_300),
-    "ops": Budget(14_950, 12_000),
+    "ops": Budget(15_065, 12_000),
     "machine": Budget(2_001, 2_500),
     "options": Budget(1_256, 1_050),
     "root": Budget(905, 450),
     "kernels": Budget(11_800, 10_800),
-    "tests": Budget(55_330, 46_000),
+    "tests": Budget(55_440, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1
