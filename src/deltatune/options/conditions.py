@@ -43,7 +43,6 @@ TRAINING: Conditions = {
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
         lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in ("sigmoid", "robust")),
-    "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
     "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
@@ -52,6 +51,7 @@ TRAINING: Conditions = {
     "steps_per_eval": (
         "where val_batches is not 0, or for sample_prompts without steps_per_sample",
         lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
+    "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
     "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
     "learning_rate lr_schedule warmup loraplus_lr_ratio": (
