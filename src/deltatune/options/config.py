@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from .chat_template import checked_options
 from .lora_parameters import LoraConfig
-from .values import Range, build, fix, nearest, option
+from .values import FINITE, Range, build, fix, nearest, option
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
@@ -101,6 +101,24 @@ class TrainConfig:
     router_z_loss_coef: float = option(0.0, _LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
     neftune_noise_alpha: float | None = option(
         None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
+    )
+    reward_funcs: list[str] = option(
+        list,
+        _LOSS,
+        "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
+        "length:TOKENS, repetition, math-verify or reasoning-gym",
+    )
+    reward_weights: list[float] = option(
+        list, _LOSS, "factor of each reward function's rewards in their sum; default: 1 for all", range=FINITE
+    )
+    reward_timeout: float = option(
+        60.0, _LOSS, "seconds that the rewards of a batch may take", range=Range(above=0, most=86400)
+    )
+    reward_errors: str = option(
+        "stop",
+        _LOSS,
+        "whether a reward function that fails ends the run (stop), or gives no reward (none)",
+        choices=("stop", "none"),
     )
     optimizer: str = option(
         "adamw", _OPTIMIZER, "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
