@@ -87,8 +87,6 @@ def decode_together(model: Any, prompts: list[list[int]], tokens: int) -> Decode
             super()._take(chosen)
             times.append(time.perf_counter())
 
-    import mlx.core as mx
-
     rows, times = len(prompts), [time.perf_counter()]
     answers = Timed(model, rows, (), _WARM_UP + tokens).run(prompts)
     # The last step is one that nobody needs, started before its predecessor's tokens were read.

@@ -59,9 +59,7 @@ def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch):
     model = adapted(tiny_model)
     traces = []
     plain = batch_decoder.logits_of
-    monkeypatch.setattr(
-        batch_decoder, "logits_of", lambda *a, **o: (traces.append(a[1].shape[1]), plain(*a, **o))[1]
-    )
+    monkeypatch.setattr(batch_decoder, "logits_of", lambda *a, **o: (traces.append(a[1].shape[1]), plain(*a, **o))[1])
     prompts = [[3, 5, 8], [1, 9, 2]]
     found = []
     with patched():

@@ -170,7 +170,7 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
         lambda rows: planner.at(rows, length, least), limits, {rows: first},
-        Values(_rows_each(config), max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
+        Values(config.rows_each, max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
         # Half of the operations, those of the recurrence, are as many for any number of rows.
         slower=lambda times: (1 + times) / 2,
     )  # fmt: skip
@@ -271,12 +271,7 @@ def _unplanned(run: Run, line: str) -> Bounds:
 
 def shape(run: Run) -> tuple[int, int]:
     """The rows and the length in tokens of the run's largest batch on one rank."""
-    return run.config.batch_size // run.world.size * _rows_each(run.config), run.training_order().widths[-1]
-
-
-def _rows_each(config: TrainConfig) -> int:
-    """How many rows of a batch one of its batch_size takes: 2 where a preference's documents have a row each."""
-    return 1 if config.loss == "sft" or config.pack else 2
+    return run.config.batch_size // run.world.size * run.config.rows_each, run.training_order().widths[-1]
 
 
 def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: DeviceLimits) -> str:
@@ -288,7 +283,7 @@ def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: Dev
         if fits(planner.at(plan.rows, plan.length, least), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    per_rank, until = _rows_each(config), time.monotonic() + _SECONDS
+    per_rank, until = config.rows_each, time.monotonic() + _SECONDS
     fewer_rows = Values(per_rank, plan.rows - per_rank)
     fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, deadline=until)
     if fitting.value:
@@ -347,7 +342,7 @@ def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:
     """The most preferences that a batch has room for; 0 where the loss reads none."""
-    if config.loss == "sft":
+    if not config.has_preferences:
         return 0
     if not config.pack:
         return rows // 2
@@ -367,7 +362,7 @@ def _positions(model_config: dict[str, Any]) -> int:
 
 def _per_run(largest_of_rank: Largest, run: Run) -> Largest:
     def batch(rows: int) -> int:
-        return rows // _rows_each(run.config) * run.world.size
+        return rows // run.config.rows_each * run.world.size
 
     return Largest(
         batch(largest_of_rank.value),

@@ -112,7 +112,9 @@ class BatchOrder:
     def next_examples(self) -> list[Example]:
         """Return this rank's documents of the next batch, in the place of the batch."""
         share = self._next_rows()[self._rank :: self._world]
-        return [document for row in share for number in self._rows[row] for document in self._examples[number].documents]
+        return [
+            document for row in share for number in self._rows[row] for document in self._examples[number].documents
+        ]
 
     def _next_rows(self) -> list[int]:
         """Return the row numbers of the next batch."""

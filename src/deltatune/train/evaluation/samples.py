@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import mlx.nn as nn
 from ...data.prompt_rows import messages_to_answer, tokens_to_answer
 from ...data.prompts import Question, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
-    ASSISTANT,
     Features,
     Messages,
     RowFormats,
