@@ -1,0 +1,195 @@
+"""Recorded rollouts on which deltatune and TRL compute advantages, losses and gradients, and deltatune's side of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from deltatune.data.batches.order import BatchOrder
+from deltatune.data.prompt_rows import PromptExample
+from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.options.config import TrainConfig
+from deltatune.train.batch_loss import arrays, loss_of
+from deltatune.train.distributed import World
+from deltatune.train.policy_gradient.policy_loss import rollout_loss
+from deltatune.train.rollouts.answer_sampler import SampledAnswers
+from deltatune.train.rollouts.rollout_order import RolloutOrder, Scoring
+
+PROMPTS, GENERATIONS, MOST, VOCABULARY = 3, 4, 6, 11
+ANSWERS = PROMPTS * GENERATIONS
+RECORDED = Path(__file__).with_name("rollouts_recorded.json")
+# The group of answers that all get the same reward.
+ALIKE = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """The options of a comparison.
+
+    Attributes:
+        options: Options of TrainConfig.
+        moved: Whether the policy has moved since it sampled, as in a second pass.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    moved: bool = True
+
+    @property
+    def config(self) -> TrainConfig:
+        passes = {"num_iterations": 2} if self.moved else {}
+        common = {"loss": "grpo", "batch_size": PROMPTS, "num_generations": GENERATIONS, "temperature": 0.8}
+        return TrainConfig(**common | {"max_completion_length": MOST, "max_seq_length": 32} | passes | self.options)
+
+
+CASES = {variant: Case({"loss_variant": variant}) for variant in ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")} | {
+    # TRL's RLOO corrects no sampler.
+    "rloo": Case({"loss_variant": "rloo", "sampler_correction": "none"}),
+    "cispo": Case({"loss_variant": "cispo", "epsilon_high": 1.1}),
+    "one pass": Case(moved=False),
+    "one pass of gspo": Case({"loss_variant": "gspo"}, moved=False),
+    "a higher limit": Case({"epsilon": 0.1, "epsilon_high": 0.3}),
+    "a reference": Case({"beta": 0.3}),
+    "a reference in one pass": Case({"beta": 0.3}, moved=False),
+    "a reference of grpo": Case({"beta": 0.3, "loss_variant": "grpo"}),
+    "a reference of rloo": Case({"beta": 0.3, "loss_variant": "rloo", "sampler_correction": "none"}),
+    "the deviation of the batch": Case({"scale_rewards": "batch"}),
+    "no deviation": Case({"scale_rewards": "none"}),
+    "answers with an end": Case({"mask_truncated_completions": True}),
+    "answers of grpo with an end": Case({"mask_truncated_completions": True, "loss_variant": "grpo"}),
+    "a correction of answers": Case({"sampler_correction": "sequence"}),
+    "no correction": Case({"sampler_correction": "none"}),
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """The rollouts: logits [N, M, V] of the policy that sampled, of the present one, and of a reference."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    ended: np.ndarray
+    rewards: np.ndarray
+    before: np.ndarray
+    now: np.ndarray
+    reference: np.ndarray
+    noise: np.ndarray
+
+    def log_probabilities(self, logits: np.ndarray, temperature: float) -> np.ndarray:
+        """Return the log-probabilities [N, M] of the answers' tokens, in fp32; 0 behind an answer."""
+        scaled = logits.astype(np.float64) / temperature
+        scaled = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+        chosen = np.take_along_axis(scaled, self.tokens[..., None], axis=-1)[..., 0]
+        return np.where(self.mask, chosen, 0).astype(np.float32)
+
+    @property
+    def mask(self) -> np.ndarray:
+        return np.arange(MOST) < self.lengths[:, None]
+
+
+def content(case: Case) -> Content:
+    random = np.random.default_rng(7)
+    lengths = random.integers(1, MOST + 1, ANSWERS).astype(np.int32)
+    lengths[[0, 5]] = MOST
+    tokens = random.integers(1, VOCABULARY, (ANSWERS, MOST)).astype(np.int32)
+    ended = lengths < MOST
+    tokens[~ended, MOST - 1] = 3
+    tokens[np.flatnonzero(ended), lengths[ended] - 1] = 1
+    tokens[np.arange(MOST) >= lengths[:, None]] = 0
+    rewards = random.uniform(0, 1, (2, ANSWERS)).astype(np.float32)
+    rewards[:, ALIKE * GENERATIONS : (ALIKE + 1) * GENERATIONS] = 0.5
+    # One answer without any reward, and one that a single function judged.
+    rewards[:, 2] = np.nan
+    rewards[1, 9] = np.nan
+    shape = (ANSWERS, MOST, VOCABULARY)
+    before, change, other = (random.normal(0, size, shape).astype(np.float32) for size in (1.5, 0.4, 0.5))
+    now = before + change if case.moved else before
+    noise = random.normal(0, 0.5, (ANSWERS, MOST)).astype(np.float32)
+    return Content(tokens, lengths, ended, rewards, before, now, before + other, noise)
+
+
+def of_rows(gradient: np.ndarray) -> list[float]:
+    """Return one number for the gradient of each answer's logits [N, M, V], which any change of it changes."""
+    direction = np.random.default_rng(1).normal(0, 1, gradient.shape[1:])
+    return (np.asarray(gradient, np.float64) * direction).sum(axis=(1, 2)).tolist()
+
+
+def ours(case: Case) -> dict[str, Any]:
+    """Return the advantages, the loss, and the numbers of its gradients, through the order of batches and the loss."""
+    config, given = case.config, content(case)
+    policy = SampledPolicy.of(config)
+    old = given.log_probabilities(given.before, config.temperature)
+    sampled = np.where(given.mask, old + given.noise, 0).astype(np.float32)
+    prompts = [
+        PromptExample(np.arange(1, 4 + at, dtype=np.int32), np.zeros(3 + at, bool), f"row {at}", question="", most=MOST)
+        for at in range(PROMPTS)
+    ]
+    order: list[int] = []
+
+    def sample(asked: list[PromptExample], _key: mx.array) -> SampledAnswers:
+        groups = [int(prompt.source.removeprefix("row ")) for prompt in asked]
+        order.extend(group * GENERATIONS + at for group in groups for at in range(GENERATIONS))
+        return SampledAnswers(
+            given.tokens[order], given.lengths[order], given.ended[order], sampled[order], np.zeros_like(sampled)
+        )
+
+    def placed(logits: np.ndarray, batch: Any) -> np.ndarray:
+        """Put the logits of answers where a batch has their targets; its rows are in the order of the prompts."""
+        rows = np.zeros((*batch.targets.shape, VOCABULARY), np.float32)
+        for row, documents in enumerate(batch.sources):
+            if documents:
+                group = documents[0]
+                number = [n for n in order if f"row {n // GENERATIONS}" == group][row % GENERATIONS]
+                first = int(group.removeprefix("row ")) + 2
+                rows[row, first : first + given.lengths[number]] = logits[number, : given.lengths[number]]
+        return rows
+
+    def scored(logits: np.ndarray) -> Any:
+        def score(batch: Any) -> np.ndarray:
+            found = mx.log(mx.softmax(policy.logits(mx.array(placed(logits, batch))), axis=-1))
+            return np.array(mx.take_along_axis(found, mx.array(batch.targets)[..., None], axis=-1)[..., 0])
+
+        return score
+
+    class Rewards:
+        names = ("one", "other")
+
+        def __call__(self, *_: Any) -> np.ndarray:
+            return given.rewards[:, order]
+
+    batches = RolloutOrder(
+        BatchOrder(prompts, PROMPTS, 32), sample, lambda answers: [""] * ANSWERS, Rewards(),
+        Scoring(scored(given.before), scored(given.reference)), config, World(),
+    )  # fmt: skip
+    batch = next(batches)
+    step_arrays = arrays(batch)
+
+    def loss(logits: mx.array) -> mx.array:
+        def token_losses(_inputs: mx.array, targets: mx.array) -> mx.array:
+            of_policy = policy.logits(logits)
+            chosen = mx.take_along_axis(of_policy, targets[..., None], axis=-1)[..., 0]
+            return mx.logsumexp(of_policy, axis=-1) - chosen
+
+        total, divisor, _ = loss_of(rollout_loss(token_losses, config), step_arrays)
+        return total / divisor
+
+    value, gradient = mx.value_and_grad(loss)(mx.array(placed(given.now, batch)))
+    whole = np.zeros((ANSWERS, MOST, VOCABULARY))
+    advantages = np.zeros(ANSWERS)
+    for row, documents in enumerate(batch.sources):
+        if documents:
+            number = [n for n in order if f"row {n // GENERATIONS}" == documents[0]][row % GENERATIONS]
+            first, length = int(documents[0].removeprefix("row ")) + 2, given.lengths[number]
+            whole[number, :length] = np.array(gradient)[row, first : first + length]
+            advantages[number] = batch.rollouts.advantages[row]
+    return {"loss": value.item(), "advantages": advantages.tolist(), "gradients": of_rows(whole)}
+
+
+def recorded() -> dict[str, SimpleNamespace]:
+    """Return the numbers that TRL gave, by case."""
+    return {name: SimpleNamespace(**values) for name, values in json.loads(RECORDED.read_text()).items()}
