@@ -24,8 +24,8 @@ from .rows.row_formats import (
 )
 from .vision.messages import media_kind
 
-# The column under which the answer of a conversation is handed to rewards.
-ANSWER = "completion"
+# The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.
+ANSWER = "answer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +87,15 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
     return conversation_tokens(tokenizer, messages, f"change {source}", options)
 
 
+def _answer(row: Mapping[str, Any], features: Features) -> Any:
+    """Return the content of the answer that a row has; None without one."""
+    answer = row.get(features.completion, row.get(features.chat))
+    if isinstance(answer, list):
+        last = answer[-1] if answer else None
+        answer = last.get("content") if isinstance(last, Mapping) and last.get("role") == ASSISTANT else None
+    return answer
+
+
 def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
     """Return the prompt of a row with its other columns.
 
@@ -106,9 +115,9 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
         messages = join_text_parts(messages, source)
         tokens = tokens_to_answer(tokenizer, messages, options, source)
         question = row[features.prompt] if isinstance(row.get(features.prompt), str) else messages
-        answers = row.get(features.chat)
-        if isinstance(answers, list) and len(answers) > len(messages) and isinstance(answers[-1], Mapping):
-            columns.setdefault(ANSWER, answers[-1].get("content"))
+        answer = _answer(row, features)
+        if answer is not None:
+            columns.setdefault(ANSWER, answer)
     if not tokens:
         raise UserError(f"{source}: no token is left of the prompt; remove this row.")
     targets = np.zeros(len(tokens), bool)

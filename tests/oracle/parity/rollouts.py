@@ -131,12 +131,16 @@ def ours(case: Case) -> dict[str, Any]:
     ]
     order: list[int] = []
 
-    def sample(asked: list[PromptExample], _key: mx.array) -> SampledAnswers:
-        groups = [int(prompt.source.removeprefix("row ")) for prompt in asked]
-        order.extend(group * GENERATIONS + at for group in groups for at in range(GENERATIONS))
-        return SampledAnswers(
-            given.tokens[order], given.lengths[order], given.ended[order], sampled[order], np.zeros_like(sampled)
-        )
+    class Sampler:
+        def __call__(self, asked: list[PromptExample], _key: mx.array) -> SampledAnswers:
+            groups = [int(prompt.source.removeprefix("row ")) for prompt in asked]
+            order.extend(group * GENERATIONS + at for group in groups for at in range(GENERATIONS))
+            return SampledAnswers(
+                given.tokens[order], given.lengths[order], given.ended[order], sampled[order], np.zeros_like(sampled)
+            )
+
+        def texts(self, _answers: SampledAnswers) -> list[str]:
+            return [""] * ANSWERS
 
     def placed(logits: np.ndarray, batch: Any) -> np.ndarray:
         """Put the logits of answers where a batch has their targets; its rows are in the order of the prompts."""
@@ -158,14 +162,14 @@ def ours(case: Case) -> dict[str, Any]:
 
     class Rewards:
         names = ("one", "other")
+        weights = np.ones(2)
 
         def __call__(self, *_: Any) -> np.ndarray:
             return given.rewards[:, order]
 
-    batches = RolloutOrder(
-        BatchOrder(prompts, PROMPTS, 32), sample, lambda answers: [""] * ANSWERS, Rewards(),
-        Scoring(scored(given.before), scored(given.reference)), config, World(),
-    )  # fmt: skip
+    scoring = Scoring(scored(given.before), scored(given.reference))
+    prompt_order = BatchOrder(prompts, PROMPTS, 32)
+    batches = RolloutOrder(prompt_order, Sampler(), Rewards(), lambda: None, scoring, config, World())  # type: ignore[arg-type]
     batch = next(batches)
     step_arrays = arrays(batch)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltatune.errors import UserError
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer
 from deltatune.train.ending.interrupt import StoppedError
@@ -21,11 +20,15 @@ class Letters:
     """Rewards the share of one letter in an answer, and an answer that is short."""
 
     names = ("letter", "short")
+    weights = np.array([1.0, 0.5])
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], list[str], dict[str, list[Any]]]] = []
 
-    def __call__(self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
+    def __call__(
+        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], check: Any
+    ) -> np.ndarray:
+        check()
         self.calls.append((list(prompts), list(completions), columns))
         shares = [
             text.count(letter) / (len(text) or 1) for text, letter in zip(completions, columns["letter"], strict=True)

@@ -20,13 +20,14 @@ from ...data.batches.order import BatchOrder
 from ...data.batches.rollout_batch import RolloutBatch
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
+from ...data.rows.row_formats import ASSISTANT
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
 from .advantages import group_advantages, leave_one_out, total_rewards
-from .answer_sampler import SampledAnswers
+from .answer_sampler import AnswerSampler, SampledAnswers
 from .rollout_figures import figures, names_of
 
 # An advantage below this is rounding alone.
@@ -38,12 +39,23 @@ class Rewards(Protocol):
 
     Attributes:
         names: The name of each function.
+        weights: The factors of the functions' rewards, [functions].
     """
 
     names: Sequence[str]
+    weights: np.ndarray
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, list[Any]]) -> Any:
-        """Return the rewards [functions, N] of N answers, NaN where a function gives none."""
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        check: Callable[[], None],
+    ) -> np.ndarray:
+        """Return the rewards [functions, N] of N answers, NaN where a function gives none.
+
+        Prompts and answers are texts or messages. `check` is called while rewards are awaited, and may raise.
+        """
 
     def close(self) -> None:
         """End what the functions run in."""
@@ -112,9 +124,9 @@ class RolloutOrder:
 
     Args:
         prompts: This rank's prompts, in the order of the data.
-        sample: Samples answers to prompts, from a random key.
-        texts: Returns the texts of sampled answers.
+        sampler: Samples answers to prompts.
         rewards: The reward functions.
+        check: Is called while rewards are awaited, and may leave the sampling by an error.
         scoring: Gives log-probabilities in training.
         config: The options of the run.
         world: The ranks of the run.
@@ -123,22 +135,21 @@ class RolloutOrder:
     def __init__(
         self,
         prompts: BatchOrder,
-        sample: Callable[[Sequence[PromptExample], mx.array], SampledAnswers],
-        texts: Callable[[SampledAnswers], list[str]],
+        sampler: AnswerSampler,
         rewards: Rewards,
+        check: Callable[[], None],
         scoring: Scoring,
         config: TrainConfig,
         world: World,
     ):
         self._prompts = prompts
-        self._sample = sample
-        self._texts = texts
+        self._sampler = sampler
         self._rewards = rewards
+        self._check = check
         self._scoring = scoring
         self._config = config
         self._world = world
         self._variant = variant_of(config)
-        self._weights = np.ones(len(rewards.names), np.float32)
         self._sampling = 0
         # How many batches of the present sampling were handed out, and the place of its prompts in the data.
         self._used = 0
@@ -201,17 +212,11 @@ class RolloutOrder:
         started = time.perf_counter()
         # The first half of the split is the dropout's of an iteration.
         key = mx.random.split(iteration_key(config.seed, self._sampling, self._world.rank))[1]
-        answers = self._sample(prompts, key)
+        answers = self._sampler(prompts, key)
         sampled = time.perf_counter()
-        questions = [prompt.question for prompt in prompts for _ in range(config.num_generations)]
-        names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
-        columns = {
-            name: [prompt.columns.get(name) for prompt in prompts for _ in range(config.num_generations)]
-            for name in names
-        }
         rewards = np.zeros((len(self._rewards.names), 0), np.float32)
         if prompts:
-            rewards = np.asarray(self._rewards(questions, self._texts(answers), columns), np.float32)
+            rewards = self._rewarded([prompt for prompt in prompts for _ in range(config.num_generations)], answers)
         seconds = (sampled - started, time.perf_counter() - sampled)
         rollouts = Rollouts(self._sampling, prompts, shares, answers, rewards, seconds)
         if needs_old(config):
@@ -219,6 +224,19 @@ class RolloutOrder:
         if config.beta:
             rollouts = replace(rollouts, reference=self._scored(rollouts, self._scoring.reference))
         return rollouts
+
+    def _rewarded(self, prompts: Sequence[PromptExample], answers: SampledAnswers) -> np.ndarray:
+        """Return the rewards [functions, N] of answers, each with its prompt."""
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        rows = zip(answers.tokens, answers.lengths, strict=True)
+        columns["completion_ids"] = [tokens[:length].tolist() for tokens, length in rows]
+        questions = [prompt.question for prompt in prompts]
+        completions: list[Any] = [
+            text if isinstance(question, str) else [{"role": ASSISTANT, "content": text}]
+            for text, question in zip(self._sampler.texts(answers), questions, strict=True)
+        ]
+        return np.asarray(self._rewards(questions, completions, columns, self._check), np.float32)
 
     def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
         """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
@@ -238,7 +256,7 @@ class RolloutOrder:
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
         config, size = self._config, self._config.num_generations
-        totals = total_rewards(rollouts.rewards, self._weights)
+        totals = total_rewards(rollouts.rewards, self._rewards.weights)
         if self._variant == RLOO:
             if rollouts.reference is not None and rollouts.old is not None:
                 counted = self._counted(rollouts)[:, None]
@@ -284,7 +302,7 @@ class RolloutOrder:
         assert batch.rollouts is not None
         of_sampling = batch.rollouts.figures
         if self._used == 0 and rollouts.prompts:
-            totals = total_rewards(rollouts.rewards, self._weights).reshape(-1, size)
+            totals = total_rewards(rollouts.rewards, self._rewards.weights).reshape(-1, size)
             of_sampling = figures(rollouts.rewards, totals, rollouts.answers, rollouts.seconds)
         return replace(batch, rollouts=replace(batch.rollouts, total=np.float32(total), figures=of_sampling))
 

@@ -82,4 +82,4 @@ def rollout_order(
     rows = config.batch_size // world.size * config.grad_accumulation_steps * config.num_generations
     sampler = AnswerSampler(loaded, config, rows, prompts.widths[-1], between)
     scoring = scoring_of(loaded.model, token_losses)
-    return RolloutOrder(prompts, sampler, sampler.texts, rewards, scoring, config, world)
+    return RolloutOrder(prompts, sampler, rewards, between, scoring, config, world)
