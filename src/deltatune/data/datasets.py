@@ -93,6 +93,8 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
     tables = _tables(config, needed)
     if config.loss == "grpo":
+        if not config.train:
+            raise UserError("loss: grpo has rewards in the place of a loss on a test set; leave it out here.")
         return _load_prompts(config, tokenizer, tables["train"])
     reader = Reader(config, tokenizer, processors)
     splits: dict[str, Any] = {
@@ -194,7 +196,7 @@ Part = tuple[Any, Features]
 
 
 def _needed_splits(config: TrainConfig) -> list[str]:
-    if config.loss == "grpo":
+    if config.loss == "grpo" and config.train:
         return ["train"]
     return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
 

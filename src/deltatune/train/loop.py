@@ -47,6 +47,7 @@ from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Screen
+from .rollouts.answer_sampler import check_covered
 from .rollouts.rollout_order import Rewards, RolloutOrder
 from .rollouts.sampled_run import rollout_order
 from .saved import content, state
@@ -317,6 +318,8 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
             f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
             "and the same config."
         )
+    if config.loss == "grpo":
+        check_covered(model)
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=has_vision(model)))
     check_trainable(model, config)
     if not trainable_count(model):

@@ -30,7 +30,11 @@ class _WindowStart(NamedTuple):
     sums: dict[str, mx.array]
 
 
-class Order(Protocol):
+# Begins the names of the arrays of an order, as they are saved.
+_ORDER = "order/"
+
+
+class TrainingOrder(Protocol):
     """An endless iterator of training batches, with its place in the data."""
 
     def __next__(self) -> Batch:
@@ -62,7 +66,7 @@ class TrainingState:
         sums: This rank's sums since the last update.
     """
 
-    def __init__(self, step: Step, order: Order, progress: Progress, world: World):
+    def __init__(self, step: Step, order: TrainingOrder, progress: Progress, world: World):
         self.step = step
         self.order = order
         self.progress = progress
@@ -130,7 +134,7 @@ class TrainingState:
     def _sampled(self) -> dict[str, mx.array]:
         """Return every rank's sampled answers at the place of the progress. Waits for every rank."""
         arrays = self.order.arrays(self.progress.order)
-        return {f"order/{name}": self._world.gather(array) for name, array in arrays.items()}
+        return {f"{_ORDER}{name}": self._world.gather(array) for name, array in arrays.items()}
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
@@ -150,10 +154,7 @@ class TrainingState:
         model.update(state.unpack("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unpack("optimizer", bundles.part_state(optimizer.state), arrays, path)
         restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
-        # Each rank takes its own answers; another number of ranks shares the prompts otherwise.
-        mine = self._world.rank if progress.ranks == self._world.size else None
-        sampled = {key.removeprefix("order/"): leaf for key, leaf in arrays.items() if key.startswith("order/")}
-        self.order.restore(progress.order, {} if mine is None else {key: leaf[mine] for key, leaf in sampled.items()})
+        self.order.restore(progress.order, self._answers_of(arrays, progress))
         self.progress.become(progress)
         if progress.micro_batches:
             window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
@@ -163,6 +164,13 @@ class TrainingState:
             self._start = _WindowStart(dataclasses.replace(progress), window if self._world.main else {})
         # Frozen weights may stay on the disk, and nothing here has changed them.
         mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
+
+    def _answers_of(self, arrays: dict[str, mx.array], progress: Progress) -> dict[str, mx.array]:
+        """Return this rank's sampled answers; another number of ranks shares the prompts otherwise, and has none."""
+        if progress.ranks != self._world.size:
+            return {}
+        rank = self._world.rank
+        return {name.removeprefix(_ORDER): leaf[rank] for name, leaf in arrays.items() if name.startswith(_ORDER)}
 
     def _share(self, sums: mx.array) -> mx.array:
         """Return this rank's part of the saved sums. If the number of ranks has changed, rank 0 takes all of them."""

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from deltatune.data import Batch
 from deltatune.data.batches.order import BatchOrder
 from deltatune.data.prompt_rows import PromptExample
 from deltatune.models.sampled_policy import SampledPolicy
@@ -24,6 +25,8 @@ from deltatune.train.rollouts.rollout_order import RolloutOrder, Scoring
 PROMPTS, GENERATIONS, MOST, VOCABULARY = 3, 4, 6, 11
 ANSWERS = PROMPTS * GENERATIONS
 RECORDED = Path(__file__).with_name("rollouts_recorded.json")
+# The name of a prompt, and the tokens of the first; each other has one more.
+_ROW, _FIRST = "row ", 3
 # The group of answers that all get the same reward.
 ALIKE = 1
 
@@ -119,78 +122,103 @@ def of_rows(gradient: np.ndarray) -> list[float]:
     return (np.asarray(gradient, np.float64) * direction).sum(axis=(1, 2)).tolist()
 
 
-def ours(case: Case) -> dict[str, Any]:
-    """Return the advantages, the loss, and the numbers of its gradients, through the order of batches and the loss."""
-    config, given = case.config, content(case)
-    policy = SampledPolicy.of(config)
-    old = given.log_probabilities(given.before, config.temperature)
-    sampled = np.where(given.mask, old + given.noise, 0).astype(np.float32)
-    prompts = [
-        PromptExample(np.arange(1, 4 + at, dtype=np.int32), np.zeros(3 + at, bool), f"row {at}", question="", most=MOST)
-        for at in range(PROMPTS)
-    ]
-    order: list[int] = []
+class _Sampler:
+    """Gives the recorded answers to prompts.
 
-    class Sampler:
-        def __call__(self, asked: list[PromptExample], _key: mx.array) -> SampledAnswers:
-            groups = [int(prompt.source.removeprefix("row ")) for prompt in asked]
-            order.extend(group * GENERATIONS + at for group in groups for at in range(GENERATIONS))
-            return SampledAnswers(
-                given.tokens[order], given.lengths[order], given.ended[order], sampled[order], np.zeros_like(sampled)
-            )
+    Attributes:
+        numbers: The numbers of the answers, in the order in which they were asked for.
+    """
 
-        def texts(self, _answers: SampledAnswers) -> list[str]:
-            return [""] * ANSWERS
+    def __init__(self, recording: Content, temperature: float):
+        self._recording = recording
+        self._temperature = temperature
+        self.numbers: list[int] = []
 
-    def placed(logits: np.ndarray, batch: Any) -> np.ndarray:
-        """Put the logits of answers where a batch has their targets; its rows are in the order of the prompts."""
-        rows = np.zeros((*batch.targets.shape, VOCABULARY), np.float32)
+    def __call__(self, asked: list[PromptExample], _key: mx.array) -> SampledAnswers:
+        held = self._recording
+        groups = [int(prompt.source.removeprefix(_ROW)) for prompt in asked]
+        self.numbers += [group * GENERATIONS + at for group in groups for at in range(GENERATIONS)]
+        sampled = held.log_probabilities(held.before, self._temperature) + held.noise
+        sampled = np.where(held.mask, sampled, 0).astype(np.float32)[self.numbers]
+        answers = (held.tokens[self.numbers], held.lengths[self.numbers], held.ended[self.numbers])
+        return SampledAnswers(*answers, sampled, np.zeros_like(sampled))
+
+    def texts(self, _answers: SampledAnswers) -> list[str]:
+        return [""] * ANSWERS
+
+    def spans(self, batch: Batch) -> list[tuple[int, int, slice]]:
+        """Return the row of each answer in a batch, its number, and the positions of its targets."""
+        spans = []
         for row, documents in enumerate(batch.sources):
-            if documents:
-                group = documents[0]
-                number = [n for n in order if f"row {n // GENERATIONS}" == group][row % GENERATIONS]
-                first = int(group.removeprefix("row ")) + 2
-                rows[row, first : first + given.lengths[number]] = logits[number, : given.lengths[number]]
+            for source in documents:
+                group = int(source.removeprefix(_ROW))
+                number = group * GENERATIONS + row % GENERATIONS
+                first = _FIRST + group - 1
+                spans.append((row, number, slice(first, first + self._recording.lengths[number])))
+        return spans
+
+    def placed(self, logits: np.ndarray, batch: Batch) -> np.ndarray:
+        """Put the logits of answers where a batch has their targets."""
+        rows = np.zeros((*batch.targets.shape, VOCABULARY), np.float32)
+        for row, number, span in self.spans(batch):
+            rows[row, span] = logits[number, : span.stop - span.start]
         return rows
 
+
+class _Rewards:
+    """Gives the recorded rewards of the answers that a sampler has given."""
+
+    names = ("one", "other")
+    weights = np.ones(2)
+
+    def __init__(self, recording: Content, sampler: _Sampler):
+        self._recording = recording
+        self._sampler = sampler
+
+    def __call__(self, *_: Any) -> np.ndarray:
+        return self._recording.rewards[:, self._sampler.numbers]
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+def _losses(policy: SampledPolicy, logits: mx.array, targets: mx.array) -> mx.array:
+    of_policy = policy.logits(logits)
+    chosen = mx.take_along_axis(of_policy, targets[..., None], axis=-1)[..., 0]
+    return mx.logsumexp(of_policy, axis=-1) - chosen
+
+
+def ours(case: Case) -> dict[str, Any]:
+    """Return the advantages, the loss, and the numbers of its gradients, through the order of batches and the loss."""
+    config, recording = case.config, content(case)
+    policy, sampler = SampledPolicy.of(config), _Sampler(recording, config.temperature)
+    lengths = [_FIRST + at for at in range(PROMPTS)]
+    prompts = [
+        PromptExample(np.arange(1, length + 1, dtype=np.int32), np.zeros(length, bool), f"{_ROW}{at}", most=MOST)
+        for at, length in enumerate(lengths)
+    ]
+
     def scored(logits: np.ndarray) -> Any:
-        def score(batch: Any) -> np.ndarray:
-            found = mx.log(mx.softmax(policy.logits(mx.array(placed(logits, batch))), axis=-1))
-            return np.array(mx.take_along_axis(found, mx.array(batch.targets)[..., None], axis=-1)[..., 0])
+        return lambda batch: (
+            -np.array(_losses(policy, mx.array(sampler.placed(logits, batch)), mx.array(batch.targets)))
+        )
 
-        return score
-
-    class Rewards:
-        names = ("one", "other")
-        weights = np.ones(2)
-
-        def __call__(self, *_: Any) -> np.ndarray:
-            return given.rewards[:, order]
-
-    scoring = Scoring(scored(given.before), scored(given.reference))
-    prompt_order = BatchOrder(prompts, PROMPTS, 32)
-    batches = RolloutOrder(prompt_order, Sampler(), Rewards(), lambda: None, scoring, config, World())  # type: ignore[arg-type]
-    batch = next(batches)
+    scoring, rewards = Scoring(scored(recording.before), scored(recording.reference)), _Rewards(recording, sampler)
+    of_data: Any = BatchOrder(prompts, PROMPTS, 32)
+    batch = next(RolloutOrder(of_data, sampler, rewards, lambda: None, scoring, config, World()))  # type: ignore[arg-type]
     step_arrays = arrays(batch)
 
     def loss(logits: mx.array) -> mx.array:
-        def token_losses(_inputs: mx.array, targets: mx.array) -> mx.array:
-            of_policy = policy.logits(logits)
-            chosen = mx.take_along_axis(of_policy, targets[..., None], axis=-1)[..., 0]
-            return mx.logsumexp(of_policy, axis=-1) - chosen
-
-        total, divisor, _ = loss_of(rollout_loss(token_losses, config), step_arrays)
+        of_tokens = rollout_loss(lambda _, targets: _losses(policy, logits, targets), config)
+        total, divisor, _ = loss_of(of_tokens, step_arrays)
         return total / divisor
 
-    value, gradient = mx.value_and_grad(loss)(mx.array(placed(given.now, batch)))
-    whole = np.zeros((ANSWERS, MOST, VOCABULARY))
-    advantages = np.zeros(ANSWERS)
-    for row, documents in enumerate(batch.sources):
-        if documents:
-            number = [n for n in order if f"row {n // GENERATIONS}" == documents[0]][row % GENERATIONS]
-            first, length = int(documents[0].removeprefix("row ")) + 2, given.lengths[number]
-            whole[number, :length] = np.array(gradient)[row, first : first + length]
-            advantages[number] = batch.rollouts.advantages[row]
+    value, gradient = mx.value_and_grad(loss)(mx.array(sampler.placed(recording.now, batch)))
+    whole, advantages = np.zeros((ANSWERS, MOST, VOCABULARY)), np.zeros(ANSWERS)
+    assert batch.rollouts is not None
+    for row, number, span in sampler.spans(batch):
+        whole[number, : span.stop - span.start] = np.array(gradient)[row, span]
+        advantages[number] = batch.rollouts.advantages[row]
     return {"loss": value.item(), "advantages": advantages.tolist(), "gradients": of_rows(whole)}
 
 

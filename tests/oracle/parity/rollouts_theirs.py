@@ -33,10 +33,41 @@ class _Accelerator:
     gather_for_metrics = gather
 
 
+def _attributes(case: Case) -> dict[str, Any]:
+    """Return what TRL's constructor would set from these options."""
+    config = case.config
+    gspo = config.loss_variant == "gspo"
+    options = vars(_DEFAULTS) | {"steps_per_generation": 1, "gradient_accumulation_steps": 1}
+    return {
+        "args": SimpleNamespace(**options),
+        "accelerator": _Accelerator(),
+        "model": SimpleNamespace(training=True, name="before", is_gradient_checkpointing=False),
+        "ref_model": SimpleNamespace(name="reference"),
+        "environment_factories": None, "environments": None, "tools": None, "_is_vlm": False,
+        "mask_truncated_completions": config.mask_truncated_completions,
+        "eos_token_ids": [1], "eos_token_id": 1, "pad_to_multiple_of": None,
+        "num_generations": GENERATIONS, "reward_weights": torch.ones(2), "reward_func_names": ["one", "other"],
+        "reward_funcs": [None, None], "scale_rewards": config.scale_rewards,
+        "multi_objective_aggregation": "sum_then_normalize", "beta": config.beta or 0.0,
+        "num_iterations": 2 if case.moved else 1, "use_vllm": True, "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": _MODES[config.sampler_correction],
+        "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 2.0,
+        "epsilon_low": config.epsilon, "epsilon_high": config.epsilon_high or config.epsilon,
+        "loss_type": "grpo" if gspo else config.loss_variant or "dapo",
+        "importance_sampling_level": "sequence" if gspo else "token",
+        "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "max_completion_length": MOST,
+        "aux_loss_enabled": False, "_entropy_bonus_enabled": False, "current_gradient_accumulation_steps": 1,
+        "log_multimodal": False, "reward_clip_range": None, "normalize_advantages": False,
+        "_metrics": {"train": defaultdict(list)}, "_pending_metrics": {}, "_pending_extra_logs": {},
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "state": SimpleNamespace(num_input_tokens_seen=0, global_step=0), "chat_template_kwargs": {},
+    }  # fmt: skip
+
+
 def theirs(case: Case) -> dict[str, Any]:
     """Return TRL's numbers: its trainer without a model, on these completions, rewards and log-probabilities."""
     config, given = case.config, content(case)
-    rloo, gspo = config.loss_variant == "rloo", config.loss_variant == "gspo"
+    rloo = config.loss_variant == "rloo"
     kind = RLOOTrainer if rloo else GRPOTrainer
     now = torch.tensor(given.now, requires_grad=True)
     of_model = {"before": torch.tensor(given.before), "reference": torch.tensor(given.reference), "now": now}
@@ -69,37 +100,10 @@ def theirs(case: Case) -> dict[str, Any]:
             return logps, torch.zeros_like(logps), None
 
     trainer = Trainer()
-    correct = config.sampler_correction != "none" and not rloo
-    options = vars(_DEFAULTS) | {"steps_per_generation": 1, "gradient_accumulation_steps": 1}
-    common = {
-        "args": SimpleNamespace(**options),
-        "accelerator": _Accelerator(),
-        "model": SimpleNamespace(training=True, name="before", is_gradient_checkpointing=False),
-        "ref_model": SimpleNamespace(name="reference"),
-        "environment_factories": None, "environments": None, "tools": None, "_is_vlm": False,
-        "mask_truncated_completions": config.mask_truncated_completions,
-        "eos_token_ids": [1], "eos_token_id": 1, "pad_to_multiple_of": None,
-        "num_generations": GENERATIONS, "reward_weights": torch.ones(2), "reward_func_names": ["one", "other"],
-        "reward_funcs": [None, None], "scale_rewards": config.scale_rewards,
-        "multi_objective_aggregation": "sum_then_normalize", "beta": config.beta or 0.0,
-        "num_iterations": 2 if case.moved else 1, "use_vllm": True, "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": _MODES[config.sampler_correction],
-        "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 2.0,
-        "epsilon_low": config.epsilon, "epsilon_high": config.epsilon_high or config.epsilon,
-        "loss_type": "grpo" if gspo else config.loss_variant or "dapo",
-        "importance_sampling_level": "sequence" if gspo else "token",
-        "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "max_completion_length": MOST,
-        "aux_loss_enabled": False, "_entropy_bonus_enabled": False, "current_gradient_accumulation_steps": 1,
-        "log_multimodal": False, "reward_clip_range": None, "normalize_advantages": False,
-        "_metrics": {"train": defaultdict(list)}, "_pending_metrics": {}, "_pending_extra_logs": {},
-        "_logs": defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)},
-        "state": SimpleNamespace(num_input_tokens_seen=0, global_step=0), "chat_template_kwargs": {},
-    }  # fmt: skip
-    vars(trainer).update(common)
-    trainer._logs = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
+    vars(trainer).update(_attributes(case))
     with torch.no_grad():
         inputs = trainer._generate_and_score_completions([{"prompt": ""} for _ in range(ANSWERS)])
-    if not correct:
+    if config.sampler_correction == "none":
         trainer.use_vllm = False
     loss = trainer._compute_loss(SimpleNamespace(name="now"), inputs)
     loss.backward()

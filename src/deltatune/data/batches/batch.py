@@ -98,7 +98,8 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool, visi
             )
         start = 0
         for number, example in enumerate(row):
-            end = start + example.positions
+            # A prompt has fewer tokens than positions: its answer is not sampled yet.
+            end = start + len(example.tokens) - 1
             if end > width:
                 raise ValueError(f"row {index} needs {end:,} positions and has {width:,}.")
             inputs[index, start:end] = example.tokens[:-1]

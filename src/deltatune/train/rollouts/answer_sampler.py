@@ -41,7 +41,7 @@ class SampledAnswers:
 
 
 class AnswerSampler:
-    """Samples answers to prompts with a model that trains.
+    """Samples answers to prompts with a model that trains, which check_covered() has let pass.
 
     Args:
         loaded: The model, the mode of which is restored, and its tokenizer with the tokens that end an answer.
@@ -49,13 +49,9 @@ class AnswerSampler:
         rows: The largest number of answers that are sampled together.
         positions: The largest number of positions of a prompt with its answer, which sizes the caches.
         between: Is called between two tokens, and may leave the sampling by an error.
-
-    Raises:
-        UserError: The engine does not cover the model.
     """
 
     def __init__(self, loaded: Loaded, config: TrainConfig, rows: int, positions: int, between: Callable[[], None]):
-        check_covered(loaded.model)
         self._loaded = loaded
         self._config = config
         self._policy = SampledPolicy.of(config)
@@ -96,10 +92,10 @@ class AnswerSampler:
 
     def texts(self, answers: SampledAnswers) -> list[str]:
         """Return the texts of answers, without their ends."""
-        kept = answers.lengths - answers.ended
+        lengths = answers.lengths - answers.ended
         return [
             self._loaded.tokenizer.decode(tokens[:length].tolist(), skip_special_tokens=True)
-            for tokens, length in zip(answers.tokens, kept, strict=True)
+            for tokens, length in zip(answers.tokens, lengths, strict=True)
         ]
 
 

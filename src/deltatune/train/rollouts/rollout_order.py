@@ -95,10 +95,16 @@ class Rollouts:
     def saved(cls, arrays: Mapping[str, mx.array], batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
         """Return the rollouts that arrays() saved, with the prompts of each batch."""
         named = {name: as_numpy(array) for name, array in arrays.items()}
-        number = int(named.pop("number")[0])
-        beside = {name: named.pop(name) for name in ("rewards", "old", "reference") if name in named}
-        answers = SampledAnswers(**named | {"ended": named["ended"].astype(bool)})
-        return cls(number, *_joined(batches), answers, **beside)
+        prompts, shares = _joined(batches)
+        answers = SampledAnswers(
+            named["tokens"],
+            named["lengths"],
+            named["ended"].astype(bool),
+            named["log_probabilities"],
+            named["entropies"],
+        )
+        optional = {"old": named.get("old"), "reference": named.get("reference")}
+        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], **optional)
 
 
 def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:
@@ -240,18 +246,18 @@ class RolloutOrder:
 
     def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
         """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
-        found = np.zeros_like(rollouts.answers.log_probabilities)
+        scored = np.zeros_like(rollouts.answers.log_probabilities)
         rows = self._config.batch_size // self._world.size * self._config.num_generations
-        for start in range(0, len(found), rows):
-            group = list(range(start, min(start + rows, len(found))))
-            nothing = np.zeros(len(found), np.float32)
+        for start in range(0, len(scored), rows):
+            group = list(range(start, min(start + rows, len(scored))))
+            nothing = np.zeros(len(scored), np.float32)
             batch = self._laid_out(rollouts, group, nothing, nothing, rows)
             scores = score(batch)
             for row, number in enumerate(group):
                 length = rollouts.answers.lengths[number]
                 first = len(self._prompt(rollouts, number).tokens) - 1
-                found[number, :length] = scores[row, first : first + length]
-        return found
+                scored[number, :length] = scores[row, first : first + length]
+        return scored
 
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
@@ -288,23 +294,23 @@ class RolloutOrder:
         numbers = [group * size + at for group in groups for at in range(size)]
         # A divergence from the reference is a signal, too.
         has_signal = bool(config.beta) and self._variant != RLOO
-        kept = [
+        judged = [
             group
             for group in groups
             if has_signal or np.abs(self._advantages[group * size : (group + 1) * size]).max() > _LEAST_ADVANTAGE
         ]
         weights, total = self._token_weights(rollouts, numbers)
-        rows = [group * size + at for group in kept for at in range(size)]
+        rows = [group * size + at for group in judged for at in range(size)]
         # Few numbers of rows are compiled: powers of two, in groups, up to those of a whole batch.
         most = config.batch_size // self._world.size
-        room = min(2 ** max(len(kept) - 1, 0).bit_length(), most) * size
+        room = min(2 ** max(len(judged) - 1, 0).bit_length(), most) * size
         batch = self._laid_out(rollouts, rows, weights, self._advantages, room)
         assert batch.rollouts is not None
         of_sampling = batch.rollouts.figures
         if self._used == 0 and rollouts.prompts:
             totals = total_rewards(rollouts.rewards, self._rewards.weights).reshape(-1, size)
             of_sampling = figures(rollouts.rewards, totals, rollouts.answers, rollouts.seconds)
-        return replace(batch, rollouts=replace(batch.rollouts, total=np.float32(total), figures=of_sampling))
+        return replace(batch, rollouts=replace(batch.rollouts, total=np.array(total, np.float32), figures=of_sampling))
 
     def _token_weights(self, rollouts: Rollouts, numbers: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the weight [N] of each token of an answer in a batch's sum of losses, and the divisor of the sum."""
@@ -353,4 +359,4 @@ class RolloutOrder:
             batch.weights[row] *= weights[number]
             of_rows[row] = advantages[number]
         blank = np.zeros((2, len(self.figures)), np.float32)
-        return replace(batch, rollouts=RolloutBatch(of_rows, total=np.float32(1), figures=blank, **beside))
+        return replace(batch, rollouts=RolloutBatch(of_rows, total=np.array(1, np.float32), figures=blank, **beside))

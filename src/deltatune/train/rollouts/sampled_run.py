@@ -69,9 +69,6 @@ def rollout_order(
         rewards: The reward functions.
         ending: It is asked between two tokens whether the run ends.
         world: The ranks of the run.
-
-    Raises:
-        UserError: The model's answers cannot be sampled.
     """
 
     def between() -> None:
