@@ -32,6 +32,7 @@ from .device_limits import Brake, DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
+from .sampled_answers import with_sampling
 from .search import Largest, RunForecast, Values, fits, largest
 from .traced_layers import InputsPlace
 from .traced_step import BatchShape
@@ -80,9 +81,10 @@ class Planner(NamedTuple):
         config = config or self.run.config
         batch = batch_shape(config, rows, length, self.run.splits)
         model = model or self.run.model
-        return forecast_step(
+        forecast = forecast_step(
             model, config, batch, self.layout, checkpoints, layer_inputs=layer_inputs, brake=self.brake
         )
+        return with_sampling(forecast, model, config)
 
     @property
     def every_layer(self) -> Checkpoints:

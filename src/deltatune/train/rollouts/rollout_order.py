@@ -58,7 +58,7 @@ class Rewards(Protocol):
         """
 
     def close(self) -> None:
-        """End what the functions run in."""
+        """End the processes of the functions."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Rollouts:
     reference: np.ndarray | None = None
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return what is saved of them, by name."""
+        """Return the saved arrays, by name."""
         named = {**vars(self.answers), "rewards": self.rewards, "old": self.old, "reference": self.reference}
         named |= {"ended": self.answers.ended.astype(np.int32), "number": np.array([self.number], np.int32)}
         return {name: mx.array(array) for name, array in named.items() if array is not None}
