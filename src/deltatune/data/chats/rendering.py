@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
