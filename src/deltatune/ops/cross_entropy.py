@@ -206,8 +206,9 @@ def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[
         if not eager:
             # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
             primals = _depends(primals, cotangents[0])
-            outputs = _gradients(run, bounds, *primals, score)
-        parameters, hidden, targets, _ = primals
+        parameters, hidden, targets, weights = primals
+        if not eager:
+            outputs = _gradients(run, bounds, parameters, hidden, targets, weights, score)
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])

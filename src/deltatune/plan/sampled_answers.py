@@ -14,7 +14,7 @@ from ..patches import patched
 from ..train.evaluation.evaluate import inferring
 from .forecast import AliveKind, Forecast, Moment
 
-# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies that attention reads
+# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
 # where no kernel serves it.
 _CACHES = 4
 # How many arrays of fp32 logits are alive while a token is sampled: those of the model and of the policy, their

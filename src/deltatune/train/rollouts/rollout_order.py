@@ -103,8 +103,9 @@ class Rollouts:
             named["log_probabilities"],
             named["entropies"],
         )
-        optional = {"old": named.get("old"), "reference": named.get("reference")}
-        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], **optional)
+        old, reference = named.get("old"), named.get("reference")
+        number = int(named["number"][0])
+        return cls(number, prompts, shares, answers, named["rewards"], old=old, reference=reference)
 
 
 def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:
