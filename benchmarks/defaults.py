@@ -1,6 +1,6 @@
 """Trains the demo's model with mlx_lm.lora's defaults and with deltatune's, and draws losses of runs.
 
-usage: python benchmarks/defaults.py docs/defaults.svg
+usage: python benchmarks/defaults.py defaults.svg
        python benchmarks/defaults.py docs/demo.svg demo-out/metrics.jsonl
 
 Both runs are `deltatune train` on the demo's 4,000 lines, 1,000 iterations of 4 lines, and differ in the options of OLD
