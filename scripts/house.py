@@ -43,10 +43,10 @@ BUDGETS = {
     "patches": Budget(4_310, 3_400),
     "lora": Budget(2_705, 2_300),
     "ops": Budget(15_065, 12_000),
-    "machine": Budget(2_001, 2_500),
+    "machine": Budget(2_006, 2_500),
     "options": Budget(1_325, 1_050),
     "root": Budget(905, 450),
-    "kernels": Budget(11_800, 10_800),
+    "kernels": Budget(11_805, 10_800),
     "tests": Budget(55_800, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
