@@ -266,6 +266,8 @@ FORMULAS = f"{PREFERENCES}::test_losses_and_gradients_are_those_of_the_formula"
 PICTURES = "train/reports/test_vision_samples::test_merged_and_whole_models_prepare_pictures_as_in_training"
 HINTS = f"{COLUMNS}::test_columns_of_other_names_are_answered_with_the_flags_that_read_them"
 SEVERAL = f"{CLI}::test_train_eval_generate_and_merge_work_together"
+ROLLOUTS = "train/rollouts/test_sampled_run"
+TRL = "oracle/test_rollouts_replay"
 SAMPLING = f"{GENERATE}::test_options_are_refused_before_the_model_is_looked_for"
 ELSEWHERE = {
     "--adapter-path": SEVERAL,
@@ -309,6 +311,10 @@ ELSEWHERE = {
     "--min-pixels": PICTURES,
     "--model": SEVERAL,
     "--neftune-noise-alpha": "train/saved/test_resume::test_a_resumed_run_draws_the_same_noise",
+    **dict.fromkeys(("--num-generations", "--max-completion-length", "--top-k"), f"{ROLLOUTS}::trainer_of"),
+    **dict.fromkeys(("--epsilon", "--epsilon-high", "--num-iterations"), f"{TRL}::differences"),
+    **dict.fromkeys(("--scale-rewards", "--mask-truncated-completions", "--sampler-correction"), f"{TRL}::differences"),
+    "--temperature": "train/policy_gradient/test_estimator::test_the_expected_gradient_is_the_exact_one",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
     "--outtype": f"{GGUF}::test_types_that_the_converter_does_not_write_go_through_llama_quantize",
@@ -322,6 +328,10 @@ ELSEWHERE = {
     "--rank-pattern": "lora/test_rank_pattern::test_the_first_pattern_that_matches_sets_the_rank",
     "--report-to": "train/saved/test_folder::test_loggers_are_checked_before_loading",
     "--resize-embeddings": "train/test_resized::train",
+    "--reward-errors": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-funcs": "rewards/test_rewards::opened",
+    "--reward-timeout": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-weights": "rewards/test_rewards::test_weights_are_as_many_as_functions",
     "--router-aux-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--router-z-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--sample-max-tokens": "train/reports/test_samples::test_a_run_with_samples_has_the_bits_of_one_without",

@@ -94,17 +94,22 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
 
 def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
-    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout."""
+    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout.
+
+    Joined matrices are computed while a step is traced, so one that changes between steps has none either.
+    """
     base = layer.base if type(layer) is LoRALinear else layer
-    if type(base) is not nn.Linear or "bias" in base:
+    change = trace.current().weights_change
+    if type(base) is not nn.Linear or "bias" in base or (change and base.trainable_parameters()):
         return None
     if type(layer) is not LoRALinear:
         return Matrix(base.weight)
     if layer.training and layer.dropout_rate:
         return None
     a, b = mx.contiguous(layer.lora_a.T.astype(dtype)), (layer.scale * layer.lora_b).astype(dtype)
-    # Computed once in a trace, and kept by the compiled step.
-    mx.eval(a, b)
+    if not change:
+        # Computed once in a trace, and kept by the compiled step.
+        mx.eval(a, b)
     return Matrix(base.weight, a, b)
 
 

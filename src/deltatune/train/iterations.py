@@ -19,6 +19,7 @@ from .by_layer.layer_passes import LayerPasses
 from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
+from .ending.interrupt import InterruptedSamplingError
 from .engines.engine import Engine
 from .evaluation import nonfinite
 from .evaluation.evaluate import Evaluation
@@ -214,7 +215,10 @@ class Iterations:
         if progress.micro_batches == 0:
             self._batches = []
         self.state.begin_micro_batch()
-        batch = self._next_batch()
+        try:
+            batch = self._next_batch()
+        except InterruptedSamplingError:
+            return True
         self._batches.append(batch)
         (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1

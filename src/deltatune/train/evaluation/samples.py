@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from ...data.prompts import Question, conversation_tokens, prompt_tokens, text_tokens
+from ...data.prompt_rows import messages_to_answer, tokens_to_answer
+from ...data.prompts import Question, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
-    ASSISTANT,
     Features,
     Messages,
     RowFormats,
@@ -147,17 +147,10 @@ class Samples:
         """Return the prompt of a row: its messages before the last answer. Its pictures are files below the folder."""
         named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
         features = Features(**{name: key for name, key in named.items() if key is not None})
-        question = row.get(features.prompt) if isinstance(row, Mapping) else None
-        if isinstance(question, str) and question.strip():
-            messages: Messages | None = [{"role": "user", "content": question}]
-        else:
-            formats = RowFormats(Features(chat=features.prompt) if isinstance(question, list) else features)
-            messages = formats.messages(row, source)
+        messages = messages_to_answer(row, source, features)
         if messages is None:
             text = RowFormats(features).text(row, source).text
             return Prompt(text_tokens(self._tokenizer, text), text=text)
-        while messages and messages[-1]["role"] == ASSISTANT:
-            messages = messages[:-1]
         options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
         options["tools"] = tools_of(row, source)
         if not (kind := media_kind(row, messages)):
@@ -175,14 +168,7 @@ class Samples:
         )
 
     def _conversation(self, messages: Messages, options: dict[str, Any], source: str) -> Prompt:
-        if not messages:
-            raise UserError(f"{source}: no message before the answer; expected one to answer.")
-        if not self._tokenizer.has_chat_template:
-            raise UserError(
-                f"{source}: the model's tokenizer has no chat template, which a prompt or chat needs; give rows of "
-                'the form {"text": ...}.'
-            )
-        tokens = conversation_tokens(self._tokenizer, messages, f"change {source}", options)
+        tokens = tokens_to_answer(self._tokenizer, messages, options, source)
         return Prompt(tokens, text=_written(messages))
 
 
