@@ -184,7 +184,7 @@ class TrainConfig:
     learning_rate: float = option(
         None,
         _OPTIMIZER,
-        "largest learning rate; default: 2e-4, or 1e-5 with a preference loss; in full fine-tuning a tenth of that",
+        "largest learning rate; default: 2e-4, or 1e-5 with another loss than sft; in full fine-tuning a tenth of that",
         range=Range(above=0),
     )
     loraplus_lr_ratio: float | None = option(
