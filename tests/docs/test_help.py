@@ -336,6 +336,7 @@ ELSEWHERE = {
     "--tasks": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--text-column": HINTS,
     "--to": f"{GGUF}::words",
+    "--tools": "commands/test_generate::test_tools_stand_in_the_prompt_of_generate_and_of_chat",
     "--top-p": f"{CLI}::test_generation_follows_seed_template_and_prefill",
     "--train": f"{CLI}::test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning",
     "--trust-remote-code": "models/test_load::test_code_in_a_checkpoint_runs_when_trusted",

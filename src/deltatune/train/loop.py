@@ -141,6 +141,7 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._order = PeekableOrder(self._train_order)
+        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -149,7 +150,9 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
+            reporting=Reporting(
+                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
+            ),
             weights=weights,
         )
 

@@ -22,7 +22,7 @@ from ...machine import backend, packages
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from .columns import gigabytes
-from .log import SAMPLES
+from .log import SAMPLES, is_right, tally
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,14 @@ _SCRIPT = Path(__file__).with_name("report.js")
 _RELOADED_EVERY_SECONDS = 5
 
 
+@dataclass(frozen=True)
+class Pictured:
+    """A text in a cell of a table, behind images that are data URIs."""
+
+    text: str
+    pictures: Sequence[str]
+
+
 @dataclass
 class ReportTable:
     """A table of the report.
@@ -188,7 +196,8 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def _answers(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(sample, dict)
-        and {name: type(text) for name, text in sample.items()} == {"prompt": str, "answer": str}
+        and {"prompt", "answer"} <= sample.keys() <= {"prompt", "answer", "expected"}
+        and all(isinstance(text, str) for text in sample.values())
         for sample in value
     )
 
@@ -214,6 +223,7 @@ class RunDescription:
         title: The subject of training; the name of the model by default.
         state: How the run stands, in words.
         running: Whether the run goes on, so that the page is to reload itself.
+        thumbnails: The images of each sample prompt as data URIs.
     """
 
     about: dict[str, str]
@@ -222,6 +232,7 @@ class RunDescription:
     title: str | None = None
     state: str = "ended"
     running: bool = False
+    thumbnails: Sequence[Sequence[str]] = ()
 
 
 def write_report(
@@ -261,7 +272,7 @@ def write_report(
         notes=problems,
         metrics=records,
         tables=[
-            *sample_tables(records),
+            *sample_tables(records, description.thumbnails),
             ReportTable("The run", ("what", "value"), list(run.items()), folded=True, shown=True),
             *description.tables,
             *_facts(config),
@@ -290,22 +301,34 @@ def _facts(config: TrainConfig) -> list[ReportTable]:
     ]
 
 
-def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
-    """Return the tables of the answers in the records of a metrics.jsonl: one for each prompt.
+def sample_tables(records: Sequence[dict[str, Any]], thumbnails: Sequence[Sequence[str]] = ()) -> list[ReportTable]:
+    """Return the tables of the answers in the records of a metrics.jsonl.
 
-    Each shows the first answer and the last. If there are more, a folded table has all of them.
+    The first has the first and the last answer to each prompt. If there are more, a folded one has all of them.
+
+    Args:
+        records: The records.
+        thumbnails: The images of each prompt as data URIs.
     """
-    answers: dict[tuple[int, str], list[Row]] = {}
-    for record in records:
-        for number, sample in enumerate(record.get(SAMPLES, ()), 1):
-            answers.setdefault((number, sample["prompt"]), []).append((record["iteration"], sample["answer"]))
-    tables, columns = [], ("iteration", "answer")
-    for (number, prompt), rows in answers.items():
-        title = f"Sample {number}"
-        ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
-        tables.append(ReportTable(title, columns, ends, note=prompt, folded=True, shown=True))
-        if len(rows) > 2:
-            tables.append(ReportTable(f"{title}: all {len(rows):,} answers", columns, rows, folded=True))
+    answered = [(record["iteration"], record[SAMPLES]) for record in records if record.get(SAMPLES)]
+    if not answered:
+        return []
+    (first, before), (last, now) = answered[0], answered[-1]
+    judges = any("expected" in sample for sample in now)
+    olds = [sample["answer"] for sample in before] if len(answered) > 1 and len(before) == len(now) else []
+    rows = []
+    for number, sample in enumerate(now):
+        pictures = thumbnails[number] if number < len(thumbnails) else ()
+        row = [Pictured(sample["prompt"], pictures), *olds[number : number + 1], sample["answer"]]
+        rows.append([*row, sample.get("expected"), is_right(sample)] if judges else row)
+    columns = ["prompt", *[f"answer at {first:,}"] * bool(olds), f"answer at {last:,}"]
+    columns += ["expected", "right"] if judges else []
+    title = f"Samples: {tally(now)}" if judges else "Samples"
+    tables = [ReportTable(title, columns, rows, folded=True, shown=True)]
+    every = [(number, at, one["answer"]) for at, samples in answered for number, one in enumerate(samples, 1)]
+    if len(answered) > 2:
+        every.sort(key=lambda row: row[0])
+        tables.append(ReportTable(f"All {len(every):,} answers", ("sample", "iteration", "answer"), every, folded=True))
     return tables
 
 
@@ -407,13 +430,20 @@ def _noted(table: ReportTable) -> str:
 
 def _grid(table: ReportTable) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
-    body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in table.rows)
+    body = "".join("<tr>" + "".join(map(_cell, row, table.columns)) + "</tr>" for row in table.rows)
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return f"<td>{ {True: 'yes', False: 'no', None: '–'}[value] }</td>"
-    if isinstance(value, int | float):
-        return f"<td class=number>{value:,.6g}</td>" if isinstance(value, float) else f"<td class=number>{value:,}</td>"
-    return f"<td>{html.escape(str(value))}</td>"
+def _cell(value: Any, column: str) -> str:
+    """Return a cell; on a narrow screen the name of its column stands in it."""
+    images = ""
+    if isinstance(value, Pictured):
+        images = "".join(f'<img alt="" src="{html.escape(picture)}">' for picture in value.pictures)
+        text = value.text
+    elif isinstance(value, bool) or value is None:
+        text = {True: "yes", False: "no", None: "–"}[value]
+    elif isinstance(value, int | float):
+        text = f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
+    else:
+        text = str(value)
+    return f'<td data-name="{html.escape(column)}">{images}{html.escape(text)}</td>'

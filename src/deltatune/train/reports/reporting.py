@@ -37,15 +37,24 @@ class Reporting:
         screen: Where progress is printed.
         main: Whether this is rank 0.
         on_host: The bytes that MLX counts as its own, but are outside the device's memory.
+        thumbnails: The images of each sample prompt as data URIs.
 
     Attributes:
         about: The description of the run in its report, by name; empty before open().
         metrics: The run's metrics.jsonl, on rank 0 while it is open.
     """
 
-    def __init__(self, config: TrainConfig, outputs: Outputs, screen: Screen, main: bool, on_host: int = 0):
+    def __init__(
+        self,
+        config: TrainConfig,
+        outputs: Outputs,
+        screen: Screen,
+        main: bool,
+        on_host: int = 0,
+        thumbnails: Sequence[Sequence[str]] = (),
+    ):
         self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
-        self._on_host = on_host
+        self._on_host, self._thumbnails = on_host, thumbnails
         self.about: dict[str, str] = {}
         self._tables: Sequence[ReportTable] = ()
         self.metrics: log.Metrics | None = None
@@ -184,7 +193,12 @@ class Reporting:
         outputs = self._outputs
         left = {"time left": duration(self._left(progress)) if self._recent else "–"}
         description = RunDescription(
-            self.about, self._tables, headline=left if running else {}, state=state, running=running
+            self.about,
+            self._tables,
+            headline=left if running else {},
+            state=state,
+            running=running,
+            thumbnails=self._thumbnails,
         )
         for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
             self._screen.say(f"Report: {problem}")

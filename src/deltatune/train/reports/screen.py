@@ -16,10 +16,12 @@ from rich.text import Text
 from ...wrapping import wrapped
 from ..preferences.objectives import line as figures_line
 from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
-from .log import SAMPLES
+from .log import SAMPLES, is_right, tally
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
 _SHOWN, _SHOWN_WHOLE = 100, 400
+# The answers of an iteration that are shown; the report has all of them.
+_SAMPLES = 3
 # No terminal needs longer lines, which would be hard to read.
 WIDEST = 120
 _GAUGE = 20
@@ -108,19 +110,25 @@ class Screen:
             self.say(validation_line(record))
 
     def samples(self, record: Record) -> None:
-        """Print the record of some answers."""
+        """Print the record of some answers: a few of them, and how many are right."""
         if not self._console.is_terminal:
             self.say(sample_lines(record))
             return
-        for sample in record[SAMPLES]:
-            table = Table.grid(padding=(0, 1, 0, 0))
-            table.add_column(width=7, justify="right", style="dim")
-            # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
-            table.add_column(overflow="fold")
-            for name, text in (("asked", sample["prompt"]), ("answer", sample["answer"])):
-                # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
-                table.add_row(name, Text(_beginning(text, _SHOWN_WHOLE)))
-            self._print(table)
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(width=8, justify="right", style="dim")
+        # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
+        table.add_column(overflow="fold")
+        for sample in record[SAMPLES][:_SAMPLES]:
+            right = is_right(sample)
+            style = {True: "green", False: "red", None: ""}[right]
+            # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
+            table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
+            if right is False:
+                table.add_row("expected", Text(_beginning(sample["expected"], _SHOWN_WHOLE)))
+            table.add_row("right" if right else "answer", Text(_beginning(sample["answer"], _SHOWN_WHOLE), style=style))
+        if rest := _rest(record[SAMPLES]):
+            table.add_row("", Text(rest, style="dim"))
+        self._print(table)
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal."""
@@ -244,11 +252,22 @@ def validation_line(record: Record) -> str:
 
 def sample_lines(record: Record) -> str:
     """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
-    return "\n".join(
-        f"Iter {record['iteration']:,}, sample {number}: {_beginning(sample['prompt'])} -> "
-        f"{_beginning(sample['answer'])}"
-        for number, sample in enumerate(record[SAMPLES], 1)
-    )
+    at, samples = f"Iter {record['iteration']:,}", record[SAMPLES]
+    lines = []
+    for number, sample in enumerate(samples[:_SAMPLES], 1):
+        right = is_right(sample)
+        judged = " (right)" if right else ""
+        if right is False:
+            judged = f" (expected {_beginning(sample['expected'])})"
+        lines.append(f"{at}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}")
+    rest = _rest(samples)
+    return "\n".join([*lines, f"{at}, samples: {rest}."] if rest else lines)
+
+
+def _rest(samples: Sequence[Record]) -> str:
+    """Say of more answers than one how many are right, and how many are in the report alone."""
+    more = f"{len(samples) - _SAMPLES:,} more in the report" if len(samples) > _SAMPLES else ""
+    return "; ".join(filter(None, (tally(samples) if len(samples) > 1 else "", more)))
 
 
 def _beginning(text: str, most: int = _SHOWN) -> str:
