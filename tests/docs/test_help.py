@@ -320,6 +320,7 @@ ELSEWHERE = {
     "--push-to-hub": "export/test_hub::push",
     "--quick": "selftest/test_checks::test_the_quick_selftest_passes_here",
     "--rank-pattern": "lora/test_rank_pattern::test_the_first_pattern_that_matches_sets_the_rank",
+    "--report": "train/reports/test_runs::test_several_runs_are_in_one_report",
     "--report-to": "train/saved/test_folder::test_loggers_are_checked_before_loading",
     "--resize-embeddings": "train/test_resized::train",
     "--router-aux-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",

@@ -222,7 +222,8 @@ class Trainer:
             with ending.rescue(saving):
                 iterations.run()
             result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            parts.reporting.write(progress, "ended", running=False, result=result)
+            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
     def _say_rest(self, result: Result) -> None:

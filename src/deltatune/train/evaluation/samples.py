@@ -150,7 +150,7 @@ class Samples:
         return [Prompt(tokens, text=entry)]
 
     def _row(self, row: Any, source: str, folder: Path) -> Prompt:
-        """Return the prompt of a row: its messages before the last answer, which is what is expected.
+        """Return the prompt of a row: its messages before the last answer, and that answer as the expected one.
 
         Its pictures are files below the folder.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -126,18 +127,19 @@ class Screen:
             if right is False:
                 table.add_row("expected", Text(_beginning(sample["expected"], _SHOWN_WHOLE)))
             table.add_row("right" if right else "answer", Text(_beginning(sample["answer"], _SHOWN_WHOLE), style=style))
-        if rest := _rest(record[SAMPLES]):
-            table.add_row("", Text(rest, style="dim"))
+        if summary := _summary(record[SAMPLES]):
+            table.add_row("", Text(summary, style="dim"))
         self._print(table)
 
-    def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal."""
+    def ended(self, line: str, rows: Sequence[tuple[str, str]], command: str) -> None:
+        """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal; then a command."""
         if not self._console.is_terminal:
-            self.say(line)
+            self.say(f"{line}\nNext: {command}")
             return
         for name, text in rows:
             # A path or a command that is broken into lines cannot be pasted.
             self._print(Text.assemble((f"{name:>7} ", "dim"), text))
+        self._print(Text.assemble(("Next:\n", "dim"), to_paste(command, self._console.width)))
 
     def start(self, done: int, total: int) -> None:
         """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
@@ -213,6 +215,20 @@ def panel(title: str, facts: Sequence[Fact], width: int, plain: bool = False) ->
     return Panel(table, title=Text(title, style="bold"), title_align="left", border_style="dim", width=width)
 
 
+def to_paste(command: str, width: int) -> str:
+    """Return a shell command in lines of a width where its words are so short; all but the last end with a backslash.
+
+    A line that the terminal breaks would be pasted with a break in it.
+    """
+    lines = [""]
+    for part in re.split(" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) + 3 > width:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n".join(lines)
+
+
 def gauge(share: float, plain: bool = False) -> Text:
     """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
@@ -260,11 +276,11 @@ def sample_lines(record: Record) -> str:
         if right is False:
             judged = f" (expected {_beginning(sample['expected'])})"
         lines.append(f"{at}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}")
-    rest = _rest(samples)
-    return "\n".join([*lines, f"{at}, samples: {rest}."] if rest else lines)
+    summary = _summary(samples)
+    return "\n".join([*lines, f"{at}, samples: {summary}."] if summary else lines)
 
 
-def _rest(samples: Sequence[Record]) -> str:
+def _summary(samples: Sequence[Record]) -> str:
     """Say of more answers than one how many are right, and how many are in the report alone."""
     more = f"{len(samples) - _SAMPLES:,} more in the report" if len(samples) > _SAMPLES else ""
     return "; ".join(filter(None, (tally(samples) if len(samples) > 1 else "", more)))
