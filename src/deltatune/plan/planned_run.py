@@ -105,7 +105,8 @@ def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Res
     best = _best(result, trainer.outputs)
     report = str(trainer.outputs.report)
     rows = [("saved", config.adapter_path), ("best", best.removeprefix("best, with ").rstrip("; ")), ("report", report)]
-    run.screen.ended(f"Saved in {config.adapter_path}; {best}report: {report}", [row for row in rows if row[1]])
+    line = f"Saved in {config.adapter_path}; {best}report: {report}"
+    run.screen.ended(line, [row for row in rows if row[1]], trainer.outputs.commands()[0])
     return run.loaded, result
 
 

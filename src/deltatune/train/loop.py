@@ -154,6 +154,7 @@ class Trainer:
         if rewards is None and config.loss == "grpo":
             raise UserError("loss: grpo learns from rewards, and the Trainer has none; give it rewards=...")
         self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
+        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -162,7 +163,9 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
+            reporting=Reporting(
+                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
+            ),
             weights=weights,
         )
 
@@ -236,7 +239,8 @@ class Trainer:
             with ending.rescue(saving):
                 iterations.run()
             result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            parts.reporting.write(progress, "ended", running=False, result=result)
+            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
     def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:
