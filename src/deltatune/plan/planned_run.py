@@ -11,6 +11,7 @@ from ..train.distributed import World
 from ..train.options_check import check_options
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
+from ..train.rollouts.rollout_order import RewardFunctions
 from ..train.saved.folder import RunFolder
 from ..train.saved.outputs import Outputs
 from ..train.saving import kept_choices
@@ -62,11 +63,12 @@ class PlannedRun(Run):
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
 
-    def trainer(self, folder: RunFolder | None = None) -> Trainer:
+    def trainer(self, folder: RunFolder | None = None, rewards: RewardFunctions | None = None) -> Trainer:
         """Plan the run's largest step, and return the trainer of the run.
 
         Args:
             folder: The folder of the run, if it is taken already.
+            rewards: The reward functions of a run that samples its answers.
 
         Raises:
             UserError: The run does not fit in memory; the message names changes with which it fits.
@@ -74,15 +76,18 @@ class PlannedRun(Run):
         bounds = check(self) if self.placed is None else self.placed.bounds(self)
         for fact in bounds.said:
             self.screen.say(fact)
-        return Trainer.of(self, self.screen, folder, bounds)
+        return Trainer.of(self, self.screen, folder, bounds, rewards)
 
 
-def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Result]:
+def finetune(
+    config: TrainConfig, *, verbose: bool = False, rewards: RewardFunctions | None = None
+) -> tuple[Loaded, Result]:
     """Carry out a whole run as `deltatune train` does: load the model, add adapters, plan, train, save and test.
 
     Args:
         config: The options of the run.
         verbose: Whether to name every patch that is applied.
+        rewards: The reward functions of a run that samples its answers.
 
     Returns:
         The trained model with its tokenizer, as load() returns them, and the final figures. Layers that `memory` left
@@ -100,7 +105,7 @@ def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Res
     with RunFolder(config, world) as folder, kept_choices(config):
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
         run = PlannedRun.of(config, world=world, verbose=verbose)
-        trainer = run.trainer(folder)
+        trainer = run.trainer(folder, rewards)
         result = trainer.run()
     best = _best(result, trainer.outputs)
     report = str(trainer.outputs.report)

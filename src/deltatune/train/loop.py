@@ -48,7 +48,7 @@ from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Screen
 from .rollouts.answer_sampler import check_covered
-from .rollouts.rollout_order import Rewards, RolloutOrder
+from .rollouts.rollout_order import RewardFunctions, RolloutOrder
 from .rollouts.sampled_run import rollout_order
 from .saved import content, state
 from .saved.folder import RunFolder
@@ -119,7 +119,7 @@ class Trainer:
         folder: RunFolder | None = None,
         processor: Any = None,
         bounds: Bounds | None = None,
-        rewards: Rewards | None = None,
+        rewards: RewardFunctions | None = None,
     ):
         if bounds is None and config.memory is not None:
             raise UserError(
@@ -173,7 +173,7 @@ class Trainer:
         screen: Screen | None = None,
         folder: RunFolder | None = None,
         bounds: Bounds | None = None,
-        rewards: Rewards | None = None,
+        rewards: RewardFunctions | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits

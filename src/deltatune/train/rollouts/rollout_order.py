@@ -34,7 +34,7 @@ from .rollout_figures import figures, names_of
 _LEAST_ADVANTAGE = 1e-6
 
 
-class Rewards(Protocol):
+class RewardFunctions(Protocol):
     """The reward functions of a run.
 
     Attributes:
@@ -142,7 +142,7 @@ class RolloutOrder:
         self,
         prompts: BatchOrder,
         sampler: AnswerSampler,
-        rewards: Rewards,
+        rewards: RewardFunctions,
         check: Callable[[], None],
         scoring: Scoring,
         config: TrainConfig,

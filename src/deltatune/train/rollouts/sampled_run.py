@@ -23,7 +23,7 @@ from ..ending.interrupt import InterruptedSamplingError
 from ..evaluation.evaluate import evaluating
 from ..preferences.loss import TokenLosses
 from .answer_sampler import AnswerSampler
-from .rollout_order import Rewards, RolloutOrder, Scoring
+from .rollout_order import RewardFunctions, RolloutOrder, Scoring
 
 
 def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:
@@ -55,7 +55,7 @@ def rollout_order(
     config: TrainConfig,
     prompts: BatchOrder,
     token_losses: TokenLosses,
-    rewards: Rewards,
+    rewards: RewardFunctions,
     ending: Ending,
     world: World,
 ) -> RolloutOrder:
