@@ -103,8 +103,8 @@ class Rollouts:
             named["log_probabilities"],
             named["entropies"],
         )
-        optional = {"old": named.get("old"), "reference": named.get("reference")}
-        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], **optional)
+        scores = named.get("old"), named.get("reference")
+        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], (0.0, 0.0), *scores)
 
 
 def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:
