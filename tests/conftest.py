@@ -234,6 +234,14 @@ def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def full_disk() -> Path:
+    """A file that can be opened but refuses all bytes, as a full disk does. macOS has none."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    return Path("/dev/full")
+
+
+@pytest.fixture(scope="session")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
     """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.kernels.launch import Launch, on
+from deltatune.ops.operator.case import Case
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,13 @@ def of_attention(
         mx.vjp(call, [q, k, k], [q])
     words = f"attention, {_short(dtype)}, {query_heads}/{key_heads} heads of {size}"
     return RecordedCall(words + ", documents" * documents, tokens, tuple(recorder.launches))
+
+
+def of_trial(case: Case) -> RecordedCall:
+    """Record the trial of an operator that has kernels alone, such as those of decoding."""
+    recorder = _Recorder()
+    case.call(recorder)
+    return RecordedCall(case.name, 1, tuple(recorder.launches))
 
 
 def _short(dtype: mx.Dtype) -> str:

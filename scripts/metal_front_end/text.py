@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx
 import mlx.core as mx
 
-from deltatune.ops.kernels.launch import Launch, header
+from deltatune.ops.kernels.launch import Launch, header, stripped
 
 HERE = Path(__file__).parent
 _KERNELS = Path(mlx.__path__[0]) / "include" / "mlx" / "backend" / "metal" / "kernels"
@@ -95,6 +95,6 @@ def kernel(launch: Launch) -> str:
     used = {name: kind for name, kind in POSITIONS.items() if name in launch.source}
     declared = [f"{kind} here_{name}();" for name, kind in used.items()]
     positions = [f"const {kind} {name} = here_{name}();" for name, kind in used.items()]
-    lines = [for_opencl(header("metal", launch.kernel.files)), *values, *declared]
+    lines = [for_opencl(stripped(header("metal", launch.kernel.files))), *values, *declared]
     lines += [f"__kernel void launched({', '.join(parameters)}) {{", *references, *positions, launch.source, "}"]
     return "\n".join(lines)

@@ -30,10 +30,10 @@ WHOLE = """--fine-tune-type full --optimizer sgd --batch-size 2 --epochs 1.2 --v
 --prompt-column question --completion-column answer --max-seq-length 24 --overlong skip"""
 # One step of plain gradient descent, so that what changes the gradient or its rate shows in the B matrices' norm.
 CLIPPED = """--iters 1 --optimizer sgd --learning-rate 1 --grad-clip 0.01 --loraplus-lr-ratio 4 --val-batches 0
---rank 4 --alpha 8 --num-layers -1"""
+--rank 4 --alpha 8"""
 # A learning rate with which no evaluation is lower than the first.
 CONTINUED = """--iters 6 --learning-rate 1e-30 --steps-per-eval 1 --early-stopping 2 --save-every 1 --rank 4 --alpha 8
---num-layers -1 --resume-adapter-file clipped/adapters.safetensors"""
+--resume-adapter-file clipped/adapters.safetensors"""
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ TABLE: list[tuple[str, str, Callable[[Shop], object]]] = [
     ("train", "--no-mask-prompt counts every token", lambda shop: "on completions only" not in shop.out("whole")),
     ("train", "key, or column, that holds the prompt of a row", lambda shop: reports(shop, "train_loss", "whole")),
     ("train", "key, or column, that holds the completion of a row", lambda s: reports(s, "train_loss", "whole")),
-    ("train", "a larger gradient is scaled down to this norm", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
+    ("train", "a larger gradient is scaled down to it", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     ("train", "factor of the learning rate of the B matrices", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     (
         "train",
@@ -330,6 +330,10 @@ ELSEWHERE = {
     "--rank-pattern": "lora/test_rank_pattern::test_the_first_pattern_that_matches_sets_the_rank",
     "--report-to": "train/saved/test_folder::test_loggers_are_checked_before_loading",
     "--resize-embeddings": "train/test_resized::train",
+    "--reward-errors": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-funcs": "rewards/test_rewards::opened",
+    "--reward-timeout": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-weights": "rewards/test_rewards::test_weights_are_as_many_as_functions",
     "--router-aux-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--router-z-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--sample-max-tokens": "train/reports/test_samples::test_a_run_with_samples_has_the_bits_of_one_without",

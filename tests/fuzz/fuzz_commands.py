@@ -76,9 +76,9 @@ class Commands:
             _found(f"the process {how}", words, folder)
         self.count += 1
         outcome = Outcome(words, **json.loads(answer))
-        if outcome.peak > _GIGABYTES << 20:
+        if outcome.peak > _GIGABYTES << 30:
             self.close()
-            _found(f"the process took {outcome.peak / 2**20:.1f} GB", words, folder)
+            _found(f"the process took {outcome.peak / 2**30:.1f} GB", words, folder)
         return outcome
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def run(argv: list[str], stdin: str, folder: str) -> dict[str, Any]:
             code = cli.main(argv)
         except BaseException:  # noqa: BLE001 (whatever leaves the command line is a finding)
             failed = traceback.format_exc()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "code": code, "out": out.text(), "err": err.text(), "failed": failed, "written": sorted(_written), "peak": peak
     }  # fmt: skip

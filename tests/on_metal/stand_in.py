@@ -1,10 +1,11 @@
 """Runs commands of deltatune "on Metal", on Linux: the Metal text runs on the host machine, inside MLX's own graph.
 
-usage: stand_in.py [--smaller] [--marks FILE] FOLDER < COMMANDS
+usage: stand_in.py [--smaller] [--macos] [--marks FILE] FOLDER < COMMANDS
 
 COMMANDS is a JSON list of lists of arguments; "on the CPU" before a command makes the CPU the default device, as on a
 Mac whose user chose that, and "short demo" is the demo with fewer iterations and questions. FOLDER keeps compiled
-kernels. --smaller is for sizes that CI can pay for (smaller.py), --marks for noting which statements run (marks.py).
+kernels. --smaller is for sizes that CI can pay for (smaller.py), --macos for a system that looks like macOS (macos.py),
+--marks for noting which statements run (marks.py).
 After each command a line of JSON tells its exit code, the limits of wired memory that it set, and by kernel how often
 it was put into a graph.
 """
@@ -30,6 +31,10 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "compat")]
 import marks
 
+if "--macos" in sys.argv:
+    import macos
+
+    macos.declare(Path(sys.argv[-1]))
 if "--marks" in sys.argv:
     marks.install(Path(sys.argv[sys.argv.index("--marks") + 1]))
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
@@ -99,7 +104,8 @@ class Metal:
 
     def _attached(self, header: str, launch: Any) -> list[mx.array]:
         if header not in self._machines:
-            self._machines[header] = self._host.HostMachine(self._folder, header, optimised=self._optimised)
+            text = self._host.with_rough_exponentials(header)
+            self._machines[header] = self._host.HostMachine(self._folder, text, optimised=self._optimised)
         machine = self._machines[header]
         machine.compile([launch])
         entry = ctypes.cast(machine.entries[self._host.specialise(launch)[0]], ctypes.c_void_p)

@@ -12,9 +12,13 @@ import mlx.core as mx
 import pytest
 
 import metal_kernels
+from deltatune.ops.decoding import attention_token, delta_token
+from deltatune.ops.pointwise.conv import NormedHeads
 from metal_front_end import compiling, launches, registers, text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the headers in mlx's wheel for Linux")
+TOKEN = delta_token.DeltaToken(NormedHeads(16, 128, 1 / 128, 128**-0.5, 1e-6), 32, 128, 1e-6)
+TOKEN_DTYPES = tuple((name, mx.bfloat16) for name in ("before", "taps", "dt_bias", "weight"))
 # Between them every kernel, dtype, kind of gate, mask and option that changes its text.
 CALLS = (
     launches.of_gated_delta(mx.bfloat16, 128),
@@ -24,6 +28,8 @@ CALLS = (
     launches.of_attention(mx.bfloat16, 256),
     launches.of_attention(mx.bfloat16, 128),
     launches.of_attention(mx.float32, 64, documents=True, window=40, sinks=True),
+    launches.of_trial(attention_token.trial_case(16, 4, 256, mx.float32)),
+    launches.of_trial(delta_token.trial_case(TOKEN, True, 4, TOKEN_DTYPES)),
 )
 KERNELS = [(call.name, launch) for call in CALLS for launch in call.launches]
 IDS = [f"{name}: {launch.name}" for name, launch in KERNELS]
@@ -51,7 +57,7 @@ def test_an_implicit_conversion_to_bf16_is_seen(name):
 
 SIGMOID = "inline float sigmoid_of(float x) {"
 REFUSED = {
-    "another address space": ("  threadgroup Element* elements;", "  constant Element* elements;"),
+    "another address space": ("\nthreadgroup Element* elements;", "\nconstant Element* elements;"),
     "a word of the prelude": (SIGMOID, "inline float log1p(float x) { return x; }\n" + SIGMOID),
     "a word that Metal lacks": ("return simd_sum(x);", "return __shfl_xor_sync(x);"),
 }
@@ -77,6 +83,11 @@ SCANS = {
 )
 def test_no_scan_keeps_an_array_out_of_registers(name):
     assert registers.stack_arrays(compiling.lowered(SCANS[name])) == []
+
+
+@pytest.mark.parametrize("launch", [call.launches[0] for call in CALLS[-2:]], ids=lambda launch: launch.name)
+def test_kernels_of_a_token_have_registers_for_their_numbers(launch):
+    assert registers.live_floats(compiling.lowered(launch)) <= metal_kernels.MOST_REGISTERS
 
 
 def test_a_loop_that_is_not_unrolled_is_seen():

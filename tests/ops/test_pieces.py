@@ -47,7 +47,7 @@ def made(tiny_model, family, tune="lora", bits=0, dropout=0.0, pack=False, **opt
     if bits:
         nn.quantize(model, 32, bits)
     lora = LoraConfig(rank=4, scale=2.0, dropout=dropout)
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=lora, fine_tune_type=tune, pack=pack)
+    config = TrainConfig(grad_checkpoint=True, lora_parameters=lora, fine_tune_type=tune, pack=pack)
     prepare(model, config)
     # Adapters start with B = 0, so that A would have no gradient.
     drawn = tree_map_with_path(

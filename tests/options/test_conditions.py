@@ -74,8 +74,12 @@ CASES = {
         (9, SAMPLED, SAMPLED | {"steps_per_sample": 1}),
     ],
     "steps_per_sample": [(3, {"sample_prompts": ["a"]}, {})],
+    "reward_funcs": [(["exact"], None, {})],
+    "reward_weights": [([0.5], None, {})],
+    "reward_timeout": [(60.0, None, {})],
+    "reward_errors": [("none", None, {})],
     "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
-    "optimizer_config": [({"adam": {}, "adamw": {"weight_decay": 0.1}}, {"optimizer": "AdamW"}, {})],
+    "optimizer_config": [({"adam": {"eps": 1e-6}, "adamw": {}}, {"optimizer": "Adam"}, {})],
     "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
     "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
     "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
@@ -139,7 +143,8 @@ def told(run, tmp_path):
         lora = dict(content.pop("lora_parameters", {}))
         words = []
         if as_flag:
-            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else [str(value)])]
+            texts = map(str, value) if isinstance(value, list) else [str(value)]
+            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else texts)]
         elif name in fields_of(LoraConfig):
             lora[name] = value
         elif "." not in name:

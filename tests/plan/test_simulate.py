@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from counted_programs import LINUX, output_of
@@ -10,7 +11,8 @@ from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import Brake
 from deltatune.plan.forecast import forecast_step
-from deltatune.plan.simulate import PACES
+from deltatune.plan.graph import evaluation_order, read
+from deltatune.plan.simulate import PACES, Pace, Simulation
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 
@@ -56,6 +58,23 @@ def test_mlx_waits_for_queued_work_above_its_memory_limit_as_foreseen():
     assert found["planned within"] < found["planned"] / 2
 
 
+@pytest.mark.parametrize(("once", "tasks"), [(False, 6), (True, 4)])
+def test_metal_counts_an_array_that_several_operations_read_once_a_task(once, tasks, monkeypatch):
+    """Twelve products read 2^20 elements twice each, and a task ends after 4 x 2^20."""
+    ended, plain = [], Simulation._end_task
+    monkeypatch.setattr(Simulation, "_end_task", lambda machine: ended.append(machine) or plain(machine))
+    x = mx.zeros((1024, 1024))
+    others = [mx.zeros((1024, 1024)) for _ in range(12)]
+    layout = ArrayLayout.measured()
+    products = [x @ other for other in others]
+    outputs = read(layout, products, {layout.address(one) for one in (x, *others)})
+    machine = Simulation(layout, Pace(10**9, 4 << 20, reads_once=once))
+    order = evaluation_order(outputs, 20)
+    machine.add_leaves([outputs[0].inputs[0], *(output.inputs[1] for output in outputs)])
+    machine.evaluate(order, outputs)
+    assert len(ended) == tasks
+
+
 @pytest.mark.parametrize(("least", "limit"), [(50, 70), (80, 88), (95, 100)])
 def test_a_step_waits_from_where_it_needs_to(least, limit):
     assert Brake(most=100, free=70).limit(least) == limit
@@ -64,7 +83,7 @@ def test_a_step_waits_from_where_it_needs_to(least, limit):
 def test_a_plan_says_from_where_its_step_waits(tiny_model, monkeypatch):
     """On an NVIDIA GPU, where the queue holds the results of several layers."""
     monkeypatch.setitem(PACES, "cpu", PACES["cuda"])
-    model, config = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3), TrainConfig(num_layers=-1)
+    model, config = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3), TrainConfig()
     prepare(model, config)
 
     def planned(brake):

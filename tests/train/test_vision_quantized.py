@@ -43,7 +43,7 @@ def test_a_quantized_language_tower_trains_on_images(family, bits, tiny_vision_c
     stored = {type(module).__name__ for _, module in load(path, image="a test").model.named_modules()}
     assert "QuantizedLinear" in stored
     assert ("QuantizedSwitchLinear" in stored) == ("moe" in family)
-    flags = {"iters": 12, "batch-size": 3, "num-layers": -1, "learning-rate": 1e-3, "steps-per-report": 1}
+    flags = {"iters": 12, "batch-size": 3, "learning-rate": 1e-3, "steps-per-report": 1}
     flags |= {"model": path, "data": folder, "adapter-path": tmp_path / "a"}
     assert cli.main(["train", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]) == 0
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]

@@ -165,7 +165,7 @@ class LoRALinear(Adapter):
     base_name = "linear"
     dense_class = nn.Linear
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
         inputs, outputs = input_size(linear), linear["weight"].shape[0]
         self.lora_a = uniform(inputs, (inputs, rank))
@@ -200,7 +200,7 @@ class DoRALinear(LoRALinear):
 
     kind = "dora"
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, rank, scale, dropout)
         self.m = row_norms(dense_weight(linear))
         # The underscore keeps the base's norms out of the parameters, while m is trained.

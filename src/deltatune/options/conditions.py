@@ -59,6 +59,7 @@ TRAINING: Conditions = {
     "steps_per_eval": (
         "where val_batches is not 0, or for sample_prompts without steps_per_sample",
         lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
+    "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
     "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
     "learning_rate lr_schedule warmup loraplus_lr_ratio": (

@@ -1,7 +1,6 @@
 """The options of a training run. Each option has its one default here, and the values that it may have.
 
-Names and defaults are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the
-differences.
+Names are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the differences.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from .chat_template import checked_options
 from .lora_parameters import LoraConfig
-from .values import Range, build, fix, nearest, option
+from .values import FINITE, Range, build, fix, nearest, option
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
@@ -22,6 +21,8 @@ _MODEL, _DATA, _TUNE, _LOSS = "model", "data", "what trains", "loss"
 _ROLLOUTS = "reinforcement learning"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
+#: The settings, of every optimizer that has them, that optimizer_config may change.
+OPTIMIZER_SETTINGS = {"bias_correction": True}
 NO_TYPE_FROM_SCRATCH = (
     "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
 )
@@ -31,9 +32,10 @@ NO_TYPE_FROM_SCRATCH = (
 class TrainConfig:
     """The options of a training run, settled: making a TrainConfig checks them and sets those that others imply.
 
-    `from_scratch` implies `fine_tune_type: full` and all layers, and `memory` implies `grad_checkpoint`. Lengths are in
-    tokens. Schedules count optimizer steps; everything else counts iterations, of which `grad_accumulation_steps` make
-    one optimizer step. Each field's metadata holds its help text and the values that it may have.
+    `from_scratch` implies `fine_tune_type: full` and all layers, and `memory` implies `grad_checkpoint`. The default of
+    `learning_rate` follows from the weights that train and from the loss. Lengths are in tokens. Schedules count
+    optimizer steps; everything else counts iterations, of which `grad_accumulation_steps` make one optimizer step. Each
+    field's metadata holds its help text and the values that it may have.
 
     Raises:
         UserError: A value is not one that the option may have, or two options contradict each other.
@@ -155,21 +157,44 @@ class TrainConfig:
     neftune_noise_alpha: float | None = option(
         None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
     )
+    reward_funcs: list[str] = option(
+        list,
+        _LOSS,
+        "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
+        "length:TOKENS, repetition, math-verify or reasoning-gym",
+    )
+    reward_weights: list[float] = option(
+        list, _LOSS, "factor of each reward function's rewards in their sum; default: 1 for all", range=FINITE
+    )
+    reward_timeout: float = option(
+        60.0, _LOSS, "seconds that the rewards of a batch may take", range=Range(above=0, most=86400)
+    )
+    reward_errors: str = option(
+        "stop",
+        _LOSS,
+        "whether a reward function that fails ends the run (stop), or gives no reward (none)",
+        choices=("stop", "none"),
+    )
     optimizer: str = option(
-        "adam", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
+        "adamw", _OPTIMIZER, "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
     )
     optimizer_config: dict[str, dict[str, Any] | None] = option(
         dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = option(1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0))
+    learning_rate: float = option(
+        None,
+        _OPTIMIZER,
+        "largest learning rate; default: 2e-4, or 1e-5 with a preference loss; in full fine-tuning a tenth of that",
+        range=Range(above=0),
+    )
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
     decay_norm_and_bias: bool = option(
         False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
-    lr_schedule: dict[str, Any] | str | None = option(
-        None,
+    lr_schedule: dict[str, Any] | str = option(
+        "cosine",
         _OPTIMIZER,
         "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
         "the mapping of mlx_lm.lora in place of the word, counted in optimizer steps, with the keys name, arguments, "
@@ -177,17 +202,14 @@ class TrainConfig:
         choices=("constant", "cosine", "linear"),
     )
     warmup: float = option(
-        0.0,
+        0.03,
         _OPTIMIZER,
         "part of the run over which the learning rate rises to learning_rate: a share below 1, or a number of "
         "optimizer steps",
         range=Range(least=0),
     )
     grad_clip: float | None = option(
-        None,
-        _OPTIMIZER,
-        "largest global gradient norm; a larger gradient is scaled down to this norm",
-        range=Range(above=0),
+        None, _OPTIMIZER, "largest global gradient norm; a larger gradient is scaled down to it", range=Range(above=0)
     )
     grad_accumulation_steps: int = option(
         1,
@@ -202,7 +224,7 @@ class TrainConfig:
         range=Range(least=0, most=2**64 - 1),
     )
     num_layers: int = option(
-        16,
+        -1,
         _TUNE,
         "number of layers to train, counted from the last; -1, or a number above the model's, trains all",
         range=Range(least=1, also=(-1,)),
@@ -394,6 +416,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.learning_rate is None:
+            rate = 2e-4 if self.loss == "sft" else 1e-5
+            is_full = self.fine_tune_type == "full" and not self.from_scratch
+            vars(self).update(learning_rate=rate / 10 if is_full else rate)
         fix(self)
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise UserError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from ..models.load import Loaded
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from ..train import Result, Trainer
 from ..train.distributed import World
 from ..train.options_check import check_options
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
-from ..train.rollouts.rollout_order import RewardFunctions
 from ..train.saved.folder import RunFolder
 from ..train.saved.outputs import Outputs
 from ..train.saving import kept_choices
@@ -63,7 +64,7 @@ class PlannedRun(Run):
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
 
-    def trainer(self, folder: RunFolder | None = None, rewards: RewardFunctions | None = None) -> Trainer:
+    def trainer(self, folder: RunFolder | None = None, rewards: Rewards | None = None) -> Trainer:
         """Plan the run's largest step, and return the trainer of the run.
 
         Args:
@@ -79,15 +80,12 @@ class PlannedRun(Run):
         return Trainer.of(self, self.screen, folder, bounds, rewards)
 
 
-def finetune(
-    config: TrainConfig, *, verbose: bool = False, rewards: RewardFunctions | None = None
-) -> tuple[Loaded, Result]:
+def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Result]:
     """Carry out a whole run as `deltatune train` does: load the model, add adapters, plan, train, save and test.
 
     Args:
         config: The options of the run.
         verbose: Whether to name every patch that is applied.
-        rewards: The reward functions of a run that samples its answers.
 
     Returns:
         The trained model with its tokenizer, as load() returns them, and the final figures. Layers that `memory` left
@@ -102,8 +100,10 @@ def finetune(
         print(result.train_loss, generate(loaded, "When do you open?"))
     """
     world = World()
-    with RunFolder(config, world) as folder, kept_choices(config):
+    with RunFolder(config, world) as folder, kept_choices(config), contextlib.ExitStack() as stack:
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
+        # A file of reward functions with a mistake is refused before the model is loaded.
+        rewards = stack.enter_context(Rewards(config)) if config.loss == "grpo" else None
         run = PlannedRun.of(config, world=world, verbose=verbose)
         trainer = run.trainer(folder, rewards)
         result = trainer.run()

@@ -14,8 +14,8 @@ from ..patches import patched
 from ..train.evaluation.evaluate import inferring
 from .forecast import AliveKind, Forecast, Moment
 
-# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies that attention
-# reads where no kernel serves it.
+# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
+# where no kernel serves it.
 _CACHES = 4
 # How many arrays of fp32 logits are alive while a token is sampled: those of the model and of the policy, their
 # exponentials, and two more where they are sorted for top_p.
@@ -43,4 +43,4 @@ def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> 
     if amount <= forecast.bytes.amount:
         return forecast
     alive = [AliveKind("caches of sampled answers", _CACHES * rows, rows * of_row)]
-    return replace(forecast, bytes=Moment(amount, f"sampling {rows:,} answers, before the step", alive))
+    return replace(forecast, bytes=Moment(amount, f"sampling {rows} answers, before the step", alive))

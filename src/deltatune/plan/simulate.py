@@ -26,25 +26,28 @@ class Pace:
         elements: A task also ends after its operations have read this many elements; None for no such limit.
         page: Bytes of a page; larger buffers are rounded up to whole pages.
         releases: Whether releasing an operation's inputs counts as an operation.
+        reads_once: Whether a buffer that several operations of a task read counts once.
     """
 
     operations: int
     elements: int | None = None
     page: int = 1
     releases: bool = False
+    reads_once: bool = False
 
 
-def cuda_pace(piece: Mapping[str, int]) -> Pace:
-    """The pace of an NVIDIA GPU with pieces of work of these sizes, as in environment.PIECE."""
-    return Pace(piece[environment.OPERATIONS] + 1, (piece[environment.ELEMENTS] + 1) << 20, page=16384)
+def gpu_pace(piece: Mapping[str, int], *, reads_once: bool = False) -> Pace:
+    """The pace of a GPU with pieces of work of these sizes, as in environment.PIECE."""
+    elements = (piece[environment.ELEMENTS] + 1) << 20
+    return Pace(piece[environment.OPERATIONS] + 1, elements, page=16384, reads_once=reads_once)
 
 
-# Sources in mlx/backend: cpu/encoder.h; metal/device.cpp (the largest chips) and metal/allocator.cpp; cuda/device.cpp,
-# where machine/environment.py sets the numbers of operations and elements, unless the user has set others.
+# Sources in mlx/backend: cpu/encoder.h; metal/device.cpp and metal/allocator.cpp; cuda/device.cpp. The variables that
+# set the numbers of operations and elements are machine/environment.py's on CUDA, unless the user has set others.
 PACES = {
     "cpu": Pace(10, releases=True),
-    "metal": Pace(51, 51 << 20, page=16384),
-    "cuda": cuda_pace(environment.queued()),
+    "metal": gpu_pace(environment.queued(environment.METAL_PIECE), reads_once=True),
+    "cuda": gpu_pace(environment.queued()),
 }
 
 
@@ -72,6 +75,7 @@ class Queue:
     operations: int = 0
     elements: int = 0
     tasks: int = 0
+    read: set[Buffer] = field(default_factory=set)
 
 
 class Simulation:
@@ -139,6 +143,7 @@ class Simulation:
 
     def _evaluate(self, node: Node) -> None:
         self.evaluated.append(node)
+        queue = self._queue
         inputs = [self.stored[source.address] for source in node.inputs]
         outputs = node.outputs()
         outputs_stored = run_primitive(self, node, inputs)
@@ -150,7 +155,10 @@ class Simulation:
         if len(outputs) == 1:
             held = {id(one.buffer): one.buffer for one in inputs if one.buffer is not written}
         if node.kind not in VIEWS:
-            self._queue.elements += sum(one.data_size for one in inputs)
+            for one in inputs:
+                if not (self._pace.reads_once and one.buffer in queue.read):
+                    queue.elements += one.data_size
+                    queue.read.add(one.buffer)
         self._push([*held.values(), *self._temporaries], int(self._pace.releases))
         self._temporaries = []
         if self._queue.tasks > TASKS_AHEAD:
@@ -206,6 +214,7 @@ class Simulation:
         queue = self._queue
         if queue.operations:
             queue.operations = queue.elements = 0
+            queue.read.clear()
             queue.tasks += 1
             queue.waiting.append(None)
 

@@ -1,10 +1,15 @@
 """Chat templates that raise, loop, recurse or grow end in one message that names the row and the template's line."""
 
+import ctypes
 import os
 import signal
+import struct
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +146,27 @@ def test_a_process_that_is_killed_over_a_conversation_is_said(tight, written):
     threading.Timer(0.5, lambda: os.kill(process._child.pid, signal.SIGKILL)).start()
     ((_, error),) = next(rows)
     assert "ended over this conversation (SIGKILL)" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_step_that_takes_too_much_memory_is_stopped_where_no_limit_binds(tight, written, monkeypatch):
+    """As on macOS, of which the function that tells a process's memory is pretended."""
+
+    def proc_pid_rusage(process, flavour, usage):
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        # The footprint is the eighth of the numbers that follow an identifier of 16 bytes.
+        struct.pack_into("<Q", (ctypes.c_char * 96).from_address(ctypes.addressof(usage._obj)), 72, pages * 4096)
+        return int(flavour != 0)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
+    unlimited = "import resource\nresource.setrlimit = lambda *_: None\n"
+    monkeypatch.setattr(rendering, "_START", unlimited + rendering._START)
+    tokenizer = written("{% for n in [1, 2] %}{% if ('x' * 3000000000).split('y') %}{% endif %}{% endfor %}")
+    with pytest.raises(
+        UserError, match=r"file:1: the model's chat template took more than 0\.5 GB of memory in one step"
+    ):
+        TextEncoder(tokenizer, Features(), None)(ROW, "file:1")
 
 
 @pytest.mark.parametrize("count", [1, 100_000])

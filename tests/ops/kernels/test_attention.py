@@ -14,7 +14,9 @@ from deltatune.ops.attention import hopper
 from deltatune.ops.attention.fused import FILES
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
 from deltatune.ops.attention.tolerances import NORMAL, half_norm
+from deltatune.ops.attention.trial_case import KernelShape, trial_case
 from deltatune.ops.kernels.launch import header, on
+from deltatune.ops.operator.case import judged
 
 TEXT = header("metal", FILES)
 HOPPER = load(Path(__file__).with_name("host_machine.py")).cuda_text(hopper.FORWARD)
@@ -119,6 +121,16 @@ def test_hopper(name, run, oracle):
     found = run(oracle.Case(name, **ON_HOPPER[name]), dtype, hopper=True)
     assert found.pop("dsinks", 0.0) <= 2e-2
     assert max(found.values()) <= HALF * half_norm(str(dtype).rpartition(".")[2]), found
+
+
+@pytest.mark.parametrize("size", [32, 80])
+def test_towers_in_fp32_pass_their_trial_with_exponentials_as_rough_as_metal_allows(size, make, host_module):
+    """The narrowest and the widest of the doctor's, whose errors beside their results are the largest."""
+    rough = make(host_module.with_rough_exponentials(TEXT))
+    case = trial_case(KernelShape("metal", size, size, "float32", causal=False))
+    with on(rough.run):
+        verdict = judged(case, partial(attention_fused, machine="metal"), "fused")
+    assert verdict.passed, verdict
 
 
 # Defects by name: a part of the kernels' text, and what replaces it. These are for Metal's text.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import re
 
 import mlx.core as mx
 import pytest
@@ -12,6 +14,9 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, choice, trial_case
 from deltatune.ops.attention.call import AttentionCall
+from deltatune.ops.gated_delta import choice as gated_delta_choice
+from deltatune.ops.gated_delta.call import Call
+from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operator import candidates, rankings, timing, verdicts
 from deltatune.ops.operator.operator import Candidate
 
@@ -93,14 +98,43 @@ def test_the_fastest_right_one_serves_and_all_times_are_remembered(gpu, tmp_path
     seconds = {name: each["verdict"]["seconds"] for name, each in stored.items()}
     assert seconds == pytest.approx({"attention-fused": 3e-3, "attention-native": 2e-3, "attention-blocked": 9e-3})
     before = dict(gpu.runs)
-    gpu.milliseconds["native"] = 100.0
-    for _ in range(2):
-        # In this process, and in another one.
-        assert chosen() == "native"
-        verdicts.forget()
+    assert chosen() == "native"
     assert gpu.runs == before
     # Another class of calls has times of its own.
+    gpu.milliseconds["native"] = 100.0
     assert chosen(causal=False) == "fused"
+
+
+def test_a_bad_moment_decides_for_the_first_start_alone(gpu, tmp_path):
+    """Three processes take the time, and the shortest one stays; a later bad moment changes nothing either."""
+    gpu.milliseconds["native"] = 100.0
+    assert chosen() == "fused"
+    gpu.milliseconds["native"] = 2.0
+    verdicts.forget()
+    assert chosen() == "native"
+    gpu.milliseconds["native"] = 50.0
+    for _ in range(2):
+        verdicts.forget()
+        assert chosen() == "native"
+        before = dict(gpu.runs)
+        assert chosen() == "native"
+        assert gpu.runs == before
+    (stored,) = (json.loads(path.read_text())["verdict"] for path in tmp_path.rglob("attention-native-*.json"))
+    assert stored["seconds"] == pytest.approx(2e-3)
+    assert len(stored["moments"]) == 3
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d, load \d+\.\d", moment) for moment in stored["moments"])
+
+
+def test_atomic_sums_are_never_steady(gpu, monkeypatch):
+    """Three runs of a small case may agree by chance."""
+    atomic = lambda call: dataclasses.replace(gpu.candidate("native", call), atomics=True)  # noqa: E731
+    monkeypatch.setitem(choice.OPERATOR.candidates, "native", atomic)
+    assert chosen() == "fused"
+
+
+def test_mlxs_own_gradient_of_the_gated_delta_rule_is_atomic_on_metal(gpu):
+    call = Call.of_class(ShapeClass(16, 32, 128, 128, "bfloat16"))
+    assert gated_delta_choice.OPERATOR.candidates["native"](call).atomics
 
 
 def test_a_gain_below_a_tenth_changes_nothing(gpu):

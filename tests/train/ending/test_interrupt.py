@@ -181,9 +181,8 @@ def test_a_second_signal_is_not_forgotten_where_python_handles_two_at_once():
         assert stop.hurried
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it refuses all bytes, as a full disk does")
-def test_a_full_disk_keeps_no_process_from_leaving():
-    program = "import sys; sys.stdout = open('/dev/full', 'w'); print('said before');"
+def test_a_full_disk_keeps_no_process_from_leaving(full_disk):
+    program = f"import sys; sys.stdout = open('{full_disk}', 'w'); print('said before');"
     program += "from deltatune.train.ending.interrupt import leave; leave('rank 1 ended')"
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "deltatune: rank 1 ended\n")

@@ -31,7 +31,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
     """The samples come before the step is compiled, inside accumulations, and beside dropout and checkpoints."""
     prompts = [PROMPT, "answer?"]
     samples = {"sample_prompts": prompts, "steps_per_sample": 1, "sample_max_tokens": 5}
-    shared = {"grad_checkpoint": True, "iters": 4, "lr_schedule": None, "learning_rate": 0.05}
+    shared = {"grad_checkpoint": True, "iters": 4, "lr_schedule": "constant", "learning_rate": 0.05}
     for name, options in (("plain", {}), ("sampled", samples)):
         make_trainer(adapter_path=str(tmp_path / name), **shared, **options).run()
     plain, with_samples = result(tmp_path / "plain"), result(tmp_path / "sampled")

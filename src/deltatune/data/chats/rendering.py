@@ -25,6 +25,8 @@ from typing import Any
 import jinja2
 
 from ...errors import UserError, reason
+from ...machine import bare_program
+from ...machine.child_memory import memory_of
 from ...machine.environment import cores
 from ...upstream import chat_template_code, hugging_face_tokenizer
 from ..rows.row_formats import Conversation, PlainText
@@ -37,15 +39,8 @@ from .turn_ends import TurnEnds
 _CHUNK = 64
 _WORTH_A_PROCESS = 4000
 LIMITS = RenderLimits()
-# This folder is a package of another name there, so that deltatune and MLX are not imported.
-_START = """
-import sys, types
-package = types.ModuleType("rendering")
-package.__path__ = [sys.argv[1]]
-sys.modules["rendering"] = package
-from rendering.render_process import RenderLimits, main
-main(RenderLimits(float(sys.argv[2]), int(sys.argv[3])))
-"""
+# On macOS this process looks so often at the memory of another, which has some before it renders; the signal ends it.
+_LOOK_SECONDS, _OWN_MEMORY, _TOO_LARGE = 0.05, 1 << 29, signal.SIGUSR1
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation
@@ -268,7 +263,7 @@ class _Process:
     """A process that runs render_process.py."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parent), *(str(limit) for limit in LIMITS)]
+        command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None
@@ -287,6 +282,10 @@ class _Process:
         )
         self._known.update(new)
         for _ in requests:
+            # macOS lets a process take any memory in one step, which the process itself cannot interrupt.
+            while sys.platform == "darwin" and not self._replies.poll(_LOOK_SECONDS):
+                if memory_of(self._child.pid) > _OWN_MEMORY + LIMITS.memory:
+                    self._child.send_signal(_TOO_LARGE)
             yield json.loads(self._replies.recv_bytes())
 
     @property
@@ -343,10 +342,14 @@ def _answers(setups: dict[str, Any], requests: list[dict[str, Any]]) -> list[dic
 
 def _ended(status: int) -> str:
     """Return the message for a process that ended over a conversation."""
-    if status == -signal.SIGVTALRM:
+    limits = {
+        -signal.SIGVTALRM: f"ran for more than {2 * LIMITS.seconds:g} seconds",
+        -_TOO_LARGE: f"took more than {LIMITS.memory / (1 << 30):g} GB of memory",
+    }
+    if status in limits:
         return (
-            f"the model's chat template ran for more than {2 * LIMITS.seconds:g} seconds in one step on this "
-            "conversation. It was stopped: mend the template, or give the model's folder another chat_template.jinja."
+            f"the model's chat template {limits[status]} in one step on this conversation. "
+            "It was stopped: mend the template, or give the model's folder another chat_template.jinja."
         )
     how = f"exit code {status}"
     with contextlib.suppress(ValueError):

@@ -45,7 +45,11 @@ def _checked(tiling: Tiling) -> tuple[str, Implementation]:
 
 def _native(call: Call) -> Candidate | str:
     reason = native.unsupported(call.k, call.v, call.log_g)
-    return reason or Candidate(native.gated_delta_native, call.shape_class(), native.gated_delta_native)
+    if reason:
+        return reason
+    # The gradient of MLX's kernels on Metal (GatedDeltaUpdateVJP) sums by atomic operations.
+    function, atomics = native.gated_delta_native, not native.loops()
+    return Candidate(function, call.shape_class(), function, atomics=atomics)
 
 
 def _chunk(call: Call) -> Candidate:

@@ -75,7 +75,8 @@ class _Layouts:
     """The structs, functions and enumerations of some headers: in Python, each struct is a function of its values."""
 
     def __init__(self, machine: str, bodies: tuple[str, ...]):
-        text = "".join(without_comments(name) for name in (f"{machine}.h", "tiles.h", *bodies))
+        files = (f"{machine}.h", "tiles.h", *bodies)
+        text = without_comments("".join((FOLDER / name).read_text(encoding="utf-8") for name in files))
         constants = {name: value for enum in _ENUM.finditer(text) for name, value in _assignments(enum[1])}
         functions = {name: (first, more, body) for first, name, more, body in _FUNCTION.findall(text)}
         structs = {name: (first, body) for first, name, body in _STRUCT.findall(text)}
@@ -122,10 +123,9 @@ def _types(machine: str) -> dict[str, Callable[..., Any]]:
     }
 
 
-@cache
-def without_comments(name: str) -> str:
-    """Return the text of a header in this folder without its comments."""
-    return re.sub(r"//[^\n]*", "", (FOLDER / name).read_text(encoding="utf-8"))
+def without_comments(text: str) -> str:
+    """Return the text of a header without its comments."""
+    return re.sub(r"//[^\n]*", "", text)
 
 
 def _assignments(text: str) -> Iterator[tuple[str, str]]:

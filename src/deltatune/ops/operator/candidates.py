@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -144,19 +144,20 @@ def _right(operator: Operator, names: Sequence[str], call: Any, *, first: bool, 
 
 
 def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]:
-    """Return the verdicts on right implementations with their times: stored ones, or else those of runs now.
+    """Return the verdicts on right implementations with their times: stored ones, or those of runs now (wants_time).
 
     One that cannot be timed has none.
     """
     checked = {name: candidate for name, candidate in right.items() if candidate.checked}
     on_each = {name: verdict_on(operator, name, candidate) for name, candidate in checked.items()}
-    if any(verdict.seconds is None for verdict in on_each.values()):
+    if any(verdicts.wants_time(_stored(operator, name), right[name].shape, on_each[name]) for name in on_each):
         # All run on the same arrays, those of the first one's class.
         case = operator.timed_case_of(next(iter(checked.values())).shape)
         mx.eval(case.like)
         runs = {name: partial(case.call, _checked(candidate)) for name, candidate in checked.items()}
-        for name, seconds in timing.side_by_side(runs).items():
-            on_each[name] = verdicts.timed(_stored(operator, name), right[name].shape, on_each[name], seconds)
+        for name, measured in timing.side_by_side(runs).items():
+            steady = replace(measured, same_bits=measured.same_bits and not right[name].atomics)
+            on_each[name] = verdicts.timed(_stored(operator, name), right[name].shape, on_each[name], steady)
     return on_each
 
 

@@ -26,12 +26,14 @@ class Candidate:
         shape: The class of calls with the verdict on this one; None where it has neither a check nor a time.
         checked: The function that the check calls, which runs the same kernels on a small batch.
         trusted: Whether it needs no check, because it is made of MLX's operations.
+        atomics: Whether it sums by atomic operations, so that bits which agree in a few runs do so by chance.
     """
 
     function: Callable[..., Any]
     shape: Any = None
     checked: Callable[..., Any] | None = None
     trusted: bool = False
+    atomics: bool = False
 
 
 class OperatorWorkload(Protocol):

@@ -10,9 +10,11 @@ import importlib.metadata
 import json
 import logging
 import math
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ class Verdict:
         bounds: By name of a result, the largest error that is allowed where it is not `bound`.
         seconds: The shortest time of a forward and a backward pass on the check's arrays; None before it is timed.
         same_bits: Whether all timed runs gave the same bits; None before it is timed.
+        moments: When each process timed it, and the load of the machine then.
     """
 
     implementation: str
@@ -59,6 +62,7 @@ class Verdict:
     bounds: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
     same_bits: bool | None = None
+    moments: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -85,8 +89,12 @@ class Verdict:
 
 # In the error of a kernel's text that Metal's compiler refuses, as it will again until a version changes.
 _REFUSED = "Unable to build metal library from source"
+# A time from one bad moment, when the machine was hot or busy, would decide for ever: so many processes take it anew.
+_STARTS = 3
 # By the name of an implementation and a class of shapes.
 _known: dict[tuple[str, Any], Verdict] = {}
+# Those that this process has timed.
+_timed: set[tuple[str, Any]] = set()
 
 
 def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
@@ -143,9 +151,19 @@ def _with_log(verdict: Verdict, path: Path) -> Verdict:
     return replace(verdict, problem=f"Metal's compiler refuses it: {first} (all that it says is in {path})")
 
 
+def wants_time(name: str, shape: Any, verdict: Verdict) -> bool:
+    """Whether an implementation is to be timed now: it has no time, or this process is one of the first _STARTS."""
+    return verdict.seconds is None or (len(verdict.moments) < _STARTS and (name, shape) not in _timed)
+
+
 def timed(name: str, shape: Any, verdict: Verdict, measured: TrialTime) -> Verdict:
-    """Return `verdict` with the times that were measured, and store it."""
-    _known[name, shape] = with_times = replace(verdict, seconds=measured.seconds, same_bits=measured.same_bits)
+    """Return `verdict` with the shorter of its time and that which was measured now, and store it."""
+    _timed.add((name, shape))
+    seconds = measured.seconds if verdict.seconds is None else min(verdict.seconds, measured.seconds)
+    same_bits = measured.same_bits and verdict.same_bits is not False
+    moment = f"{datetime.now():%Y-%m-%d %H:%M}, load {os.getloadavg()[0]:.1f}"
+    with_times = replace(verdict, seconds=seconds, same_bits=same_bits, moments=[*verdict.moments, moment])
+    _known[name, shape] = with_times
     _write(path_of(name, shape), with_times)
     return with_times
 
@@ -153,6 +171,7 @@ def timed(name: str, shape: Any, verdict: Verdict, measured: TrialTime) -> Verdi
 def forget() -> None:
     """Forget the verdicts of this process. Those in the cache folder remain."""
     _known.clear()
+    _timed.clear()
 
 
 def machine() -> dict[str, str]:

@@ -325,15 +325,14 @@ def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
 def changed_options(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Return the name and the value of every option that differs from its default, those inside options too."""
     changed: list[tuple[str, Any]] = []
-    for option in dataclasses.fields(config):
-        value = getattr(config, option.name)
-        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+    for name, default in vars(type(config)()).items():
+        value = getattr(config, name)
         if value == default:
             continue
         if dataclasses.is_dataclass(value):
-            changed += changed_options(value, f"{prefix}{option.name}.")
+            changed += changed_options(value, f"{prefix}{name}.")
         else:
-            changed.append((prefix + option.name, value))
+            changed.append((prefix + name, value))
     return changed
 
 

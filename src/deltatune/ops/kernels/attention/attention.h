@@ -225,6 +225,12 @@ inline void clear_tiles(thread Tile* tiles) {
   for (int m = 0; m < COUNT; ++m) tile_clear(tiles[m]);
 }
 
+// The factor that makes sums relative to the maximum `now`. Where it stays, it is 1: Metal's exp2(0) may be off, and its
+// error would be repeated in every step.
+inline float rescaling(float before, float now) {
+  return before == now ? 1.0f : DELTATUNE_EXP2(before - now);
+}
+
 // Computes y [B, HQ, TQ, DV] and sums [B, HQ, TQ] from q [B, HQ, TQ, D], k [B, HK, TK, D] and v [B, HK, TK, DV]. `sums`
 // is log2 of the sum of 2^score of each row, or infinite for a row that sees no key. The grid is (tiles of queries,
 // query heads, rows of the batch).
@@ -268,13 +274,13 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int j = key + at.group % 2 * 16 + tile_column(e, at.lane), side = tile_side(e);
-      const float score = j >= low[side] && j < high[side] ? scores.get(e) * scale : -INFINITY;
+      const float score = j >= low[side] && j < high[side] ? scores.get(e) : -INFINITY;
       scores.set(e, score);
       most[side] = score > most[side] ? score : most[side];
     }
     DELTATUNE_UNROLL
     for (int side = 0; side < 2; ++side) {
-      const float whole = row_max(most[side]);
+      const float whole = row_max(most[side]) * scale;
       const int i = top + tile_row(side * tile_second, at.lane);
       if (tile_column(0, at.lane) == 0) halves[at.group % 2 * 32 + i] = whole;
     }
@@ -292,7 +298,8 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     }
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const float weight = DELTATUNE_EXP2(scores.get(e) - from[tile_side(e)]);
+      // Rounded once, after the maximum is subtracted: half a unit of a large score is much of its weight.
+      const float weight = DELTATUNE_EXP2(metal::fma(scores.get(e), scale, -from[tile_side(e)]));
       scores.set(e, weight);
       sum[tile_side(e)] += weight;
     }
@@ -307,8 +314,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
     barrier();
     if (at.index < 32) {
       const float before = largest[parity * 32 + at.index], now = largest[(1 - parity) * 32 + at.index];
-      total = total * DELTATUNE_EXP2(before - (now == -INFINITY ? 0.0f : now)) + half_sums[at.index] +
-              half_sums[32 + at.index];
+      total = total * rescaling(before, now) + half_sums[at.index] + half_sums[32 + at.index];
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < 2; ++m) {
@@ -317,7 +323,7 @@ inline void attention_forward(Place at, threadgroup char* memory, int heads, int
       for (int side = 0; side < 2; ++side) {
         const int i = m * 16 + tile_row(side * tile_second, at.lane);
         const float before = largest[parity * 32 + i], now = largest[(1 - parity) * 32 + i];
-        factors[side] = DELTATUNE_EXP2(before - (now == -INFINITY ? 0.0f : now));
+        factors[side] = rescaling(before, now);
       }
       DELTATUNE_UNROLL
       for (int piece = 0; piece < columns; ++piece) {
@@ -371,7 +377,7 @@ inline void put_gradients(const thread Staging<Memory>& staging, thread Tile& sc
     const int j = column + side_column + tile_column(e, at.lane), side = tile_side(e);
     const int i = query + (TURNED ? side_column + tile_column(e, at.lane) : top + tile_row(e, at.lane));
     const bool on = i < queries && j >= from[side] && j < to[side];
-    const float weight = on ? DELTATUNE_EXP2(scores.get(e) * scale - sums[i]) : 0.0f;
+    const float weight = on ? DELTATUNE_EXP2(metal::fma(scores.get(e), scale, -sums[i])) : 0.0f;
     scores.set(e, weight);
     if (GRADIENTS) products.set(e, on ? weight * (products.get(e) - delta[i]) : 0.0f);
   }

@@ -71,7 +71,8 @@ struct Attended {
 template <int GROUPS, int HEADS, int SIZE, typename T>
 inline void attend_to_row(Place at, thread Attended<HEADS>& own, const GLOBAL T* keys, const GLOBAL T* values, long start,
                           int length) {
-  constexpr int LANES = SIZE / 8, STEP = GROUPS * 32 / LANES, DEPTH = 4;
+  // Numbers of 4 bytes are read two keys ahead: four, beside four heads, would need 139 of an Apple lane's 128 registers.
+  constexpr int LANES = SIZE / 8, STEP = GROUPS * 32 / LANES, DEPTH = sizeof(T) == 4 ? 2 : 4;
   const int piece = at.index % LANES, share = at.index / LANES;
   // All lanes of a group go as often through this loop, since they exchange numbers in it.
   for (int from = 0; from < length; from += STEP * DEPTH) {
