@@ -46,13 +46,8 @@ BUDGETS = {
     "machine": Budget(2_006, 2_500),
     "options": Budget(1_325, 1_050),
     "root": Budget(905, 450),
-<<<<<<< HEAD
     "kernels": Budget(11_805, 10_800),
     "tests": Budget(55_800, 46_000),
-=======
-    "kernels": Budget(11_800, 10_800),
-    "tests": Budget(55_185, 46_000),
->>>>>>> report
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1

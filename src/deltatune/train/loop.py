@@ -29,6 +29,7 @@ from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
 from .distributed import World
@@ -48,7 +49,7 @@ from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Screen
 from .rollouts.answer_sampler import check_covered
-from .rollouts.rollout_order import Rewards, RolloutOrder
+from .rollouts.rollout_order import RolloutOrder
 from .rollouts.sampled_run import rollout_order
 from .saved import content, state
 from .saved.folder import RunFolder
@@ -152,7 +153,9 @@ class Trainer:
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
         if rewards is None and config.loss == "grpo":
-            raise UserError("loss: grpo learns from rewards, and the Trainer has none; give it rewards=...")
+            raise UserError(
+                "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
+            )
         self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
         on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(

@@ -61,6 +61,19 @@ def _both(key: str, validation: str) -> list[Curve]:
 
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 _PLOTS = (
+    Plot("Reward of sampled answers", [Curve("reward", "mean"), Curve("reward_std", "deviation")]),
+    Plot("Share of exact answers", [Curve("rewards/exact")], zero=True),
+    Plot("Tokens of an answer", [Curve("completions/mean_length")], zero=True),
+    Plot("Entropy of a sampled token", [Curve("entropy")], zero=True),
+    Plot("Divergence from the reference", [Curve("kl")], zero=True),
+    Plot(
+        "Difference between sampler and training, in nats",
+        [
+            Curve("sampling/sampling_logp_difference/mean", "mean"),
+            Curve("sampling/sampling_logp_difference/max", "largest"),
+        ],
+    ),
+    Plot("Seconds of a sampling", [Curve("seconds/sampling", "answers"), Curve("seconds/rewards", "rewards")]),
     Plot("Rewards", [Curve(_REWARDS[0], "chosen"), Curve(_REWARDS[1], "rejected")]),
     Plot("Margin of the chosen answer's reward", _both("rewards/margins", "val_rewards/margins")),
     Plot(
