@@ -122,11 +122,7 @@ class Trainer:
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
     ):
-        if bounds is None and config.memory is not None:
-            raise UserError(
-                "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
-                "memory out."
-            )
+        _check_arguments(config, bounds, rewards)
         self._bounds = bounds or Bounds()
         weights = self._bounds.weights
         world = world or World()
@@ -142,6 +138,8 @@ class Trainer:
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
         plain = splits.plain_text
         samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
+        thumbnails = [prompt.thumbnails for prompt in samples.prompts]
+        on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)
@@ -152,12 +150,7 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        if rewards is None and config.loss == "grpo":
-            raise UserError(
-                "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
-            )
         self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
-        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -166,9 +159,7 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(
-                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
-            ),
+            reporting=Reporting(config, outputs, screen, world.main, on_host, thumbnails),
             weights=weights,
         )
 
@@ -305,6 +296,19 @@ class Trainer:
             parts.screen.say(announce.nothing_to_resume(config))
         about = announce.about(parts.model, config, self.splits, trained)
         parts.reporting.open(self.progress, about, announce.layer_table(trained))
+
+
+def _check_arguments(config: TrainConfig, bounds: Bounds | None, rewards: Rewards | None) -> None:
+    """Refuse options that need an argument of the Trainer which it did not get."""
+    if bounds is None and config.memory is not None:
+        raise UserError(
+            "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
+            "memory out."
+        )
+    if rewards is None and config.loss == "grpo":
+        raise UserError(
+            "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
+        )
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:
