@@ -23,7 +23,7 @@ COLUMNS = ("folder", "date", "model", "data", "rate", "iterations", "best loss")
 _OPTIONS = re.compile(r"<pre id=options>(.*?)</pre>", re.DOTALL)
 _METRICS = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl")
 # The options on which the learning rate depends.
-_OF_RATE = ("learning_rate", "fine_tune_type", "loss")
+_OF_RATE = ("learning_rate", "fine_tune_type", "from_scratch", "loss")
 
 
 @dataclass(frozen=True)
