@@ -314,6 +314,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--num-generations", "--max-completion-length", "--top-k"), f"{ROLLOUTS}::trainer_of"),
     **dict.fromkeys(("--epsilon", "--epsilon-high", "--num-iterations"), f"{TRL}::differences"),
     **dict.fromkeys(("--scale-rewards", "--mask-truncated-completions", "--sampler-correction"), f"{TRL}::differences"),
+    "--teacher": "train/distillation/test_run::distilling",
     "--temperature": "train/policy_gradient/test_estimator::test_the_expected_gradient_is_the_exact_one",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
