@@ -96,7 +96,7 @@ TASKS: Conditions = {
 ANSWERS: Conditions = {
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
-    "chat_template_config": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
+    "chat_template_config tools": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
     "compare": ("with --adapter-path, since it asks the base beside the adapter", lambda o: o.adapter_path),
 }
 # Those that mlx_lm.lora has, too, and leaves unread: files and command lines for it hold them.

@@ -191,7 +191,7 @@ class TrainConfig:
     learning_rate: float = option(
         None,
         _OPTIMIZER,
-        "largest learning rate; default: 2e-4, or 1e-5 with a preference loss; in full fine-tuning a tenth of that",
+        "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of that",
         range=Range(above=0),
     )
     loraplus_lr_ratio: float | None = option(
@@ -424,7 +424,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.learning_rate is None:
-            rate = 2e-4 if self.loss == "sft" else 1e-5
+            rate = 2e-4 if self.loss in ("sft", "distill") else 1e-5
             is_full = self.fine_tune_type == "full" and not self.from_scratch
             vars(self).update(learning_rate=rate / 10 if is_full else rate)
         fix(self)

@@ -29,6 +29,7 @@ from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
 from .distributed import World
@@ -48,7 +49,7 @@ from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Screen
 from .rollouts.answer_sampler import check_covered
-from .rollouts.rollout_order import Rewards, RolloutOrder
+from .rollouts.rollout_order import RolloutOrder
 from .rollouts.sampled_run import rollout_order
 from .saved import content, state
 from .saved.folder import RunFolder
@@ -152,8 +153,11 @@ class Trainer:
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
         if rewards is None and config.loss == "grpo":
-            raise UserError("loss: grpo learns from rewards, and the Trainer has none; give it rewards=...")
+            raise UserError(
+                "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
+            )
         self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
+        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -162,7 +166,9 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
+            reporting=Reporting(
+                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
+            ),
             weights=weights,
         )
 
@@ -236,7 +242,8 @@ class Trainer:
             with ending.rescue(saving):
                 iterations.run()
             result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            parts.reporting.write(progress, "ended", running=False, result=result)
+            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
     def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:

@@ -114,7 +114,7 @@ def ready(
     Args:
         config: The options of the run.
         world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk until they are used; an adapter is then left to the caller.
+        lazy: Whether weights stay on the disk, or undrawn, until they are used; an adapter is then left to the caller.
         adapter_path: The folder of an adapter to load into the model.
 
     Raises:
@@ -172,7 +172,7 @@ def load_model(
         image=image,
     )
     if config.resize_embeddings:
-        resize_embeddings(loaded, config.seed if config.from_scratch else None)
+        resize_embeddings(loaded, config.seed if config.from_scratch else None, lazy=lazy)
     return loaded
 
 
