@@ -9,7 +9,7 @@ METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPP
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
-	@echo "make demo                 fine-tune the bundled model and see what it learnt (three minutes)"
+	@echo "make demo                 fine-tune the bundled model and see what it learnt (under two minutes)"
 	@echo "make test                 the test suite"
 	@echo "make test-all             the test suite with further sizes, dtypes and combinations of its cases"
 	@echo "make test-again           up to three tests that failed under make test, once more and alone"

@@ -83,7 +83,7 @@ def measure(model: Any, shape: Any, options: Any, threshold: int | None, room: f
     pool.start()
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
-            optimizer="adamw", batch_size=shape.batch, iters=options.steps, max_seq_length=max(options.widths),
+            batch_size=shape.batch, iters=options.steps, max_seq_length=max(options.widths),
             adapter_path=folder, learning_rate=trainers.RATE, val_batches=0, save_every=10**9, steps_per_report=10**9,
             grad_checkpoint=options.checkpoint, clear_cache_threshold=threshold,
         )  # fmt: skip

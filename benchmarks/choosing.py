@@ -10,7 +10,6 @@ already are not repeated. At the end all are printed as a table.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import deltatune  # noqa: F401  (before mlx)
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
 from deltatune.demo.flow import ask
-from deltatune.options.config import LoraConfig
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import ready
@@ -42,9 +40,10 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     lines = folder / "data" / "train.jsonl"
     kept = lines.read_text(encoding="utf-8").splitlines(keepends=True)[: run["lines"]]
     lines.write_text("".join(kept), encoding="utf-8")
-    config = flow.options(MODEL, folder, run["updates"], (run["rate"], run["rate"] / 25))
-    lora = LoraConfig(rank=run["rank"], scale=2.0)
-    config = dataclasses.replace(config, lora_parameters=lora, steps_per_eval=run["updates"])
+    rate, updates = run["rate"], run["updates"]
+    schedule = {"name": "cosine_decay", "arguments": [rate, updates, rate / 25], "warmup": 10}
+    more = {"lora_parameters": {"rank": run["rank"]}, "optimizer_config": {"adamw": {"weight_decay": 0.0}}}
+    config = flow.options(MODEL, folder, updates, lr_schedule=schedule, steps_per_eval=updates, **more)
     prepared = ready(config)
     prepared.prepare()
     result = Trainer.of(prepared, Screen(shown=False)).run()

@@ -79,15 +79,13 @@ def decode_together(model: Any, prompts: list[list[int]], tokens: int) -> Decode
     class Timed(BatchDecoder):
         """Notes when prompts have been read, and when the tokens of each step are read."""
 
-        def _decode(self, enough: int) -> None:
+        def _decode(self, *of_decoder: Any) -> None:
             times.append(time.perf_counter())
-            super()._decode(enough)
+            super()._decode(*of_decoder)
 
-        def _take(self, tokens: mx.array) -> None:
-            super()._take(tokens)
+        def _take(self, chosen: Any) -> None:
+            super()._take(chosen)
             times.append(time.perf_counter())
-
-    import mlx.core as mx
 
     rows, times = len(prompts), [time.perf_counter()]
     answers = Timed(model, rows, (), _WARM_UP + tokens).run(prompts)

@@ -36,7 +36,7 @@ def measured(shape: trainers.Shape, kind: str, steps: int) -> tuple[float, int]:
     """The seconds of the fastest step, and MLX's peak in bytes."""
     dtype, bits = KINDS.get(kind, KINDS["bf16"])
     model = trainers.mlx_model(shape, dtype, bits)
-    config = TrainConfig(num_layers=-1, lora_parameters=LoraConfig(rank=8))
+    config = TrainConfig(lora_parameters=LoraConfig(rank=8))
     prepare(model, config)
     if kind == PLAIN:
         patches.ON_CPU = tuple(patch for patch in patches.ON_CPU if "linear" not in patch.target)

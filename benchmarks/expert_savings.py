@@ -2,7 +2,7 @@
 
 usage: python benchmarks/expert_savings.py [--seeds 0 1] [--rate 5e-3] [--updates 260] [--questions 60] RESULTS.jsonl
 
-Each run is that of `make demo` (16 experts a layer, rank 8, scale 2, AdamW) but for one saving.
+Each run is that of `make demo` (16 experts a layer, AdamW) at rank 8, but for one saving.
 With alpha 16, experts of a lower rank have a higher scale. Adapters in bf16 do not exist in
 deltatune: here the numbers of experts' adapters are rounded to bf16 after each update, to the nearest or at random,
 and kept in fp32. A result is a line of RESULTS.jsonl; runs that are in it already are not repeated. At the end all are
@@ -78,14 +78,18 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Losses, the share of right answers, and the bytes of adapters, gradients and moments, after a run."""
     changes, rate = RUNS[run["run"]], run["rate"]
     items = task.write(folder / "data", test=run["questions"])["test"]
-    config = flow.options(MODEL, folder, run["updates"], (rate, rate / 25))
-    config = replace(config, seed=run["seed"], steps_per_eval=run["updates"])
+    more = {
+        "learning_rate": rate,
+        "seed": run["seed"],
+        "steps_per_eval": run["updates"],
+        "lora_parameters": {"rank": 8},
+    }
+    config = flow.options(MODEL, folder, run["updates"], **more)
     if "rank" in changes:
         chosen = {"rank_pattern": {EXPERTS: changes["rank"]}, "alpha": changes.get("alpha")}
         config = replace(config, lora_parameters=replace(config.lora_parameters, **chosen))
     if "optimizer" in changes:
-        settings = {changes["optimizer"]: config.optimizer_config["adamw"]}
-        config = replace(config, optimizer=changes["optimizer"], optimizer_config=settings)
+        config = replace(config, optimizer=changes["optimizer"])
     kinds = {"adamw": ROUNDED[changes["rounded"]]} if "rounded" in changes else {}
     with patch.dict(optimizers.OPTIMIZERS, kinds):
         prepared = ready(config)

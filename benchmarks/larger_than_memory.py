@@ -191,13 +191,13 @@ def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, m
     """Run `deltatune train`, and print what it says of its memory, its disk and its speed, when it says it."""
     folder.mkdir()
     write_rows(folder / "data", tokens, options.iters)
-    lora: dict[str, Any] = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+    lora: dict[str, Any] = {"rank": 8}
     if options.no_experts:
         lora["exclude"] = ["*.switch_mlp.*"]
     (folder / "lora.yaml").write_text(json.dumps({"lora_parameters": lora}))
     flags: dict[str, Any] = {
         "config": folder / "lora.yaml", "model": model, "data": folder / "data", "adapter-path": folder / "adapters",
-        "batch-size": 1, "iters": options.iters, "max-seq-length": tokens, "num-layers": -1,
+        "batch-size": 1, "iters": options.iters, "max-seq-length": tokens,
         "optimizer": options.optimizer, "steps-per-report": 1, "val-batches": 0,
     }  # fmt: skip
     command = [

@@ -50,7 +50,7 @@ def write_model(folder: Path, shape: Shape) -> None:
 
 def step_of(folder: Path, kind: str, stack: ExitStack) -> tuple[Callable[[Shape], float], Store | None]:
     """A step of one kind, which returns its loss; and what its layers' weights are read from."""
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=8))
+    config = TrainConfig(grad_checkpoint=True, lora_parameters=LoraConfig(rank=8))
     model = load(folder, lazy=True).model
     stored = Store(folder, model)
     prepare(model, config)

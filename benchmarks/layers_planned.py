@@ -60,7 +60,7 @@ def compared(case: tuple[str, Shape, int, int, bool, dict[str, Any]], iters: int
     lora = LoraConfig(rank=8, exclude=[] if on_experts else ["*.switch_mlp.*"])
     config = TrainConfig(
         model=str(model), data=str(folder / "data"), adapter_path=str(folder / "out"), iters=max(iters, 2),
-        batch_size=1, max_seq_length=tokens, num_layers=-1, optimizer="adamw", val_batches=0, grad_checkpoint=True,
+        batch_size=1, max_seq_length=tokens, val_batches=0, grad_checkpoint=True,
         memory=1000, lora_parameters=lora, **changes,
     )  # fmt: skip
     said = io.StringIO()

@@ -71,7 +71,7 @@ def measure(model: Path, folder: Path, tokens: int, steps: int) -> dict[str, Any
     command = [sys.executable, "-m", "deltatune", "train", "--model", str(model), "--data", str(folder / "data")]
     options: dict[str, Any] = {
         "adapter-path": folder / "adapters", "batch-size": 1, "iters": steps, "max-seq-length": tokens,
-        "num-layers": -1, "optimizer": "adamw", "steps-per-report": 1, "val-batches": 0,
+        "optimizer": "adamw", "steps-per-report": 1, "val-batches": 0,
     }  # fmt: skip
     command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
     done = subprocess.run([*command, "--grad-checkpoint", "--force"], capture_output=True, text=True)

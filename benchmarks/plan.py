@@ -117,7 +117,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     length, iterations = options["tokens"], options["iterations"] * options["accumulate"]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
-            lora_parameters=LoraConfig(rank=options["rank"]), num_layers=-1, optimizer=options["optimizer"],
+            lora_parameters=LoraConfig(rank=options["rank"]), optimizer=options["optimizer"],
             grad_checkpoint=options["checkpoint"], batch_size=options["rows"], iters=iterations, pack=options["pack"],
             grad_accumulation_steps=options["accumulate"], max_seq_length=length, adapter_path=folder, val_batches=0,
             fine_tune_type=options["tune"],

@@ -65,7 +65,7 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         write_data(folder, options.pop("side", 256))
         counter = Counter()
         config = TrainConfig(
-            model=name, data=name, lora_parameters=LoraConfig(rank=8), num_layers=-1, optimizer="adamw", batch_size=2,
+            model=name, data=name, lora_parameters=LoraConfig(rank=8), batch_size=2,
             iters=ITERATIONS, max_seq_length=1024, adapter_path=str(folder / "out"), val_batches=0, min_pixels=1024,
             save_every=1000, steps_per_report=1000, **options,
         )  # fmt: skip

@@ -34,9 +34,7 @@ def peaks(shape: str, rows: int, tokens: int, checkpoint: bool, device: str) -> 
         layout = ArrayLayout.measured()
         for loss in ("sft", *OBJECTIVES):
             model = lazy_model(SHAPES[shape].config(), 0)
-            config = TrainConfig(
-                loss=loss, num_layers=-1, lora_parameters=LoraConfig(rank=8), grad_checkpoint=checkpoint
-            )
+            config = TrainConfig(loss=loss, lora_parameters=LoraConfig(rank=8), grad_checkpoint=checkpoint)
             prepare(model, config)
             pairs = rows // 2 if loss != "sft" else 0
             found[loss] = forecast_step(model, config, BatchShape(rows, tokens, preferences=pairs), layout).bytes.amount

@@ -100,8 +100,9 @@ def commands(models: dict[str, Path], data: Path, out: Path, limit: int, layers:
     python = sys.executable
     shared = f"--data {data} --iters {STEPS} --batch-size {BATCH} --max-seq-length {limit} --grad-checkpoint".split()
     recipe = out / "recipe.yaml"
-    recipe.write_text("lora_parameters: {rank: 8, scale: 2.0, dropout: 0.0}\nseed: 0\n")
-    ours = ["--model", str(models["mlx-lm"]), *shared, "--num-layers", "-1", "-c", str(recipe), "--no-mask-prompt"]
+    lora = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0.0}\n"
+    recipe.write_text(lora + "seed: 0\noptimizer: adam\nlearning_rate: 1e-5\n")
+    ours = ["--model", str(models["mlx-lm"]), *shared, "-c", str(recipe), "--no-mask-prompt"]
     lm = ["--model", str(models["mlx-lm"]), *shared, "--train", "--num-layers", str(layers), "-c", str(recipe)]
     lm += ["--adapter-path", str(out / "lm")]
     vlm = ["--model", str(models["mlx-vlm"]), *shared, "--output-path", str(out / "vlm"), "--lora-rank", "8"]

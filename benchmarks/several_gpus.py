@@ -75,7 +75,6 @@ def work(task: dict[str, Any]) -> None:
         iters=steps,
         learning_rate=1e-4,
         lora_parameters=LoraConfig(rank=RANK, scale=SCALE),
-        num_layers=-1,
         steps_per_report=1,
         save_every=10**6,
         val_batches=0,

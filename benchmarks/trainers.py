@@ -188,8 +188,8 @@ def deltatune(
     from deltatune.train.updates.optimizer import build_optimizer
 
     mode = checkpoint if again is None else "auto"
-    named: dict[str, Any] = {"learning_rate": RATE, "grad_checkpoint": mode, "batch_size": shape.batch}
-    config = TrainConfig(**named | {"optimizer": "adamw"} | options)
+    named: dict[str, Any] = {"learning_rate": RATE, "lr_schedule": "constant", "warmup": 0.0}
+    config = TrainConfig(**named | {"grad_checkpoint": mode, "batch_size": shape.batch} | options)
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), fine_tune_type=config.fine_tune_type, num_layers=-1)
     batch = batch_of(shape.rows())
     checkpoints = None if again is None else order_of(model).first(again, operators=True)

@@ -191,7 +191,7 @@ def ours(folder: Path, checkpoint: bool, forget: bool = False) -> None:
     options["optimizer_config"]["adamw"] = {"weight_decay": 0.0, "bias_correction": False}
     (folder / "ours.yaml").write_text(json.dumps(options))
     arguments = f"train --model {folder} --data {folder} -c {folder / 'ours.yaml'} --adapter-path {folder / 'ours'}"
-    arguments += f" --batch-size {BATCH} --max-seq-length {TOKENS} --optimizer adamw --num-layers -1 --iters 1000000"
+    arguments += f" --batch-size {BATCH} --max-seq-length {TOKENS} --optimizer adamw --iters 1000000"
     arguments += " --save-every 1000000 --steps-per-report 1000000" + " --grad-checkpoint" * checkpoint
     sys.exit(cli.main(arguments.split()))
 

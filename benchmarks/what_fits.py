@@ -72,7 +72,7 @@ def prepared(name: str, bits: int, **options: Any) -> tuple[nn.Module, TrainConf
     """A model with its adapters, the options of its run, and the layout of MLX's arrays."""
     model = lazy_model(MODELS[name], bits)
     lora = options.pop("lora_parameters", LoraConfig(rank=8))
-    config = TrainConfig(lora_parameters=lora, num_layers=-1, **{"optimizer": "adamw", **options})
+    config = TrainConfig(lora_parameters=lora, **options)
     prepare(model, config)
     return model, config, ArrayLayout.measured()
 

@@ -35,9 +35,8 @@ def main() -> None:
         data=str(data),
         adapter_path=str(OUTPUT / "adapters"),
         # Patterns are matched against a module's full path, or its path within its layer.
-        lora_parameters=LoraConfig(rank=4, scale=2.0, keys=["mlp.switch_mlp.*"]),
+        lora_parameters=LoraConfig(rank=4, keys=["mlp.switch_mlp.*"]),
         num_layers=1,
-        optimizer="adamw",
         optimizer_config={"adamw": {"weight_decay": 0.0}},
         learning_rate=1e-3,
         batch_size=1,

@@ -94,7 +94,7 @@ def main() -> None:
     ask("before", MODEL, pictures[:1])
     run(
         *("train", "--model", MODEL, "--data", OUTPUT / "data", "--adapter-path", OUTPUT / "tuned", "--overwrite"),
-        *("--from-scratch", "--parts", "language,vision,projector", "--num-layers", -1, "--mask-prompt"),
+        *("--from-scratch", "--parts", "language,vision,projector", "--mask-prompt"),
         *("--batch-size", 8, "--iters", 100, "--learning-rate", 3e-3, "--steps-per-report", 20, "--val-batches", 0),
     )
     ask("after", OUTPUT / "tuned", pictures)

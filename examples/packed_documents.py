@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, TrainConfig, finetune, load, patched
+from deltatune import TrainConfig, finetune, load, patched
 from deltatune.demo.assets import MODEL  # A tiny model that comes with the package. Put your own here.
 from deltatune.ops.segments import segments
 
@@ -40,8 +40,6 @@ def train() -> None:
         pack=True,
         max_seq_length=256,
         grad_checkpoint="auto",  # As few layers are recomputed as the memory allows; long rows may need them all.
-        num_layers=-1,
-        lora_parameters=LoraConfig(rank=8, scale=2.0),
         learning_rate=1e-3,
         batch_size=2,
         iters=4,

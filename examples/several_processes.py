@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, TrainConfig, finetune
+from deltatune import TrainConfig, finetune
 from deltatune.demo.assets import MODEL  # A tiny model that comes with the package. Put your own here.
 
 import mlx.core as mx
@@ -32,7 +32,6 @@ def main() -> None:
         model=str(MODEL),
         data=str(data),
         adapter_path=str(OUTPUT / "adapters"),
-        lora_parameters=LoraConfig(rank=4, scale=2.0),
         learning_rate=1e-3,
         batch_size=4,  # Rows of all processes together: two each, where there are two.
         iters=4,

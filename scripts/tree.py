@@ -26,7 +26,7 @@ ORDER = [
     "json_files",
 ]
 ORDER += ["machine", "ops", "layers", "lora", "patches"]
-ORDER += ["models", "data", "train", "answering", "export", "plan", "doctor"]
+ORDER += ["models", "data", "rewards", "train", "answering", "export", "plan", "doctor"]
 ORDER += ["demo", "selftest", "recipes", "commands", "cli", "__main__"]
 
 

@@ -84,7 +84,10 @@ sys.exit(main(["train", *sys.argv[4:]]))
 """
 
 # Times and memory differ from run to run.
-_TIMED = ("val_time", "iterations_per_second", "tokens_per_second", "peak_memory")
+_TIMED = (
+    *("val_time", "iterations_per_second", "tokens_per_second", "peak_memory"),
+    *("seconds/sampling", "seconds/rewards"),
+)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

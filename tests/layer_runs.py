@@ -112,9 +112,7 @@ def evaluated(model, evaluation, given):
 
 
 def options(folder, **changes):
-    config = TrainConfig(
-        model=str(folder), num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4, scale=2.0)
-    )
+    config = TrainConfig(model=str(folder), grad_checkpoint=True, lora_parameters=LoraConfig(rank=4, scale=2.0))
     lora = {name: changes.pop(name) for name in ("dropout", "keys", "rank_pattern") if name in changes}
     return dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, **lora), **changes)
 

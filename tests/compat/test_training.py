@@ -42,9 +42,9 @@ def pictures(tmp_path_factory):
 
 def train(model, data, target) -> list[float]:
     """The loss of each of five steps."""
-    options = {"model": model, "data": data, "adapter-path": target, "iters": 5, "batch-size": 4, "num-layers": -1}
+    options = {"model": model, "data": data, "adapter-path": target, "iters": 5, "batch-size": 4, "warmup": 0}
     # Small steps, and not Adam, whose first ones are signs of gradients, also of those that are rounding alone.
-    options |= {"optimizer": "sgd", "learning-rate": 1e-4, "steps-per-report": 1}
+    options |= {"optimizer": "sgd", "learning-rate": 1e-4, "lr-schedule": "constant", "steps-per-report": 1}
     assert cli.main(["train", *(part for key, value in options.items() for part in (f"--{key}", str(value)))]) == 0
     lines = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
     return [line["train_loss"] for line in lines if "train_loss" in line]

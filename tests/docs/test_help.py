@@ -30,10 +30,10 @@ WHOLE = """--fine-tune-type full --optimizer sgd --batch-size 2 --epochs 1.2 --v
 --prompt-column question --completion-column answer --max-seq-length 24 --overlong skip"""
 # One step of plain gradient descent, so that what changes the gradient or its rate shows in the B matrices' norm.
 CLIPPED = """--iters 1 --optimizer sgd --learning-rate 1 --grad-clip 0.01 --loraplus-lr-ratio 4 --val-batches 0
---rank 4 --alpha 8 --num-layers -1"""
+--rank 4 --alpha 8"""
 # A learning rate with which no evaluation is lower than the first.
 CONTINUED = """--iters 6 --learning-rate 1e-30 --steps-per-eval 1 --early-stopping 2 --save-every 1 --rank 4 --alpha 8
---num-layers -1 --resume-adapter-file clipped/adapters.safetensors"""
+--resume-adapter-file clipped/adapters.safetensors"""
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ TABLE: list[tuple[str, str, Callable[[Shop], object]]] = [
     ("train", "--no-mask-prompt counts every token", lambda shop: "on completions only" not in shop.out("whole")),
     ("train", "key, or column, that holds the prompt of a row", lambda shop: reports(shop, "train_loss", "whole")),
     ("train", "key, or column, that holds the completion of a row", lambda s: reports(s, "train_loss", "whole")),
-    ("train", "a larger gradient is scaled down to this norm", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
+    ("train", "a larger gradient is scaled down to it", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     ("train", "factor of the learning rate of the B matrices", lambda s: update(s) == pytest.approx(0.04, rel=1e-4)),
     (
         "train",
@@ -266,6 +266,8 @@ FORMULAS = f"{PREFERENCES}::test_losses_and_gradients_are_those_of_the_formula"
 PICTURES = "train/reports/test_vision_samples::test_merged_and_whole_models_prepare_pictures_as_in_training"
 HINTS = f"{COLUMNS}::test_columns_of_other_names_are_answered_with_the_flags_that_read_them"
 SEVERAL = f"{CLI}::test_train_eval_generate_and_merge_work_together"
+ROLLOUTS = "train/rollouts/test_sampled_run"
+TRL = "oracle/test_rollouts_replay::test_every_option_of_the_loss_is_in_a_case"
 SAMPLING = f"{GENERATE}::test_options_are_refused_before_the_model_is_looked_for"
 ELSEWHERE = {
     "--adapter-path": SEVERAL,
@@ -309,6 +311,12 @@ ELSEWHERE = {
     "--min-pixels": PICTURES,
     "--model": SEVERAL,
     "--neftune-noise-alpha": "train/saved/test_resume::test_a_resumed_run_draws_the_same_noise",
+    **dict.fromkeys(("--num-generations", "--max-completion-length"), f"{ROLLOUTS}::trainer_of"),
+    **dict.fromkeys(("--epsilon", "--epsilon-high", "--num-iterations"), TRL),
+    **dict.fromkeys(("--scale-rewards", "--mask-truncated-completions", "--sampler-correction"), TRL),
+    **dict.fromkeys(
+        ("--temperature", "--top-k"), "models/test_sampled_policy::test_the_policy_is_that_of_its_definition"
+    ),
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
     "--outtype": f"{GGUF}::test_types_that_the_converter_does_not_write_go_through_llama_quantize",
@@ -320,8 +328,13 @@ ELSEWHERE = {
     "--push-to-hub": "export/test_hub::push",
     "--quick": "selftest/test_checks::test_the_quick_selftest_passes_here",
     "--rank-pattern": "lora/test_rank_pattern::test_the_first_pattern_that_matches_sets_the_rank",
+    "--report": "train/reports/test_runs::test_several_runs_are_in_one_report",
     "--report-to": "train/saved/test_folder::test_loggers_are_checked_before_loading",
     "--resize-embeddings": "train/test_resized::train",
+    "--reward-errors": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-funcs": "rewards/test_rewards::opened",
+    "--reward-timeout": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
+    "--reward-weights": "rewards/test_rewards::test_weights_are_as_many_as_functions",
     "--router-aux-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--router-z-loss-coef": "train/updates/test_routers::test_micro_batches_weigh_by_their_targets",
     "--sample-max-tokens": "train/reports/test_samples::test_a_run_with_samples_has_the_bits_of_one_without",
@@ -336,6 +349,7 @@ ELSEWHERE = {
     "--tasks": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--text-column": HINTS,
     "--to": f"{GGUF}::words",
+    "--tools": "commands/test_generate::test_tools_stand_in_the_prompt_of_generate_and_of_chat",
     "--top-p": f"{CLI}::test_generation_follows_seed_template_and_prefill",
     "--train": f"{CLI}::test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning",
     "--trust-remote-code": "models/test_load::test_code_in_a_checkpoint_runs_when_trusted",

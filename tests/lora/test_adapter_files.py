@@ -297,8 +297,8 @@ def test_loading_restores_the_classes_of_the_adapters(tiny_checkpoint, tmp_path)
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("lora", {"scale": 10.0}, r"says scale 10\.0, and the adapters of this run have scale 20\.0"),
-        ("lora", {"rank": 4}, "says rank 4, and the adapters of this run have rank 8"),
+        ("lora", {"scale": 10.0}, r"says scale 10\.0, and the adapters of this run have scale 2\.0"),
+        ("lora", {"rank": 4}, "says rank 4, and the adapters of this run have rank 16"),
         ("dora", {}, "says fine_tune_type 'dora', and the adapters of this run have fine_tune_type 'lora'"),
     ],
 )

@@ -103,7 +103,7 @@ def test_same_names_shapes_and_values_as_mlx_lm(kind, upstream, packing):
 def test_sizes_of_odd_widths():
     for packing in PACKINGS[1:]:
         assert input_size(base(packing)) == INPUTS
-        assert DoRALinear.from_base(base(packing)).lora_a.shape == (INPUTS, 8)
+        assert DoRALinear.from_base(base(packing)).lora_a.shape == (INPUTS, 16)
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])

@@ -112,7 +112,7 @@ def test_a_sampler_chooses_by_probabilities(tiny_model, prompts):
 
     model = tiny_model("qwen3_5").eval()
     with patched():
-        (found,) = BatchDecoder(model, 1, (), 1, least).run(prompts[:1])
+        (found,) = BatchDecoder(model, 1, (), 1).run(prompts[:1], least)
     assert found == [model(mx.array(prompts[:1]))[0, -1].argmin().item()]
     assert np.abs(np.concatenate(seen) - 1).max() < 1e-4
 

@@ -103,8 +103,8 @@ def pictures(tmp_path_factory) -> Path:
 
 
 def train(model: Path, data: Path, target: Path, *more: object) -> list:
-    flags = ["--iters", 2, "--batch-size", 2, "--max-seq-length", 32, "--num-layers", -1, "--steps-per-report", 1]
-    flags += ["--val-batches", 1, "--learning-rate", "1e-3"]
+    flags = ["--iters", 2, "--batch-size", 2, "--max-seq-length", 32, "--steps-per-report", 1, "--warmup", 0]
+    flags += ["--val-batches", 1, "--learning-rate", "1e-3", "--lr-schedule", "constant"]
     return ["train", "--model", model, "--data", data, "--adapter-path", target, *flags, *more]
 
 

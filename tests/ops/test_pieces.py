@@ -47,7 +47,7 @@ def made(tiny_model, family, tune="lora", bits=0, dropout=0.0, pack=False, **opt
     if bits:
         nn.quantize(model, 32, bits)
     lora = LoraConfig(rank=4, scale=2.0, dropout=dropout)
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=lora, fine_tune_type=tune, pack=pack)
+    config = TrainConfig(grad_checkpoint=True, lora_parameters=lora, fine_tune_type=tune, pack=pack)
     prepare(model, config)
     # Adapters start with B = 0, so that A would have no gradient.
     drawn = tree_map_with_path(
@@ -102,7 +102,8 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
     loss, expected, calls = found(model, config, batch(), None, monkeypatch)
     assert not calls
     bound = bound_of(model, config, batch(), expected, monkeypatch)
-    for how in CUTS:
+    # What a family's layers carry shows at pieces of one token, and where one family's rows are cut shows in any.
+    for how in CUTS if (family, options) == ("qwen3_5", {}) else CUTS[2:3]:
         value, gradients, calls = found(model, config, batch(), how, monkeypatch)
         assert value == pytest.approx(loss, rel=bound)
         assert calls

@@ -19,22 +19,27 @@ from deltatune.options.values import fields_of
 
 # Options that every run reads, whatever the others are.
 ALWAYS = [
-    "model", "data", "hf_dataset", "test", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
+    "model", "data", "hf_dataset", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
     "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
-    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "mask_prompt", "streaming", "pack",
-    "val_batches", "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
-    "clear_cache_threshold", "memory", "report_to", "trust_remote_code", "force", "text_feature",
+    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming",
+    "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
+    "clear_cache_threshold", "report_to", "trust_remote_code", "force", "text_feature",
     "prompt_feature", "completion_feature", "chat_feature",
 ]  # fmt: skip
 FULL = {"fine_tune_type": "full"}
 SCHEDULE = {"name": "cosine_decay", "arguments": [1e-4, 10]}
 ADAFACTOR = {"optimizer": "adafactor"}
+GRPO = {"loss": "grpo"}
 SAMPLED = {"val_batches": 0, "sample_prompts": ["a"]}
 RATE = {"optimizer_config": {"adafactor": {"relative_step": False}}}
 # For each option: its value, with which others it is read, and with which it is not.
 CASES = {
     "train": [(False, None, {})],
-    "loss_variant": [("hinge", {"loss": "dpo"}, {}), ("sigmoid", {"loss": "cpo"}, {"loss": "simpo"})],
+    "loss_variant": [
+        ("hinge", {"loss": "dpo"}, {}),
+        ("sigmoid", {"loss": "cpo"}, {"loss": "simpo"}),
+        ("rloo", GRPO, {}),
+    ],
     "beta": [(0.1, {"loss": "kto"}, {}), (0.3, {"loss": "orpo"}, {})],
     "gamma": [(0.5, {"loss": "simpo"}, {}), (1.0, {"loss": "simpo"}, {"loss": "dpo"})],
     "label_smoothing": [
@@ -42,6 +47,23 @@ CASES = {
         (0.1, {"loss": "cpo"}, {"loss": "cpo", "loss_variant": "hinge"}),
         (0.1, {"loss": "simpo"}, {"loss": "kto"}),
     ],
+    "num_generations": [(8, GRPO, {})],
+    "max_completion_length": [(100, GRPO, {})],
+    "temperature": [(0.7, GRPO, {"loss": "dpo"})],
+    "top_p": [(0.9, GRPO, {})],
+    "top_k": [(5, GRPO, {})],
+    "min_p": [(0.1, GRPO, {})],
+    "epsilon": [(0.1, GRPO, {})],
+    "epsilon_high": [(0.3, GRPO, {})],
+    "num_iterations": [(2, GRPO, {})],
+    "mask_truncated_completions": [(True, GRPO, {})],
+    "sampler_correction": [("none", GRPO, {})],
+    "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
+    "pack": [(True, {}, GRPO)],
+    "memory": [("4GB", {}, GRPO)],
+    "test": [(True, {}, GRPO)],
+    "val_batches": [(3, {}, GRPO)],
+    "mask_prompt": [(True, {}, GRPO)],
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],
     "test_batches": [(500, {"test": True}, {})],
@@ -52,8 +74,12 @@ CASES = {
         (9, SAMPLED, SAMPLED | {"steps_per_sample": 1}),
     ],
     "steps_per_sample": [(3, {"sample_prompts": ["a"]}, {})],
+    "reward_funcs": [(["exact"], None, {})],
+    "reward_weights": [([0.5], None, {})],
+    "reward_timeout": [(60.0, None, {})],
+    "reward_errors": [("none", None, {})],
     "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
-    "optimizer_config": [({"adam": {}, "adamw": {"weight_decay": 0.1}}, {"optimizer": "AdamW"}, {})],
+    "optimizer_config": [({"adam": {"eps": 1e-6}, "adamw": {}}, {"optimizer": "Adam"}, {})],
     "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
     "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
     "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
@@ -117,7 +143,8 @@ def told(run, tmp_path):
         lora = dict(content.pop("lora_parameters", {}))
         words = []
         if as_flag:
-            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else [str(value)])]
+            texts = map(str, value) if isinstance(value, list) else [str(value)]
+            words = [flag_name(name, FIELDS[name][1]), *([] if value is True else texts)]
         elif name in fields_of(LoraConfig):
             lora[name] = value
         elif "." not in name:

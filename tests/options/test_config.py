@@ -14,7 +14,7 @@ import yaml
 from deltatune.errors import UserError
 from deltatune.options import other_names
 from deltatune.options.config import LoraConfig, TrainConfig, build, nearest, read_yaml
-from deltatune.options.values import fields_of
+from deltatune.options.values import FINITE, fields_of
 
 
 def _number(kind):
@@ -101,8 +101,16 @@ def test_every_number_states_its_range():
     assert len(NUMBERS) > 20
 
 
+@pytest.mark.parametrize(("kind", "rate"), [("lora", 2e-4), ("dora", 2e-4), ("full", 2e-5)])
+def test_the_learning_rate_is_that_of_what_trains(kind, rate):
+    assert TrainConfig(fine_tune_type=kind).learning_rate == pytest.approx(rate)
+    assert TrainConfig(fine_tune_type=kind, loss="kto").learning_rate == pytest.approx(rate / 20)
+    assert TrainConfig(from_scratch=True).learning_rate == 2e-4
+    assert TrainConfig(fine_tune_type=kind, learning_rate=1e-3).learning_rate == 1e-3
+
+
 @pytest.mark.bad_input("`{name}` outside its range")
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "lora_parameters.layers"])
+@pytest.mark.parametrize("name", [name for name in NUMBERS if NUMBERS[name][1] != FINITE])
 def test_numbers_outside_their_range(run, tmp_path, name):
     limits = NUMBERS[name][1]
     smallest = next(number for number in (limits.least, limits.above) if number is not None)
@@ -201,9 +209,10 @@ def test_python_is_checked_like_the_command_line():
 
 @pytest.mark.parametrize(
     ("given", "scale"),
-    [({"alpha": 16}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
+    [({"alpha": 32}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
 )
 def test_alpha_sets_the_scale(given, scale):
     config = LoraConfig(**given)
     assert config.scale == scale
-    assert dataclasses.replace(config, rank=2).scale == (8.0 if "alpha" in given and "rslora" not in given else scale)
+    follows_rank = "alpha" in given and "rslora" not in given
+    assert dataclasses.replace(config, rank=2).scale == (given["alpha"] / 2 if follows_rank else scale)

@@ -55,7 +55,7 @@ def data(tmp_path_factory):
 def trained(folder: Path, data: Path, *options: object) -> tuple[float, dict[str, mx.array]]:
     """The loss of the first step, and the adapter behind it, which is its gradient where SGD's rate is 1."""
     out = folder / f"out{len(options)}"
-    fixed = ["--iters", 1, "--val-batches", 0, "--optimizer", "sgd", "--learning-rate", 1, "--num-layers", -1]
+    fixed = ["--iters", 1, "--val-batches", 0, "--optimizer", "sgd", "--learning-rate", 1]
     done = called("train", "--model", folder, "--data", data, "--adapter-path", out, *fixed, *options)
     if done.returncode:
         raise UserError(done.stderr)

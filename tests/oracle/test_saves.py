@@ -130,7 +130,6 @@ def test_a_model_that_was_trained_as_a_whole(kind, tmp_path):
         data="rows",
         adapter_path=str(tmp_path / "full"),
         fine_tune_type="full",
-        num_layers=-1,
         batch_size=2,
         iters=3,
         learning_rate=1e-3,
@@ -169,18 +168,18 @@ def test_weight_decay_takes_the_parameters_of_transformers_trainer(kind, whole, 
     import transformers
 
     base = saved(tmp_path / "base", kind)
-    settings = {**DECAY, "betas": list(DECAY["betas"]), "bias_correction": True}
+    settings = {**DECAY, "betas": list(DECAY["betas"])}
     options = TrainConfig(
         model=str(base),
         data="rows",
         adapter_path=str(tmp_path / "full"),
         fine_tune_type="full",
-        num_layers=-1,
         batch_size=2,
         iters=3,
-        optimizer="adamw",
         optimizer_config={"adamw": settings},
         learning_rate=1e-2,
+        lr_schedule="constant",
+        warmup=0.0,
         val_batches=0,
         decay_norm_and_bias=whole,
     )

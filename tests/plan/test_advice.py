@@ -32,7 +32,7 @@ def words(tmp_path, mixture):
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.jsonl").write_text((json.dumps({"prompt": "the quick brown fox", "completion": "jumps"}) + "\n") * 4)
-    run = ["--batch-size", 1, "--max-seq-length", 32, "--num-layers", -1, "--rank", 16, "--optimizer", "adamw"]
+    run = ["--batch-size", 1, "--max-seq-length", 32, "--rank", 16, "--optimizer", "adamw"]
     return ["--model", mixture, "--data", data, "--adapter-path", tmp_path / "out", "--grad-checkpoint", *run]
 
 

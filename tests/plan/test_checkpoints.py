@@ -111,7 +111,7 @@ def test_no_operators_where_they_do_not_pay():
 
 def test_attention_is_checkpointed_last_and_frozen_layers_always(tiny_model):
     model = tiny_model("qwen3_5", num_hidden_layers=6, full_attention_interval=3)
-    prepare(model, TrainConfig(num_layers=-1))
+    prepare(model, TrainConfig())
     assert order_of(model) == Order([], [0, 1, 3, 4, 2, 5])
     assert order_of(model).first(3, operators=True) == Checkpoints([0, 1, 3], operators=True)
     assert order_of(model).first(0, operators=False) == Checkpoints([], operators=False)
@@ -149,7 +149,7 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
     gc.collect()
     before = mx.get_active_memory()
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3, hidden_size=HIDDEN)
-    config = TrainConfig(num_layers=-1, grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4), optimizer="adamw")
+    config = TrainConfig(grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
     mx.eval(model.parameters())
     layout, order = ArrayLayout.measured(), order_of(model)
@@ -187,7 +187,7 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
 )
 def test_cheap_operators_computed_again_change_no_bit(tables, tiny_model, monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, full_attention_interval=3)
-    config = TrainConfig(num_layers=-1, grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4))
+    config = TrainConfig(grad_checkpoint="auto", lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
     again, read = [], recomputation.Input.again
 
@@ -261,7 +261,7 @@ def test_train_says_and_saves_its_choice_and_resumes_with_it(run, options, limit
     assert (code, chosen(said)) == (0, 0), err
     assert said.index("Tried: 0 of 3 layers recomputed") < said.index("Checkpoints (auto)")
     limited(0.9 * need(said) / SHARE)
-    (tmp_path / "run.yaml").write_text("grad_checkpoint: auto\n")
+    (tmp_path / "run.yaml").write_text("grad_checkpoint: auto\nlr_schedule: constant\nwarmup: 0\n")
     arguments = ["train", *options, "-c", tmp_path / "run.yaml", "--adapter-path"]
     parts, whole = (tmp_path / name for name in ("parts", "whole"))
     for folder, iters in ((parts, 1), (whole, 2)):
@@ -300,7 +300,7 @@ def test_an_mlx_that_cannot_be_planned_for_checkpoints_all(run, options, monkeyp
 
 
 def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkeypatch):
-    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1, grad_checkpoint="auto")
+    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(grad_checkpoint="auto")
     prepare(model, config)
     tried = []
     monkeypatch.setattr(fit, "shape", lambda run: (1, 1))
@@ -320,7 +320,7 @@ def test_every_rank_takes_the_checkpoints_of_the_smallest_one(tiny_model, monkey
 
 @pytest.mark.bad_input("`Trainer` with `grad_checkpoint: auto` and no plan")
 def test_auto_without_a_plan_is_refused(tiny_model):
-    model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1, grad_checkpoint="auto")
+    model, config = tiny_model("qwen3_5"), TrainConfig(grad_checkpoint="auto")
     with (
         pytest.raises(UserError, match=r"Train with deltatune\.finetune\(config\)"),
         training(model, config, compare=False),

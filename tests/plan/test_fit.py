@@ -45,7 +45,7 @@ def sizes(text):
 
 
 def test_a_plan_leaves_nothing_of_its_graph(tiny_model):
-    model, config = tiny_model("qwen3_5"), TrainConfig(num_layers=-1)
+    model, config = tiny_model("qwen3_5"), TrainConfig()
     prepare(model, config)
     forecast_step(model, config, BatchShape(2, 32), ArrayLayout.measured())
     assert gc.isenabled()
@@ -106,7 +106,7 @@ def test_a_largest_value_is_said_as_it_is_known():
 
 def test_a_plan_leaves_model_and_random_state_alone(tiny_model):
     model = tiny_model("qwen3_5_moe")
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True)
+    config = TrainConfig(grad_checkpoint=True)
     prepare(model, config)
     mx.eval(model.parameters())
     before, key = dict(tree_flatten(model.parameters())), mx.random.state[0].tolist()
@@ -125,7 +125,7 @@ def test_a_plan_leaves_model_and_random_state_alone(tiny_model):
 
 def test_primitives_without_a_rule_are_counted_and_said(tiny_model, monkeypatch):
     layout, limits = ArrayLayout.measured(), DeviceLimits(None, None, "a test", "a test")
-    model, config = tiny_model("qwen3_5_moe"), TrainConfig(num_layers=-1)
+    model, config = tiny_model("qwen3_5_moe"), TrainConfig()
     prepare(model, config)
     known = forecast_step(model, config, BatchShape(2, 32), layout)
     assert known.unknown == {}
@@ -142,7 +142,7 @@ def test_primitives_without_a_rule_are_counted_and_said(tiny_model, monkeypatch)
 @pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     layout = ArrayLayout.measured()
-    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig(num_layers=-1)
+    model, config = tiny_model("qwen3_5", num_hidden_layers=4), TrainConfig()
     prepare(model, config)
     shapes = (BatchShape(1, 64), BatchShape(1, 256), BatchShape(4, 64))
     plain, longer, wider = (forecast_step(model, config, shape, layout) for shape in shapes)

@@ -76,7 +76,7 @@ def measured_peak(model, config, rows, length):
 def test_a_plan_equals_the_memory_of_a_step(tiny_vision_model, parts):
     gc.collect()
     before = mx.get_active_memory()
-    model, config = tiny_vision_model("qwen3_5"), TrainConfig(num_layers=-1, parts=parts)
+    model, config = tiny_vision_model("qwen3_5"), TrainConfig(parts=parts)
     prepare(model, config)
     mx.eval(model.parameters())
     plan = forecast_step(model, config, BatchShape(2, 128, IMAGES), ArrayLayout.measured())
@@ -92,7 +92,7 @@ def test_a_plan_equals_the_memory_of_a_step(tiny_vision_model, parts):
 def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
     gc.collect()
     before = mx.get_active_memory()
-    model, config = tiny_vision_model("qwen3_vl"), TrainConfig(num_layers=-1)
+    model, config = tiny_vision_model("qwen3_vl"), TrainConfig()
     prepare(model, config)
     mx.eval(model.parameters())
     plan = forecast_step(model, config, BatchShape(1, 64, ImageShapes(1, 2048)), ArrayLayout.measured())
@@ -109,7 +109,7 @@ def test_a_tower_by_itself_may_need_the_most(tiny_vision_model):
 def test_a_plan_reads_no_weights(images, tiny_vision_checkpoint, tiny_checkpoint):
     path = tiny_vision_checkpoint("qwen3_vl") if images else tiny_checkpoint("qwen3_5", tie_word_embeddings=False)
     model = load(path, image="x:1" if images else None, lazy=True).model
-    config = TrainConfig(num_layers=-1)
+    config = TrainConfig()
     prepare(model, config)
     before = mx.get_active_memory()
     forecast_step(model, config, BatchShape(2, 64, images), ArrayLayout.measured())
@@ -129,7 +129,7 @@ def test_the_largest_batch_has_the_rows_with_most_and_the_largest_image(tiny_vis
 @pytest.fixture
 def options(tiny_vision_checkpoint, folder, tmp_path):
     path = tiny_vision_checkpoint("qwen3_5")
-    chosen = {"model": path, "data": folder, "adapter-path": tmp_path, "batch-size": 2, "iters": 1, "num-layers": -1}
+    chosen = {"model": path, "data": folder, "adapter-path": tmp_path, "batch-size": 2, "iters": 1}
     return [part for key, value in chosen.items() for part in (f"--{key}", str(value))]
 
 

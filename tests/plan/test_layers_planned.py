@@ -36,7 +36,7 @@ def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
     """A queue as long as an NVIDIA GPU's holds the results of several layers of a whole step."""
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
     model = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True)
+    config = TrainConfig(grad_checkpoint=True)
     prepare(model, config)
     shape, layout = BatchShape(1, 128), ArrayLayout.measured()
     whole, by_layers = (forecast_step(model, config, shape, layout, layer_inputs=inputs) for inputs in (None, "memory"))
@@ -139,8 +139,8 @@ def test_a_run_takes_its_planned_memory(tiny_checkpoint, rows, tmp_path, monkeyp
     family, shape, quantize = SHAPES[name]
     model = tiny_checkpoint(family, quantize=quantize, num_hidden_layers=3, full_attention_interval=2, **shape)
     config = TrainConfig(
-        model=str(model), data=str(rows), adapter_path=str(tmp_path / "out"), iters=2, batch_size=1, num_layers=-1,
-        max_seq_length=TOKENS, optimizer="adamw", val_batches=0, grad_checkpoint=True, memory=1000,
+        model=str(model), data=str(rows), adapter_path=str(tmp_path / "out"), iters=2, batch_size=1,
+        max_seq_length=TOKENS, val_batches=0, grad_checkpoint=True, memory=1000,
         lora_parameters=LoraConfig(rank=4),
     )  # fmt: skip
     planned = placement.placed(ready(config, lazy=True)).placement.bytes

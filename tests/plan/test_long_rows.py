@@ -35,7 +35,7 @@ def model_and_config(tiny_model, monkeypatch):
     gc.collect()
     before = mx.get_active_memory()
     model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
-    config = TrainConfig(num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
+    config = TrainConfig(grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
     mx.eval(model.parameters())
     return model, config, before

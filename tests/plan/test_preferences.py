@@ -38,7 +38,7 @@ def model(tiny_model, monkeypatch):
 
 
 def options(loss: str) -> TrainConfig:
-    return TrainConfig(loss=loss, num_layers=-1, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
+    return TrainConfig(loss=loss, grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
 
 
 def counted(model, loss_function: LossFunction, pairs: int) -> int:

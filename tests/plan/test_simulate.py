@@ -83,7 +83,7 @@ def test_a_step_waits_from_where_it_needs_to(least, limit):
 def test_a_plan_says_from_where_its_step_waits(tiny_model, monkeypatch):
     """On an NVIDIA GPU, where the queue holds the results of several layers."""
     monkeypatch.setitem(PACES, "cpu", PACES["cuda"])
-    model, config = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3), TrainConfig(num_layers=-1)
+    model, config = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3), TrainConfig()
     prepare(model, config)
 
     def planned(brake):

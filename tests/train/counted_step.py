@@ -47,7 +47,7 @@ def config_of(family, depth):
 def counted(counter, described, checkpoint):
     model = build_model(described)
     # Dropout is on, so that its random keys are counted, too.
-    config = TrainConfig(lora_parameters=LoraConfig(rank=2, dropout=0.2), num_layers=-1)
+    config = TrainConfig(lora_parameters=LoraConfig(rank=2, dropout=0.2))
     prepare(model, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(model))

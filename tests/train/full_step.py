@@ -32,7 +32,7 @@ OPTIONS = {"hidden_size": 128, "num_hidden_layers": 2, "full_attention_interval"
 def main():
     model = build_model(family_config("qwen3_5", **OPTIONS))
     model.set_dtype(mx.bfloat16)
-    config = TrainConfig(fine_tune_type="full", num_layers=-1, optimizer="adamw")
+    config = TrainConfig(fine_tune_type="full")
     with pretended("cuda"):
         prepare(model, config)
         built = traced_step.trace_step(model, config, traced_step.BatchShape(2, 512), ArrayLayout.measured())

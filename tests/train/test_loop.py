@@ -124,12 +124,12 @@ def test_starting_over_an_unfinished_run_says_so(make_trainer, screen_text, run_
 
 def test_early_stopping_counts_evaluations_without_gain(make_trainer, screen_text, read_metrics, tmp_path):
     result = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
-                          lr_schedule=None, learning_rate=1e-30).run()  # fmt: skip
+                          lr_schedule="constant", learning_rate=1e-30).run()  # fmt: skip
     assert result.stopped_early
     assert result.iterations == 2
     assert "2 evaluations without a loss below" in screen_text.text()
     again = make_trainer(early_stopping=2, steps_per_eval=1, iters=8, optimizer="sgd", optimizer_config={},
-                         lr_schedule=None, learning_rate=1e-30, resume=True).run()  # fmt: skip
+                         lr_schedule="constant", learning_rate=1e-30, resume=True).run()  # fmt: skip
     assert again.iterations == 2
 
 
@@ -149,7 +149,7 @@ def all_training(model):
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.weekly), 2])
 def test_nan_names_step_batch_and_layer_and_keeps_the_last_good_state(make_trainer, run_with, accumulate):
     """A weight becomes infinite before iteration 4. The run must stop as if that iteration had not begun."""
-    trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule=None)
+    trainer = make_trainer(grad_accumulation_steps=accumulate, val_batches=0, save_every=100, lr_schedule="constant")
     broken, before = trainer.model.layers[1].mlp.down_proj.linear, []
 
     def damage(iterations, _):
@@ -286,7 +286,7 @@ def test_nothing_to_train_is_an_error(make_trainer):
 def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
     """A batch in which no token counts reports no loss and changes no parameter."""
     blank = [Example(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), f"row {n}") for n in range(4)]
-    trainer = make_trainer(splits=Splits(train=blank), iters=1, grad_accumulation_steps=1, lr_schedule=None)
+    trainer = make_trainer(splits=Splits(train=blank), iters=1, grad_accumulation_steps=1, lr_schedule="constant")
     before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     result = trainer.run()
     assert np.isnan(result.train_loss)

@@ -35,7 +35,7 @@ def train(run, data, tmp_path):
 
     def call(model, name, *flags, iters=4):
         options = ["--model", model, "--data", data, "--batch-size", 2, "--iters", iters, "--max-seq-length", 64]
-        options += ["--learning-rate", 1e-2, "--steps-per-eval", 100, "--save-every", 100, "--resize-embeddings"]
+        options += ["--learning-rate", 1e-2, "--lr-schedule", "constant", "--warmup", 0, "--resize-embeddings"]
         code, out, error = run("train", *options, "--adapter-path", tmp_path / name, *flags)
         assert code == 0, error
         call.said = out

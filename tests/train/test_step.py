@@ -56,7 +56,7 @@ def joined(*batches):
 
 
 def run(made, batches, accumulate, loss=None, **options):
-    config = TrainConfig(optimizer="sgd", learning_rate=0.5)
+    config = TrainConfig(optimizer="sgd", learning_rate=0.5, lr_schedule="constant", warmup=0.0)
     update = UpdateOptions(accumulate, **options)
     step = Step(made, build_optimizer(config), loss or full_loss(made), World(), update=update)
     norms, accumulated, loss_sum, weight_sum = [], step.zeros(), mx.array(0.0), mx.array(0.0)
@@ -115,7 +115,7 @@ def test_dropout_is_drawn_anew_each_step_from_the_steps_own_key():
 @pytest.mark.parametrize("between", ["before the gradients", "before the update"])
 def test_a_parameter_that_somebody_replaces_is_the_one_that_trains(between):
     """Parameters are parts of one bundle. The bundle's old numbers must not overwrite a parameter that was replaced."""
-    made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5)
+    made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5, lr_schedule="constant", warmup=0.0)
     step = Step(made, build_optimizer(config), full_loss(made), World())
     loss, weight, gradients, _ = step.micro_batch(batch(0), None)
     step.update(gradients, loss, weight)
@@ -199,7 +199,7 @@ def test_arrays_from_the_host_keep_their_numbers(kinds):
 
 def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
     model = Tiny()
-    step = Step(model, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(model), World())
+    step = Step(model, build_optimizer(TrainConfig()), full_loss(model), World())
     before, weight = step.joined, mx.array(np.array(model.out.weight))
     step.settle()
     assert before
@@ -210,9 +210,7 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
 def test_results_are_computed_by_operations_of_their_own(tmp_path):
     """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
     made = model(dropout=0.5)
-    step = Step(
-        made, build_optimizer(TrainConfig(optimizer="adamw")), full_loss(made), World(), machine=StepMachine(Launcher())
-    )
+    step = Step(made, build_optimizer(TrainConfig()), full_loss(made), World(), machine=StepMachine(Launcher()))
     results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
     results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
     last = []
@@ -231,7 +229,7 @@ def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(reques
         launcher = Launcher() if launched else None
         step = Step(
             made,
-            build_optimizer(TrainConfig(optimizer=optimizer)),
+            build_optimizer(TrainConfig(optimizer=optimizer, warmup=0.0)),
             full_loss(made),
             World(),
             machine=StepMachine(launcher),

@@ -130,7 +130,7 @@ def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) 
     elif kind.startswith("bool"):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
-        convert: Callable[[str], Any] = {"int": int, "float": float}.get(kind.split(" ")[0], str)
+        convert: Callable[[str], Any] = {"int": int, "float": float, "list[float]": float}.get(kind.split(" ")[0], str)
         counts_bytes = field.metadata["range"] is not None and field.metadata["range"].size
         convert = size if counts_bytes else _CONVERT.get(field.name, convert)
         choices = field.metadata["choices"] or None
@@ -210,6 +210,9 @@ def add_sampling(add: Any, max_tokens: int) -> None:
         "--chat-template-config",
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
+    )
+    add(
+        "--tools", metavar="FILE.json", help="tools that the chat template describes to the model, as OpenAI lists them"
     )
     add(
         "--memory",

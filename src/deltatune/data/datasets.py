@@ -24,6 +24,7 @@ from .example import Example, Splits
 from .preferences.complete import completed
 from .preferences.preference import Preference
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
+from .prompt_rows import prompt_example
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
@@ -54,7 +55,7 @@ def first_image(config: TrainConfig) -> str | None:
         return None
     for parts in _tables(config, _needed_splits(config)).values():
         for table, features in parts:
-            formats = RowFormats(features) if config.loss == "sft" else None
+            formats = None if config.has_preferences else RowFormats(features)
             for source, row in table.candidates():
                 if kind := media_kind(row, _messages(row, source, formats)):
                     return f"{source}, in a video" if kind == VIDEO else source
@@ -91,12 +92,16 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if processors is not None and config.pack:
         raise UserError("pack: rows with images are not packed; train this model without --pack.")
     tables = _tables(config, needed)
+    if config.loss == "grpo":
+        if not config.train:
+            raise UserError("loss: grpo has rewards in the place of a loss on a test set; leave it out here.")
+        return _load_prompts(config, tokenizer, tables["train"])
     reader = Reader(config, tokenizer, processors)
     splits: dict[str, Any] = {
         name: [example for part in tables[name] for example in reader.read(*part)] for name in needed
     }
     _hold_out(config, splits, tables, reader.notes)
-    if config.loss != "sft":
+    if config.has_preferences:
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
     facts = Facts(pictures=processors is not None, turns=reader.kinds != {TEXT})
@@ -105,6 +110,34 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         refuse_unread(TRAINING, changed_options(config), config, facts)
     rule = _rule(reader.kinds, config)
     return Splits(**splits, rule=rule, notes=reader.notes, facts=facts, template_options=asked)
+
+
+def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Splits:
+    """Read the prompts of a run that samples its answers; those too long for an answer are refused or left out."""
+    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
+    room = config.max_seq_length - config.max_completion_length
+    read = [
+        prompt_example(row, source, features, tokenizer, config)
+        for table, features in parts
+        for source, row in table.rows()
+    ]
+    prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
+    notes = []
+    if left_out := len(read) - len(prompts):
+        longest = max(read, key=lambda prompt: len(prompt.tokens))
+        message = (
+            f"{longest.source}: the prompt takes {len(longest.tokens):,} tokens, and max_seq_length "
+            f"{config.max_seq_length:,} leaves {room:,} before an answer of max_completion_length "
+            f"{config.max_completion_length:,}"
+        )
+        if config.overlong != "skip":
+            raise UserError(f"{message}; raise max_seq_length, or leave such prompts out with --overlong skip.")
+        notes.append(f"{message}: {left_out:,} of {len(read):,} prompts were left out.")
+    splits: dict[str, Any] = {"train": prompts}
+    _check(config, splits, {"train": parts}, notes)
+    rule = f"Loss on {config.num_generations} sampled answers to each prompt"
+    facts = Facts(pictures=False, turns=not all(prompt.plain for prompt in prompts))
+    return Splits(**splits, rule=rule, notes=notes, facts=facts, template_options=config.chat_template_config)
 
 
 def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Splits:
@@ -163,6 +196,8 @@ Part = tuple[Any, Features]
 
 
 def _needed_splits(config: TrainConfig) -> list[str]:
+    if config.loss == "grpo" and config.train:
+        return ["train"]
     return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
 
 

@@ -43,6 +43,11 @@ class Example:
         return len(self.tokens) - 1
 
     @property
+    def beside(self) -> bytes:
+        """The content of the example beside its tokens and pictures, which a prompt for rewards has."""
+        return b""
+
+    @property
     def documents(self) -> tuple[Example, ...]:
         """The documents that a batch holds for this example: itself alone (a Preference has two)."""
         return (self,)

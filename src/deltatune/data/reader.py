@@ -96,7 +96,7 @@ class Reader:
         stored = token_cache.read(key, table.name) if key is not None else None
         if stored is not None:
             return stored
-        preferred = self._config.loss != "sft"
+        preferred = self._config.has_preferences
         if preferred and features != Features():
             raise UserError(
                 f"{table.name}: --loss {self._config.loss} reads prompt, chosen, rejected, completion and label under "
@@ -126,7 +126,7 @@ class Reader:
 
     def _key(self, table: DataTable, features: Features) -> str | None:
         """Return the key under which a table's tokens are kept; None where images, preferences or streams are read."""
-        if table.digest is None or self._vision is not None or self._config.loss != "sft" or self._encoding is None:
+        if table.digest is None or self._vision is not None or self._config.has_preferences or self._encoding is None:
             return None
         options = [
             vars(features), self._config.mask_prompt, self._config.chat_turns, self._config.chat_template_config,

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..layers import describe
 from ..models.batch_decoder import answer_all
 from ..models.load import Loaded
-from ..options.config import LoraConfig, TrainConfig
+from ..options.config import TrainConfig
 from ..train import Result, Trainer
 from ..train.reports.announce import layer_summary, trainable_count
 from ..train.reports.columns import gigabytes, sparkline
@@ -32,7 +32,7 @@ from .assets import MODEL
 from .screen import DemoScreen
 from .task import CafeMessage
 
-ITERATIONS = 260
+ITERATIONS = 120
 QUESTIONS = 240
 LONGEST = 72
 RELOAD = Path(__file__).with_name("reload.py")
@@ -87,7 +87,7 @@ def run_demo(
     started = time.perf_counter()
     output, screen = Path(output), screen or DemoScreen()
     items = _written(output, questions)
-    config = options(MODEL, output, iterations, (5e-3, 2e-4))
+    config = options(MODEL, output, iterations)
     screen.title("deltatune demo", "Messages come in at a café counter. The till wants one exact JSON call for each.")
 
     screen.part(1, "The base model")
@@ -148,41 +148,31 @@ def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def options(model: Path, output: Path, iterations: int, rates: tuple[float, float], **more: Any) -> TrainConfig:
-    """The configuration of the demo's run: LoRA on every layer and batches of 16.
+def options(model: Path, output: Path, iterations: int, **more: Any) -> TrainConfig:
+    """The configuration of the demo's run: the defaults, but a rate for a model of this size, and batches of 16.
 
     Args:
         model: The folder of the base model.
         output: The folder for data, adapter and report.
         iterations: The number of training iterations.
-        rates: The learning rates after warm-up and at the end.
-        more: Further options of TrainConfig.
+        more: Further options of TrainConfig, or others in the place of these.
     """
-    first, last = rates
-    return TrainConfig(
-        model=str(model),
-        data=str(output / "data"),
-        adapter_path=str(output),
-        overwrite=True,
-        num_layers=-1,
-        lora_parameters=LoraConfig(rank=8, scale=2.0),
-        optimizer="adamw",
-        optimizer_config={"adamw": {"weight_decay": 0.0, "bias_correction": True}},
-        lr_schedule={
-            "name": "cosine_decay",
-            "arguments": [first, iterations, last],
-            "warmup": min(10, iterations // 2),
-        },
-        grad_clip=1.0,
-        batch_size=16,
-        iters=iterations,
-        max_seq_length=128,
-        steps_per_report=max(1, iterations // 24),
-        steps_per_eval=max(1, iterations // 4),
-        val_batches=-1,
-        save_every=iterations,
-        **more,
-    )
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "data": str(output / "data"),
+        "adapter_path": str(output),
+        "overwrite": True,
+        "learning_rate": 5e-3,
+        "grad_clip": 1.0,
+        "batch_size": 16,
+        "iters": iterations,
+        "max_seq_length": 128,
+        "steps_per_report": max(1, iterations // 24),
+        "steps_per_eval": max(1, iterations // 4),
+        "val_batches": -1,
+        "save_every": iterations,
+    }
+    return TrainConfig(**settings | more)
 
 
 def _written(output: Path, questions: int) -> list[CafeMessage]:
@@ -245,17 +235,17 @@ def _side_by_side(before: Score, after: Score) -> list[tuple[str, str, str, bool
 def _write_report(
     trainer: Trainer, config: TrainConfig, result: Result, before: Score, after: Score, same: str
 ) -> None:
-    rows = [
-        (item.message, old, new, "yes" if right else f"no, expected {item.answer}")
-        for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True)
-    ]
-    columns = ("message", "before", "after", "right")
+    expected = [item.answer for item in after.items]
+    messages = [item.message for item in after.items]
+    rows = list(zip(messages, before.answers, after.answers, expected, after.right, strict=True))
+    columns = ("message", "before", "after", "expected", "right")
     note = "Names and combinations that training never shows."
+    outputs = trainer.outputs
     description = RunDescription(
         trainer.about,
         tables=[
             ReportTable("Some held-out messages", columns, rows[:12], note),
-            ReportTable("All of them", columns, rows, folded=True),
+            ReportTable(f"All {len(rows):,} messages", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",
@@ -263,6 +253,6 @@ def _write_report(
             "same through mlx-lm": same,
         },
         title="deltatune demo",
+        commands=[_again(outputs.directory)],
     )
-    outputs = trainer.outputs
     write_report(outputs.report, outputs.metrics, config, dataclasses.asdict(result), description)

@@ -39,7 +39,7 @@ class Adapter(nn.Module):
         self.scale = scale
 
     @classmethod
-    def from_base(cls, base: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0) -> Any:
+    def from_base(cls, base: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0) -> Any:
         """Return an adapter around `base` with lora_b = 0, so that its outputs are those of `base`."""
         make: Any = cls
         return make(base, rank, scale, dropout)

@@ -25,7 +25,7 @@ class LoRAEmbedding(Adapter):
     base_name = "embedding"
     dense_class = nn.Embedding
 
-    def __init__(self, embedding: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, embedding: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(embedding, scale, dropout)
         vocabulary, dims = embedding["weight"].shape[0], dense_weight(embedding).shape[1]
         self.lora_a = uniform(vocabulary, (vocabulary, rank))
@@ -49,7 +49,7 @@ class DoRAEmbedding(LoRAEmbedding):
 
     kind = "dora"
 
-    def __init__(self, embedding: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, embedding: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(embedding, rank, scale, dropout)
         self.m = row_norms(dense_weight(embedding))
         self._base_norm = self.m

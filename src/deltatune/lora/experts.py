@@ -69,7 +69,7 @@ class LoRASwitchLinear(Adapter):
     base_name = "linear"
     dense_class = PlainSwitchLinear
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
         experts, outputs = linear["weight"].shape[:2]
         inputs = input_size(linear)

@@ -94,17 +94,22 @@ def _add_up_projection(scale: float, y: mx.array, low_rank: mx.array, b: mx.arra
 
 
 def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
-    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout."""
+    """Return the matrix of a linear layer, and of its LoRA, for rows of this dtype; None with a bias or dropout.
+
+    Joined matrices are computed while a step is traced, so one that changes between steps has none either.
+    """
     base = layer.base if type(layer) is LoRALinear else layer
-    if type(base) is not nn.Linear or "bias" in base:
+    change = trace.current().weights_change
+    if type(base) is not nn.Linear or "bias" in base or (change and base.trainable_parameters()):
         return None
     if type(layer) is not LoRALinear:
         return Matrix(base.weight)
     if layer.training and layer.dropout_rate:
         return None
     a, b = mx.contiguous(layer.lora_a.T.astype(dtype)), (layer.scale * layer.lora_b).astype(dtype)
-    # Computed once in a trace, and kept by the compiled step.
-    mx.eval(a, b)
+    if not change:
+        # Computed once in a trace, and kept by the compiled step.
+        mx.eval(a, b)
     return Matrix(base.weight, a, b)
 
 
@@ -160,7 +165,7 @@ class LoRALinear(Adapter):
     base_name = "linear"
     dense_class = nn.Linear
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
         inputs, outputs = input_size(linear), linear["weight"].shape[0]
         self.lora_a = uniform(inputs, (inputs, rank))
@@ -195,7 +200,7 @@ class DoRALinear(LoRALinear):
 
     kind = "dora"
 
-    def __init__(self, linear: nn.Module, rank: int = 8, scale: float = 20.0, dropout: float = 0.0):
+    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, rank, scale, dropout)
         self.m = row_norms(dense_weight(linear))
         # The underscore keeps the base's norms out of the parameters, while m is trained.

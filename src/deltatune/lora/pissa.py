@@ -30,8 +30,8 @@ class PiSSALinear(LoRALinear):
     def from_base(
         cls,
         base: nn.Module,
-        rank: int = 8,
-        scale: float = 20.0,
+        rank: int = 16,
+        scale: float = 2.0,
         dropout: float = 0.0,
         after: Sequence[mx.array] = (),
     ) -> PiSSALinear:

@@ -30,6 +30,8 @@ SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
 METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}
 # This is CUDA's variable: the GPUs that a process may see.
 GPUS = "CUDA_VISIBLE_DEVICES"
+# This is OpenBLAS's variable, of which NumPy has a copy of its own.
+NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 # The rank of a process: mlx.launch counts over all machines, Open MPI's variable counts on one machine.
 RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -176,11 +178,24 @@ def see_own_gpu() -> None:
     H200s would train no faster than one (docs/decisions/several-gpus.md). CUDA reads the variable when MLX is first
     used.
     """
-    rank = next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
+    rank = _rank()
     visible = os.environ.get(GPUS)
     gpus = visible.split(",") if visible is not None else [str(number) for number in range(_nvidia_gpus())]
     if rank is not None and len(gpus) > 1:
         os.environ[GPUS] = gpus[int(rank) % len(gpus)]
+
+
+def keep_numpy_in_one_thread() -> None:
+    """Let NumPy's OpenBLAS, which is loaded later, multiply in the thread that asks, in a process of a launched run.
+
+    Ranks with a thread for each core wait for one another's time slices, on a busy machine for ever.
+    """
+    if _rank() is not None:
+        os.environ.setdefault(NUMPY_THREADS, "1")
+
+
+def _rank() -> str | None:
+    return next((value for name in RANKS if (value := os.environ.get(name, "")).isdigit()), None)
 
 
 def _nvidia_gpus() -> int:

@@ -40,6 +40,7 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
         with subnormals.flushed():
             blas.load()
+            environment.keep_numpy_in_one_thread()
             _start_mlx()
     except UserError as error:
         if not _is_command_line():

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
@@ -26,6 +27,7 @@ from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
 from ..patches import patched
+from .sampled_policy import Chosen
 
 # How many tokens of prompts are read at a time, of one row or of several. mlx-lm reads 2,048 of one.
 PROMPT_TOKENS = {"cuda": 8192, "metal": 2048, "cpu": 2048}
@@ -39,6 +41,8 @@ ROUNDED = 0.1
 NOT_FINITE = -1
 
 Sampler = Callable[[mx.array], mx.array]
+# Chooses the next token of each row from its logits [B, V].
+Chooser = Callable[[mx.array], Chosen]
 Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
 
 
@@ -56,25 +60,53 @@ def is_covered(model: nn.Module) -> bool:
 
 
 @dataclass
-class _Row:
-    """A prompt that is being continued."""
+class Answer:
+    """The answer to a prompt.
+
+    Attributes:
+        prompt: The tokens of the prompt.
+        tokens: The tokens behind it, without the one that ended it.
+        end: The token that ended it; None for an answer that the largest number of tokens has cut.
+        figures: The figures of each token, [F] each, that of the end included, where the chooser has any.
+    """
 
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
+    end: int | None = None
+    figures: list[np.ndarray] = field(default_factory=list)
+
+
+def chooser_of(sampler: Sampler | None) -> Chooser:
+    """Return the chooser of a sampler, which takes log-probabilities [B, V]; of the likeliest tokens for None."""
+
+    def choose(logits: mx.array) -> Chosen:
+        if sampler is None:
+            total = mx.logsumexp(logits, axis=-1, keepdims=True)
+            tokens = logits.argmax(axis=-1)
+        else:
+            logits = logits.astype(mx.float32)
+            total = mx.logsumexp(logits, axis=-1, keepdims=True)
+            tokens = sampler(logits - total)
+        # NaN as any token's logit leaves no token a probability.
+        return Chosen(tokens.astype(mx.int32), mx.isfinite(total[:, 0]))
+
+    return choose
 
 
 class BatchDecoder:
     """Continues prompts, so many at a time, until each has ended.
 
-    Use it within `patched()`, with a model in inference mode. Its weights must not change meanwhile.
+    Use it within `patched()`, with a model in inference mode.
 
     Args:
         model: A model that `is_covered`.
         rows: How many prompts are continued at a time.
         ends: The tokens that end an answer.
         max_tokens: The largest number of tokens in an answer.
-        sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
         compiled: Whether a step is compiled, which layers that read their weights cannot be.
+        room: For how many tokens a row has room at first.
+        trains: Whether trainable weights change between two calls of run() or answers(). They are then arguments of the
+            compiled step, which is not traced anew; other weights are constants in it.
     """
 
     def __init__(
@@ -83,40 +115,75 @@ class BatchDecoder:
         rows: int,
         ends: Collection[int],
         max_tokens: int,
-        sampler: Sampler | None = None,
         *,
         compiled: bool = True,
+        room: int = LEAST_ROOM,
+        trains: bool = False,
     ):
-        self._model, self._ends, self._max_tokens, self._sampler = model, frozenset(ends), max_tokens, sampler
-        self._rows: list[_Row | None] = [None] * rows
-        # By layer: a recurrence's states, or the keys and values of an attention.
-        self._arrays: list[list[mx.array]] = []
+        self._model, self._ends, self._max_tokens = model, frozenset(ends), max_tokens
+        self._choose = chooser_of(None)
+        self._first_room = room
+        self._trains = trains
         self._kinds = [type(cache) for cache in make_prompt_cache(model)]
-        self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
-        self._room = LEAST_ROOM
+        self._clear(rows)
         # Whether prompts of different lengths can be read together; None until that was tried.
         self._padding_is_right: bool | None = None
-        self._step = _step_of(model, self._kinds)
+        self._trained: Any = {}
+        self._step = _step_of(model, self._kinds, trains)
         if compiled:
             self._step = mx.compile(self._step)
 
-    def run(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _clear(self, rows: int) -> None:
+        """Begin anew with free rows, so that nothing depends on earlier answers."""
+        self._rows: list[Answer | None] = [None] * rows
+        # By layer: a recurrence's states, or the keys and values of an attention.
+        self._arrays: list[list[mx.array]] = []
+        self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
+        self._room = self._first_room
+
+    def run(self, prompts: Sequence[Sequence[int]], sampler: Sampler | None = None) -> list[list[int]]:
         """Return the tokens behind each prompt, without the one that ended it.
+
+        Args:
+            prompts: The tokens of each prompt.
+            sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
 
         Raises:
             NotFiniteError: The logit of a token that was chosen is not finite.
         """
-        rows = [_Row(prompt) for prompt in prompts]
-        waiting = deque(rows)
+        return [answer.tokens for answer in self.answers(prompts, chooser_of(sampler))]
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], choose: Chooser, between: Callable[[], None] | None = None
+    ) -> list[Answer]:
+        """Return the answer to each prompt; a prompt that comes several times in a row is read once.
+
+        Args:
+            prompts: The tokens of each prompt.
+            choose: Chooses the next token of each row.
+            between: Is called before each step, and may leave it by an error.
+
+        Raises:
+            NotFiniteError: The logit of a token that was chosen is not finite.
+        """
+        self._choose = choose
+        self._trained = self._model.trainable_parameters() if self._trains else {}
+        self._clear(len(self._rows))
+        answers = [Answer(prompt) for prompt in prompts]
+        waiting = deque(answers)
         while waiting or any(self._rows):
             self._admit(waiting)
-            self._decode(max(1, len(self._rows) // SHARE_FREE) if waiting else len(self._rows))
-        return [row.tokens for row in rows]
+            self._decode(max(1, len(self._rows) // SHARE_FREE) if waiting else len(self._rows), between)
+        self._arrays = []
+        self._trained = {}
+        return answers
 
-    def _decode(self, enough: int) -> None:
+    def _decode(self, enough: int, between: Callable[[], None] | None) -> None:
         """Give all rows tokens until so many are free."""
-        before: mx.array | None = None
+        before: Chosen | None = None
         while True:
+            if between is not None:
+                between()
             self._make_room()
             following = self._launch()
             if before is not None:
@@ -127,29 +194,28 @@ class BatchDecoder:
                 break
         self._take(before)
 
-    def _launch(self) -> mx.array:
-        """Launch a step; return the chosen tokens [B], with NOT_FINITE in place of one without a finite logit."""
-        logits, self._arrays, self._offset = self._step(self._tokens, self._arrays, self._offset)
-        if self._sampler is None:
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
-            self._tokens = logits.argmax(axis=-1).astype(mx.int32)
-        else:
-            logits = logits.astype(mx.float32)
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
-            self._tokens = self._sampler(logits - total).astype(mx.int32)
-        # NaN as any token's logit leaves no token a probability.
-        tokens = mx.where(mx.isfinite(total[:, 0]), self._tokens, NOT_FINITE)
-        mx.async_eval(self._tokens, tokens, self._arrays, self._offset)
-        return tokens
+    def _launch(self) -> Chosen:
+        """Launch a step; return the chosen tokens, with NOT_FINITE in place of one without a finite logit."""
+        logits, self._arrays, self._offset = self._step(self._trained, self._tokens, self._arrays, self._offset)
+        chosen = self._choose(logits)
+        self._tokens = chosen.tokens
+        chosen = chosen._replace(tokens=mx.where(chosen.finite, self._tokens, NOT_FINITE))
+        mx.async_eval(self._tokens, chosen, self._arrays, self._offset)
+        return chosen
 
-    def _take(self, tokens: mx.array) -> None:
+    def _take(self, chosen: Chosen) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
-        for place, (row, token) in enumerate(zip(self._rows, as_numpy(tokens), strict=True)):
+        figures = None if chosen.figures is None else as_numpy(chosen.figures).T
+        for place, (row, token) in enumerate(zip(self._rows, as_numpy(chosen.tokens), strict=True)):
             if row is None:
                 continue
             if token == NOT_FINITE:
                 raise NotFiniteError([*row.prompt, *row.tokens])
-            if token not in self._ends:
+            if figures is not None:
+                row.figures.append(figures[place])
+            if token in self._ends:
+                row.end = int(token)
+            else:
                 row.tokens.append(int(token))
             if token in self._ends or len(row.tokens) >= self._max_tokens:
                 self._rows[place] = None
@@ -166,7 +232,7 @@ class BatchDecoder:
             if kind is KVCache:
                 layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]
 
-    def _admit(self, waiting: deque[_Row]) -> None:
+    def _admit(self, waiting: deque[Answer]) -> None:
         """Read waiting prompts into free rows."""
         places = [place for place, row in enumerate(self._rows) if row is None]
         while places and waiting:
@@ -177,13 +243,13 @@ class BatchDecoder:
                 self._place(part, places[: len(part)], self._read(part))
                 del places[: len(part)]
 
-    def _joins(self, group: list[_Row], row: _Row) -> bool:
+    def _joins(self, group: list[Answer], row: Answer) -> bool:
         """Whether a prompt is read with others, behind which the shorter ones are padded."""
         longest = max(len(member.prompt) for member in (*group, row))
         alike = self._padding_is_right is not False or len(row.prompt) == longest == len(group[0].prompt)
-        return alike and longest * (len(group) + 1) <= backend.here(PROMPT_TOKENS)
+        return alike and longest * len(_distinct([*group, row])) <= backend.here(PROMPT_TOKENS)
 
-    def _may_be_padded(self, group: list[_Row]) -> bool:
+    def _may_be_padded(self, group: list[Answer]) -> bool:
         """Whether prompts can be read together, which is tried with the first ones of different lengths.
 
         The recurrent layers of some models keep the padding's inputs for their convolutions.
@@ -200,15 +266,20 @@ class BatchDecoder:
             self._padding_is_right = all(relative_norm(one, other) < ROUNDED for one, other in pairs)
         return self._padding_is_right is not False or len({len(row.prompt) for row in group}) == 1
 
-    def _read(self, group: list[_Row]) -> list[list[mx.array]]:
+    def _read(self, group: list[Answer]) -> list[list[mx.array]]:
         """Read all but the last token of prompts, which the next step takes; return each layer's cache arrays."""
+        distinct = _distinct(group)
+        if len(distinct) < len(group):
+            at = {id(row.prompt): place for place, row in enumerate(distinct)}
+            rows = mx.array([at[id(row.prompt)] for row in group])
+            return [[array[rows] for array in layer_arrays] for layer_arrays in self._read(distinct)]
         lengths = [len(row.prompt) - 1 for row in group]
         longest = max(lengths)
         if longest == 0:
             # There is nothing to read yet. Another token shows the shapes of the caches.
             return [
                 [mx.zeros_like(array) for array in layer_arrays]
-                for layer_arrays in self._read([_Row([0, 0])] * len(group))
+                for layer_arrays in self._read([Answer([0, 0]) for _ in group])
             ]
         padded = [[*row.prompt[:-1], *[0] * (longest - length)] for row, length in zip(group, lengths, strict=True)]
         tokens, caches = mx.array(padded), make_prompt_cache(self._model)
@@ -222,7 +293,7 @@ class BatchDecoder:
             mx.eval([cache.state for cache in caches])
         return [_states_of(cache) for cache in caches]
 
-    def _place(self, group: list[_Row], places: list[int], states: list[list[mx.array]]) -> None:
+    def _place(self, group: list[Answer], places: list[int], states: list[list[mx.array]]) -> None:
         """Put prompts, and the arrays of each layer's cache, into free rows."""
         for place, row in zip(places, group, strict=True):
             self._rows[place] = row
@@ -255,11 +326,19 @@ def _doubled(room: int, least: int) -> int:
     return room
 
 
-def _step_of(model: nn.Module, kinds: Sequence[type]) -> Step:
-    """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets."""
+def _distinct(group: Sequence[Answer]) -> list[Answer]:
+    """The first answer to each prompt of a group; one prompt is the same object for all answers to it."""
+    return list({id(row.prompt): row for row in reversed(group)}.values())[::-1]
+
+
+def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> Step:
+    """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets.
+
+    Its first argument are the trainable parameters, where they change between steps; otherwise an empty dict.
+    """
 
     def step(
-        tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+        trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         caches = [
             RecurrentRows(layer_arrays)
@@ -267,8 +346,13 @@ def _step_of(model: nn.Module, kinds: Sequence[type]) -> Step:
             else AttentionRows(layer_arrays[0], layer_arrays[1], offset)
             for kind, layer_arrays in zip(kinds, arrays, strict=True)
         ]
-        with trace.having(next_tokens=True):
-            logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
+        before = model.trainable_parameters() if trains else {}
+        model.update(trained)
+        try:
+            with trace.having(next_tokens=True, weights_change=trains):
+                logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
+        finally:
+            model.update(before)
         return logits, [cache.handed for cache in caches], offset + 1
 
     return step
@@ -349,8 +433,8 @@ def answer_all(
     with without_kernels(), patched():
         if is_covered(model):
             rows = min(rows, len(prompts))
-            decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, sampler, compiled=compiled)
-            return decoder.run(prompts)
+            decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, compiled=compiled)
+            return decoder.run(prompts, sampler)
         checked = _CheckedSampler(sampler)
         batch_size = min(rows, backend.here(_ROWS_OF_MLX_LM, ROWS))
         response = batch_generate(

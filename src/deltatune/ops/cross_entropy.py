@@ -27,6 +27,9 @@ CHUNK_BYTES, LARGEST_CHUNK_BYTES, FEWEST_TOKENS = 16 * 2**20, 128 * 2**20, 128
 # How many times larger chunks are on an NVIDIA GPU, where products are fast and the launches would cost more than they.
 CHUNK_FACTOR = {"cpu": 1, "metal": 1, "cuda": 4}
 
+# (logits [n, vocabulary], rows [n, ...]) -> [n], in fp32.
+Score = Callable[[mx.array, mx.array], mx.array]
+
 
 def linear_cross_entropy(
     head: nn.Module | Callable[[mx.array], mx.array],
@@ -63,14 +66,42 @@ def linear_cross_entropy(
         >>> loss_sum, weight_sum = linear_cross_entropy(model.lm_head, hidden, targets, mask)
         >>> loss = loss_sum / weight_sum
     """
+    _check(hidden, {"targets": targets, "weights": weights}, chunk_tokens)
+    _check_integers(targets)
+    return linear_scores(head, hidden, mx.maximum(targets.reshape(-1), 0), weights, _losses, chunk_tokens=chunk_tokens)
+
+
+def linear_scores(
+    head: nn.Module | Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    others: mx.array,
+    weights: mx.array,
+    score: Score,
+    *,
+    chunk_tokens: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute the weighted sum of the tokens' scores, which are a function of each token's logits.
+
+    Args:
+        head: As for linear_cross_entropy.
+        hidden: [..., D], of N tokens.
+        others: [N, ...]: further arguments of the score, a row a token; they get no gradient.
+        weights: [...].
+        score: Logits [n, vocabulary] and as many rows of `others` -> scores [n] in fp32.
+        chunk_tokens: As for linear_cross_entropy.
+
+    Returns:
+        (sum of scores, sum of weights), fp32 scalars.
+
+    Raises:
+        ValueError: As linear_cross_entropy does.
+    """
     run = _Head(head)
-    _check(hidden, targets, weights, chunk_tokens)
+    _check(hidden, {"weights": weights}, chunk_tokens)
     weights = weights.astype(mx.float32).reshape(-1)
-    targets = mx.maximum(targets.reshape(-1), 0)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    size = chunk_tokens or _default_chunk(head, hidden)
-    bounds = _even_bounds(hidden.shape[0], size)
-    loss = _loss(run, bounds, run.in_training())(run.parameters, hidden, mx.stop_gradient(targets), weights)
+    bounds = _even_bounds(hidden.shape[0], chunk_tokens or _default_chunk(head, hidden))
+    loss = _loss(run, bounds, run.in_training(), score)(run.parameters, hidden, mx.stop_gradient(others), weights)
     return loss, weights.sum()
 
 
@@ -103,7 +134,8 @@ def linear_token_losses(
         >>> log_probability = -(linear_token_losses(model.lm_head, hidden, targets) * mask).sum(axis=-1)
     """
     run = _Head(head)
-    _check(hidden, targets, targets, chunk_tokens)
+    _check(hidden, {"targets": targets}, chunk_tokens)
+    _check_integers(targets)
     rows = hidden.reshape(-1, hidden.shape[-1])
     bounds = _even_bounds(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
     eager = not run.parameters and run.in_training()
@@ -138,9 +170,9 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
     def forward(_key, parameters, hidden, targets):
         ones = mx.ones(targets.shape)
         if eager:
-            _, losses, d_hidden, _ = _gradients(run, bounds, parameters, hidden, targets, ones)
+            _, losses, d_hidden, _ = _gradients(run, bounds, parameters, hidden, targets, ones, _losses)
             return losses, d_hidden
-        return [_values(run, bounds, parameters, hidden, targets, ones)[1]]
+        return [_values(run, bounds, parameters, hidden, targets, ones, _losses)[1]]
 
     def backward(primals, cotangents, outputs):
         d_losses, (key, *primals) = cotangents[0], primals
@@ -152,7 +184,7 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
         # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
         parameters, hidden, targets, d_losses = _depends((*primals, d_losses), d_losses)
         with drawing_from(key):
-            _, _, d_hidden, d_parameters = _gradients(run, bounds, parameters, hidden, targets, d_losses)
+            _, _, d_hidden, d_parameters = _gradients(run, bounds, parameters, hidden, targets, d_losses, _losses)
         cast = [_final(d.astype(parameter.dtype)) for d, parameter in zip(d_parameters, parameters, strict=True)]
         d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
         return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
@@ -162,20 +194,21 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
     return lambda *arguments: function(*arguments)[0]
 
 
-def _loss(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
+def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[..., mx.array]:
     """Return the function (parameters, hidden, targets, weights) -> loss, with gradients for all but the targets."""
 
     def forward(parameters, hidden, targets, weights):
         if eager:
-            return _gradients(run, bounds, parameters, hidden, targets, weights)
-        return _values(run, bounds, parameters, hidden, targets, weights)
+            return _gradients(run, bounds, parameters, hidden, targets, weights, score)
+        return _values(run, bounds, parameters, hidden, targets, weights, score)
 
     def backward(primals, cotangents, outputs):
         if not eager:
             # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
             primals = _depends(primals, cotangents[0])
-            outputs = _gradients(run, bounds, *primals)
-        parameters, hidden, targets, _ = primals
+        parameters, hidden, targets, weights = primals
+        if not eager:
+            outputs = _gradients(run, bounds, parameters, hidden, targets, weights, score)
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
@@ -188,7 +221,7 @@ def _loss(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]
     return lambda *arguments: function(*arguments)[0]
 
 
-def _values(run, bounds, parameters, hidden, targets, weights):
+def _values(run, bounds, parameters, hidden, targets, weights, score):
     """Return the loss and the losses of the tokens [N], computed one chunk after another."""
     losses: list[mx.array] = []
     with unpacked_once(run.module):
@@ -196,17 +229,16 @@ def _values(run, bounds, parameters, hidden, targets, weights):
             rows = hidden[start:stop]
             if losses:
                 rows = mx.depends([rows], [losses[-1]])[0]
-            losses.append(_losses(run(parameters, rows), targets[start:stop]))
+            losses.append(score(run(parameters, rows), targets[start:stop]))
     token_losses = mx.concatenate(losses)
     return (token_losses * weights).sum(), token_losses
 
 
-def _gradients(run, bounds, parameters, hidden, targets, weights):
+def _gradients(run, bounds, parameters, hidden, targets, weights, score):
     """Return the loss, the losses of the tokens [N], and the gradients for a cotangent of 1.
 
     These are d_hidden, a list of the chunks' [n, D], and d_parameters in fp32.
     """
-
     # Without parameters, the weights multiply the gradient of `rows` instead, which is narrower than the logits.
     weighted = bool(parameters)
 
@@ -214,9 +246,9 @@ def _gradients(run, bounds, parameters, hidden, targets, weights):
         nonlocal weighted
         *parameters, rows = differentiated
         logits = run(parameters, rows)
-        if vocabulary_loss.serves(logits):
+        if score is not _losses or vocabulary_loss.serves(logits):
             weighted = True  # The kernel multiplies by the weights at no cost.
-            losses = vocabulary_losses(logits, targets[start:stop])
+            losses = score(logits, targets[start:stop])
             return (losses * weights[start:stop]).sum(), losses
         loss, losses, _ = _chunk_loss(logits, targets[start:stop], weights[start:stop] if weighted else None)
         return loss, losses
@@ -315,15 +347,18 @@ def _module(head: Any) -> nn.Module:
     return owner
 
 
-def _check(hidden: mx.array, targets: mx.array, weights: mx.array, chunk_tokens: int | None) -> None:
+def _check_integers(targets: mx.array) -> None:
+    if not mx.issubdtype(targets.dtype, mx.integer):
+        raise ValueError(f"linear_cross_entropy: targets must be integers, got {targets.dtype}.")
+
+
+def _check(hidden: mx.array, others: dict[str, mx.array], chunk_tokens: int | None) -> None:
     tokens = tuple(hidden.shape[:-1])
     if hidden.ndim < 1 or math.prod(tokens) < 1:
         raise ValueError(f"linear_cross_entropy: hidden must be [..., D] with a token in it, got {list(hidden.shape)}.")
-    for name, array in (("targets", targets), ("weights", weights)):
+    for name, array in others.items():
         if tuple(array.shape) != tokens:
             raise ValueError(f"linear_cross_entropy: {name} must be {list(tokens)}, got {list(array.shape)}.")
-    if not mx.issubdtype(targets.dtype, mx.integer):
-        raise ValueError(f"linear_cross_entropy: targets must be integers, got {targets.dtype}.")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"linear_cross_entropy: chunk_tokens must be 1 or more, got {chunk_tokens}.")
 

@@ -37,12 +37,20 @@ def _other_entries(c: TrainConfig) -> bool:
 #: Of a run.
 TRAINING: Conditions = {
     "train": ("as true: this command always trains, and deltatune eval tests a model", lambda c, f: c.train),
-    "loss_variant": ("with loss: dpo or cpo", lambda c, f: c.loss in ("dpo", "cpo")),
-    "beta": ("with a preference loss, such as loss: dpo", lambda c, f: c.loss != "sft"),
+    "loss_variant": ("with loss: dpo, cpo or grpo", lambda c, f: c.loss in ("dpo", "cpo", "grpo")),
+    "beta": ("with a preference loss, such as loss: dpo, and with loss: grpo", lambda c, f: c.loss != "sft"),
+    "num_generations max_completion_length temperature top_p top_k min_p epsilon epsilon_high num_iterations "
+    "mask_truncated_completions sampler_correction": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
+    "scale_rewards": (
+        "with loss: grpo, and not with loss_variant: rloo",
+        lambda c, f: c.loss == "grpo" and c.loss_variant != "rloo"),
+    "pack memory test early_stopping val_split val_batches steps_per_eval mask_prompt chat_turns": (
+        "without loss: grpo, which samples its answers and measures them by their rewards",
+        lambda c, f: c.loss != "grpo"),
     "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
-        lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in ("sigmoid", "robust")),
+        lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in (None, "sigmoid", "robust")),
     "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
@@ -51,6 +59,7 @@ TRAINING: Conditions = {
     "steps_per_eval": (
         "where val_batches is not 0, or for sample_prompts without steps_per_sample",
         lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
+    "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
     "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
     "learning_rate lr_schedule warmup loraplus_lr_ratio": (
@@ -84,7 +93,7 @@ TASKS: Conditions = {
 ANSWERS: Conditions = {
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
-    "chat_template_config": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
+    "chat_template_config tools": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
     "compare": ("with --adapter-path, since it asks the base beside the adapter", lambda o: o.adapter_path),
 }
 # Those that mlx_lm.lora has, too, and leaves unread: files and command lines for it hold them.

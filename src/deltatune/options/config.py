@@ -1,7 +1,6 @@
 """The options of a training run. Each option has its one default here, and the values that it may have.
 
-Names and defaults are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the
-differences.
+Names are those of `mlx_lm.lora` for every option that it has; docs/guides/from-mlx-lm.md lists the differences.
 """
 
 from __future__ import annotations
@@ -12,15 +11,18 @@ from typing import Any
 from ..errors import UserError
 from .chat_template import checked_options
 from .lora_parameters import LoraConfig
-from .values import Range, build, fix, nearest, option
+from .values import FINITE, Range, build, fix, nearest, option
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 _MODEL, _DATA, _TUNE, _LOSS = "model", "data", "what trains", "loss"
+_ROLLOUTS = "reinforcement learning"
 _OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
 
+#: The settings, of every optimizer that has them, that optimizer_config may change.
+OPTIMIZER_SETTINGS = {"bias_correction": True}
 NO_TYPE_FROM_SCRATCH = (
     "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
 )
@@ -30,9 +32,10 @@ NO_TYPE_FROM_SCRATCH = (
 class TrainConfig:
     """The options of a training run, settled: making a TrainConfig checks them and sets those that others imply.
 
-    `from_scratch` implies `fine_tune_type: full` and all layers, and `memory` implies `grad_checkpoint`. Lengths are in
-    tokens. Schedules count optimizer steps; everything else counts iterations, of which `grad_accumulation_steps` make
-    one optimizer step. Each field's metadata holds its help text and the values that it may have.
+    `from_scratch` implies `fine_tune_type: full` and all layers, and `memory` implies `grad_checkpoint`. The default of
+    `learning_rate` follows from the weights that train and from the loss. Lengths are in tokens. Schedules count
+    optimizer steps; everything else counts iterations, of which `grad_accumulation_steps` make one optimizer step. Each
+    field's metadata holds its help text and the values that it may have.
 
     Raises:
         UserError: A value is not one that the option may have, or two options contradict each other.
@@ -71,27 +74,81 @@ class TrainConfig:
     loss: str = option(
         "sft",
         _LOSS,
-        "what is learnt: sft imitates the data; the others learn which of two answers is better, kto whether one "
-        "answer is good",
-        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo"),
+        "what is learnt: sft imitates the data; grpo learns from rewards of answers that the model samples; the others "
+        "learn which of two answers is better, kto whether one answer is good",
+        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo", "grpo"),
     )
-    loss_variant: str = option(
-        "sigmoid",
+    loss_variant: str | None = option(
+        None,
         _LOSS,
-        "published form of dpo (sigmoid, robust, hinge or ipo) or cpo (sigmoid, hinge or ipo)",
-        choices=("sigmoid", "robust", "hinge", "ipo"),
+        "published form of dpo (sigmoid, robust, hinge or ipo), cpo (sigmoid, hinge or ipo) or grpo (dapo, grpo, "
+        "dr_grpo, bnpo, gspo, cispo or rloo); default: the first",
+        choices=("sigmoid", "robust", "hinge", "ipo", "dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo"),
     )
-    beta: float = option(
-        0.1,
+    beta: float | None = option(
+        None,
         _LOSS,
-        "factor of the rewards of a preference loss, and orpo's weight of the odds ratio; the authors of simpo use 2.0",
-        range=Range(above=0),
+        "factor of the rewards of a preference loss, orpo's weight of the odds ratio, and grpo's weight of the "
+        "divergence from the model without its adapter; default: 0.1, and 0 for grpo; the authors of simpo use 2.0",
+        range=Range(least=0),
     )
     gamma: float = option(
         0.5, _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
     )
     label_smoothing: float = option(
         0.0, _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
+    )
+    num_generations: int = option(
+        8, _ROLLOUTS, "number of answers that are sampled behind each prompt, which are compared", range=Range(least=2)
+    )
+    max_completion_length: int = option(
+        512, _ROLLOUTS, "largest number of tokens in a sampled answer", range=Range(least=1)
+    )
+    temperature: float = option(
+        1.0, _ROLLOUTS, "temperature of the sampled policy, which the loss has too", range=Range(above=0)
+    )
+    top_p: float = option(
+        1.0,
+        _ROLLOUTS,
+        "sample from the likeliest tokens with this sum of probabilities alone",
+        range=Range(above=0, most=1),
+    )
+    top_k: int = option(
+        0, _ROLLOUTS, "sample from this many of the likeliest tokens alone; 0 means all", range=Range(least=0)
+    )
+    min_p: float = option(
+        0.0,
+        _ROLLOUTS,
+        "sample from the tokens alone that are at least this likely, relative to the likeliest",
+        range=Range(least=0, most=1),
+    )
+    epsilon: float = option(
+        0.2, _ROLLOUTS, "largest change of a probability, as a share, that the loss rewards", range=Range(above=0)
+    )
+    epsilon_high: float | None = option(
+        None,
+        _ROLLOUTS,
+        "the same for a rise; default: epsilon. With cispo, the largest ratio of probabilities, such as 5",
+        range=Range(above=0),
+    )
+    num_iterations: int = option(
+        1, _ROLLOUTS, "number of times that the loss goes through sampled answers", range=Range(least=1)
+    )
+    scale_rewards: str = option(
+        "group",
+        _ROLLOUTS,
+        "standard deviation by which advantages are divided: of the answers to a prompt, of all answers (batch), none",
+        choices=("group", "batch", "none"),
+    )
+    mask_truncated_completions: bool = option(
+        False, _ROLLOUTS, "leave answers without an end out of the loss, which max_completion_length has cut"
+    )
+    sampler_correction: str = option(
+        "token",
+        _ROLLOUTS,
+        "weigh each token, or each answer (sequence), by the ratio of its probabilities in training and in sampling, "
+        "up to 2; none weighs all alike",
+        choices=("token", "sequence", "none"),
     )
     router_aux_loss_coef: float = option(
         0.0, _LOSS, "weight of the load-balancing loss of a mixture's routers", range=Range(least=0)
@@ -100,21 +157,44 @@ class TrainConfig:
     neftune_noise_alpha: float | None = option(
         None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
     )
+    reward_funcs: list[str] = option(
+        list,
+        _LOSS,
+        "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
+        "length:TOKENS, repetition, math-verify or reasoning-gym",
+    )
+    reward_weights: list[float] = option(
+        list, _LOSS, "factor of each reward function's rewards in their sum; default: 1 for all", range=FINITE
+    )
+    reward_timeout: float = option(
+        60.0, _LOSS, "seconds that the rewards of a batch may take", range=Range(above=0, most=86400)
+    )
+    reward_errors: str = option(
+        "stop",
+        _LOSS,
+        "whether a reward function that fails ends the run (stop), or gives no reward (none)",
+        choices=("stop", "none"),
+    )
     optimizer: str = option(
-        "adam", _OPTIMIZER, "an optimizer of MLX, such as adam, adamw, muon, sgd or lion; or adamw8bit"
+        "adamw", _OPTIMIZER, "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
     )
     optimizer_config: dict[str, dict[str, Any] | None] = option(
         dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = option(1e-5, _OPTIMIZER, "learning rate; lr_schedule may let it fall", range=Range(above=0))
+    learning_rate: float = option(
+        None,
+        _OPTIMIZER,
+        "largest learning rate; default: 2e-4, or 1e-5 with another loss than sft; in full fine-tuning a tenth of that",
+        range=Range(above=0),
+    )
     loraplus_lr_ratio: float | None = option(
         None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
     )
     decay_norm_and_bias: bool = option(
         False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
-    lr_schedule: dict[str, Any] | str | None = option(
-        None,
+    lr_schedule: dict[str, Any] | str = option(
+        "cosine",
         _OPTIMIZER,
         "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
         "the mapping of mlx_lm.lora in place of the word, counted in optimizer steps, with the keys name, arguments, "
@@ -122,17 +202,14 @@ class TrainConfig:
         choices=("constant", "cosine", "linear"),
     )
     warmup: float = option(
-        0.0,
+        0.03,
         _OPTIMIZER,
         "part of the run over which the learning rate rises to learning_rate: a share below 1, or a number of "
         "optimizer steps",
         range=Range(least=0),
     )
     grad_clip: float | None = option(
-        None,
-        _OPTIMIZER,
-        "largest global gradient norm; a larger gradient is scaled down to this norm",
-        range=Range(above=0),
+        None, _OPTIMIZER, "largest global gradient norm; a larger gradient is scaled down to it", range=Range(above=0)
     )
     grad_accumulation_steps: int = option(
         1,
@@ -147,7 +224,7 @@ class TrainConfig:
         range=Range(least=0, most=2**64 - 1),
     )
     num_layers: int = option(
-        16,
+        -1,
         _TUNE,
         "number of layers to train, counted from the last; -1, or a number above the model's, trains all",
         range=Range(least=1, also=(-1,)),
@@ -339,6 +416,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.learning_rate is None:
+            rate = 2e-4 if self.loss == "sft" else 1e-5
+            is_full = self.fine_tune_type == "full" and not self.from_scratch
+            vars(self).update(learning_rate=rate / 10 if is_full else rate)
         fix(self)
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise UserError(
@@ -351,6 +432,11 @@ class TrainConfig:
         self._check_streaming()
         if self.memory is not None and self.trains_base is not None:
             raise UserError(f"memory leaves frozen weights on the disk, and {self.trains_base}; leave one of them out.")
+        if self.max_completion_length >= self.max_seq_length and self.loss == "grpo":
+            raise UserError(
+                f"max_completion_length: expected less than max_seq_length, which is {self.max_seq_length}, since a "
+                f"row holds a prompt and its answer; got {self.max_completion_length}."
+            )
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
@@ -373,6 +459,23 @@ class TrainConfig:
             "init: pissa changes them": self.lora_parameters.init == "pissa",
         }
         return next((clause for clause, applies in changes.items() if applies), None)
+
+    @property
+    def has_preferences(self) -> bool:
+        """Whether the loss learns from answers that the data judge."""
+        return self.loss not in ("sft", "grpo")
+
+    @property
+    def reward_factor(self) -> float:
+        """The factor of the rewards of a preference loss."""
+        return 0.1 if self.beta is None else self.beta
+
+    @property
+    def rows_each(self) -> int:
+        """The rows of a batch that one of its batch_size takes: one for each document of an example."""
+        if self.loss == "grpo":
+            return self.num_generations
+        return 2 if self.has_preferences and not self.pack else 1
 
     @property
     def trained_parts(self) -> list[str]:

@@ -19,7 +19,7 @@ class LoraConfig:
         UserError: A value is not one that the option may have.
     """
 
-    rank: int = option(8, _GROUP, "inner size of each adapter's update", range=Range(least=1))
+    rank: int = option(16, _GROUP, "inner size of each adapter's update", range=Range(least=1))
     rank_pattern: dict[str, int] = option(
         dict,
         _GROUP,
@@ -27,7 +27,7 @@ class LoraConfig:
         'match, the first counts: {"mlp.switch_mlp.*": 4}',
         range=Range(least=1),
     )
-    scale: float = option(20.0, _GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
+    scale: float = option(2.0, _GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
     alpha: float | None = option(
         None,
         _GROUP,

@@ -32,6 +32,7 @@ from .device_limits import Brake, DeviceLimits, device_limits
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
+from .sampled_answers import with_sampling
 from .search import Largest, RunForecast, Values, fits, largest
 from .traced_layers import InputsPlace
 from .traced_step import BatchShape
@@ -80,9 +81,10 @@ class Planner(NamedTuple):
         config = config or self.run.config
         batch = batch_shape(config, rows, length, self.run.splits)
         model = model or self.run.model
-        return forecast_step(
+        forecast = forecast_step(
             model, config, batch, self.layout, checkpoints, layer_inputs=layer_inputs, brake=self.brake
         )
+        return with_sampling(forecast, model, config)
 
     @property
     def every_layer(self) -> Checkpoints:
@@ -170,7 +172,7 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
     alike = {rows * other / length: plan for other, plan in lengths.items()}
     batch = largest(
         lambda rows: planner.at(rows, length, least), limits, {rows: first},
-        Values(_rows_each(config), max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
+        Values(config.rows_each, max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
         # Half of the operations, those of the recurrence, are as many for any number of rows.
         slower=lambda times: (1 + times) / 2,
     )  # fmt: skip
@@ -271,12 +273,7 @@ def _unplanned(run: Run, line: str) -> Bounds:
 
 def shape(run: Run) -> tuple[int, int]:
     """The rows and the length in tokens of the run's largest batch on one rank."""
-    return run.config.batch_size // run.world.size * _rows_each(run.config), run.training_order().widths[-1]
-
-
-def _rows_each(config: TrainConfig) -> int:
-    """How many rows of a batch one of its batch_size takes: 2 where a preference's documents have a row each."""
-    return 1 if config.loss == "sft" or config.pack else 2
+    return run.config.batch_size // run.world.size * run.config.rows_each, run.training_order().widths[-1]
 
 
 def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: DeviceLimits) -> str:
@@ -288,7 +285,7 @@ def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: Dev
         if fits(planner.at(plan.rows, plan.length, least), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    per_rank, until = _rows_each(config), time.monotonic() + _SECONDS
+    per_rank, until = config.rows_each, time.monotonic() + _SECONDS
     fewer_rows = Values(per_rank, plan.rows - per_rank)
     fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, deadline=until)
     if fitting.value:
@@ -347,7 +344,7 @@ def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> 
 
 def _preferences(config: TrainConfig, rows: int, length: int, splits: Splits) -> int:
     """The most preferences that a batch has room for; 0 where the loss reads none."""
-    if config.loss == "sft":
+    if not config.has_preferences:
         return 0
     if not config.pack:
         return rows // 2
@@ -367,7 +364,7 @@ def _positions(model_config: dict[str, Any]) -> int:
 
 def _per_run(largest_of_rank: Largest, run: Run) -> Largest:
     def batch(rows: int) -> int:
-        return rows // _rows_each(run.config) * run.world.size
+        return rows // run.config.rows_each * run.world.size
 
     return Largest(
         batch(largest_of_rank.value),

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data import Batch
+from ..data.batches.rollout_batch import RolloutBatch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.vision.frozen_tower import FrozenTower
@@ -25,6 +26,7 @@ from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
 from ..train.distributed import World
+from ..train.policy_gradient.policy_loss import needs_old
 from ..train.setup import Training, build_step, training
 from ..train.step import Step, Sums
 from ..train.tree import leaves
@@ -112,6 +114,14 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
     return Batch(blank, blank, ones, segments, nothing, nothing, preferences=held)
 
 
+def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
+    """The arrays of sampled answers in a batch of this shape, of arbitrary content."""
+    ones = np.ones((rows, length), np.float32)
+    old = ones if needs_old(config) else None
+    reference = ones if config.beta else None
+    return RolloutBatch(ones[:, 0], ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
+
+
 def trace_step(
     model: nn.Module,
     config: TrainConfig,
@@ -135,6 +145,8 @@ def trace_step(
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
+        if config.loss == "grpo":
+            blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         first, second, gradients = _outputs(step, model, optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)

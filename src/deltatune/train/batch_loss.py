@@ -27,11 +27,10 @@ from .updates.routers import RouterLosses, weight_or_one
 _POSITION_COUNTS = 4
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
-# model's loss takes the images as a fourth argument, VisionArrays. A preference loss takes the preferences as its last
-# argument, counts them in the second sum, and returns a third array, [2, figures] (preferences/loss.py).
+# model's loss takes the images as a fourth argument, VisionArrays. A loss of preferences or of rollouts takes their
+# arrays as its last argument, and returns a third array, [2, figures] (preferences/loss.py,
+# policy_gradient/policy_loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
-# The arrays of a PreferenceBatch that a step reads.
-_PREFERENCE_ARRAYS = ("documents", "present", "desirable", "reference", "tokens", "lengths")
 
 
 class Arrays(NamedTuple):
@@ -43,7 +42,7 @@ class Arrays(NamedTuple):
         weights: The weights of the targets in the loss, [B, T], fp32.
         segments: The documents of packed rows, [B, T], integers.
         images: A vision model's arrays of the pictures.
-        preferences: Further arrays of a preference loss, by name.
+        judged: Further arrays of a loss of preferences or rollouts, by name.
     """
 
     inputs: mx.array
@@ -51,7 +50,7 @@ class Arrays(NamedTuple):
     weights: mx.array
     segments: mx.array | None = None
     images: VisionArrays | None = None
-    preferences: dict[str, mx.array] | None = None
+    judged: dict[str, mx.array] | None = None
 
 
 def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
@@ -97,11 +96,10 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
         images = vision_arrays(batch.images, tower)
         counted = counted_positions(batch.weights)
         images |= {} if counted is None else {"counted": mx.array(counted)}
-    preferences = None
-    if batch.preferences is not None:
-        preferences = {name: mx.array(getattr(batch.preferences, name)) for name in _PREFERENCE_ARRAYS}
+    beside = batch.preferences or batch.rollouts
+    judged = None if beside is None else {name: mx.array(array) for name, array in beside.arrays().items()}
     inputs, targets, weights = from_host(batch.inputs, batch.targets, batch.weights)
-    return Arrays(inputs, targets, weights, packed, images, preferences)
+    return Arrays(inputs, targets, weights, packed, images, judged)
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
@@ -126,7 +124,7 @@ def counted_positions(weights: np.ndarray) -> np.ndarray | None:
 
 def loss_of(loss: LossFunction, batch: Arrays) -> tuple[mx.array, ...]:
     """Compute `loss` on a batch; return the sum of losses, the sum of weights, and a preference loss's figures."""
-    more = [arrays for arrays in (batch.images, batch.preferences) if arrays is not None]
+    more = [arrays for arrays in (batch.images, batch.judged) if arrays is not None]
     with segments(batch.segments):
         return loss(batch.inputs, batch.targets, batch.weights, *more)
 

@@ -19,6 +19,7 @@ from .by_layer.layer_passes import LayerPasses
 from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
+from .ending.interrupt import InterruptedSamplingError
 from .engines.engine import Engine
 from .evaluation import nonfinite
 from .evaluation.evaluate import Evaluation
@@ -214,7 +215,10 @@ class Iterations:
         if progress.micro_batches == 0:
             self._batches = []
         self.state.begin_micro_batch()
-        batch = self._next_batch()
+        try:
+            batch = self._next_batch()
+        except InterruptedSamplingError:
+            return True
         self._batches.append(batch)
         (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
@@ -232,7 +236,7 @@ class Iterations:
         return asked > 0
 
     def _next_batch(self) -> Batch:
-        """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
+        """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
         try:
             return next(self.state.order)
         except UserError as error:
@@ -240,7 +244,7 @@ class Iterations:
             self._saving.save_last_update()
             raise UserError(
                 f"{error} The state after iteration {self.progress.iteration:,} is saved in "
-                f"{self.parts.outputs.state.parent}; mend the data and give --resume."
+                f"{self.parts.outputs.state.parent}; mend that and give --resume."
             ) from error
 
     def _goes_on(self) -> bool:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..data import Splits
+from ..data import BatchOrder, Splits
 from ..data.batches.peekable_order import PeekableOrder
+from ..data.chats.answer_ends import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
+from ..data.prompt_rows import PromptExample
 from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
+from ..models.load import Loaded
 from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
 from .distributed import World
@@ -42,6 +48,9 @@ from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Screen
+from .rollouts.answer_sampler import check_covered
+from .rollouts.rollout_order import RolloutOrder
+from .rollouts.sampled_run import rollout_order
 from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
@@ -79,6 +88,7 @@ class Trainer:
         folder: The output folder, if the caller has taken it already.
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
         bounds: The plan of the run, with which `config.memory` or `grad_checkpoint` auto is followed.
+        rewards: The reward functions of a run that samples its answers.
 
     Attributes:
         model, splits: The arguments.
@@ -110,6 +120,7 @@ class Trainer:
         folder: RunFolder | None = None,
         processor: Any = None,
         bounds: Bounds | None = None,
+        rewards: Rewards | None = None,
     ):
         if bounds is None and config.memory is not None:
             raise UserError(
@@ -140,7 +151,13 @@ class Trainer:
         self.outputs = outputs
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
-        self._order = PeekableOrder(self._train_order)
+        self._rewards = rewards
+        if rewards is None and config.loss == "grpo":
+            raise UserError(
+                "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
+            )
+        self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
+        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -149,7 +166,9 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
+            reporting=Reporting(
+                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
+            ),
             weights=weights,
         )
 
@@ -160,10 +179,11 @@ class Trainer:
         screen: Screen | None = None,
         folder: RunFolder | None = None,
         bounds: Bounds | None = None,
+        rewards: Rewards | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more = {"model_config": run.loaded.config, "processor": run.loaded.processor}
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "rewards": rewards}
         return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
 
     def run(self) -> Result:
@@ -195,16 +215,19 @@ class Trainer:
                 feature_bytes = CACHE_BYTES if whole else 0
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
             trained, passes = stack.enter_context(layers)
+            order = self._order(trained, ending)
+            if isinstance(order, RolloutOrder):
+                trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
             freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
             # A step by layers is computed when it returns, so that an early start gains nothing.
-            early = whole and starts_early(model, config, parts.world)
+            early = whole and self._rewards is None and starts_early(model, config, parts.world)
             launcher = stack.enter_context(Launcher()) if early else None
             kind = step_of(passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
-            training_state = TrainingState(step, self._order, progress, parts.world)
+            training_state = TrainingState(step, order, progress, parts.world)
             saving = Saving(training_state, parts.outputs, parts.reporting, parts.world, self._identity, chosen)
             engine = engine_of(training_state, ending, config, parts.world, launcher)
             iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
@@ -219,8 +242,19 @@ class Trainer:
             with ending.rescue(saving):
                 iterations.run()
             result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            parts.reporting.write(progress, "ended", running=False, result=result)
+            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            parts.reporting.write(progress, ended, running=False, result=result)
         return result
+
+    def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:
+        """Return the order of the training batches, which samples them where rewards judge them."""
+        prompts = self._train_order
+        if self._rewards is None or not isinstance(prompts, BatchOrder):
+            return PeekableOrder(prompts)
+        assert trained.token_losses is not None
+        parts = self.parts
+        loaded = Loaded(self.model, self._tokenizer, {}, Path(self.config.model or ""))
+        return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
 
     def _say_rest(self, result: Result) -> None:
         """Print for how long the run waited for the disk, and the loss on the test set."""
@@ -285,11 +319,14 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
     if config.test and not splits.test:
         raise UserError("test needs test data (test.jsonl), and there is none.")
     judged = [isinstance(example, Preference) for example in (*splits.train[:1], *splits.valid[:1], *splits.test[:1])]
-    if any(preference == (config.loss == "sft") for preference in judged):
+    prompts = any(isinstance(example, PromptExample) != (config.loss == "grpo") for example in splits.train[:1])
+    if prompts or any(preference != config.has_preferences for preference in judged):
         raise UserError(
             f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
             "and the same config."
         )
+    if config.loss == "grpo":
+        check_covered(model)
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=has_vision(model)))
     check_trainable(model, config)
     if not trainable_count(model):

@@ -15,6 +15,7 @@ from ..lora.weights import is_quantized
 from ..lora.without import without_adapters
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from .policy_gradient.policy_loss import variant_of
 from .preferences.objectives import objective_of
 from .tree import leaves
 from .updates.optimizer import build_optimizer
@@ -43,6 +44,8 @@ def check_options(config: TrainConfig) -> list[str]:
             "as {adamw: {weight_decay: 0.01}} for optimizer: adamw, or leave decay_norm_and_bias out."
         )
     objective_of(config)
+    if config.loss == "grpo":
+        variant_of(config)
     if config.epochs is None:
         check_updates(config)
     schedule = config.lr_schedule

@@ -35,6 +35,7 @@ from ..models.head import split_head
 from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate
+from ..models.sampled_policy import PolicyHead, SampledPolicy
 from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
@@ -46,6 +47,7 @@ from .batch_loss import Arrays, LossFunction, chunked_loss, full_loss
 from .distributed import World
 from .learned_positions import check_positions
 from .options_check import check_options
+from .policy_gradient.policy_loss import figures_of, rollout_loss
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
 from .preferences.objectives import Objective, objective_of
 from .step import Step
@@ -108,7 +110,7 @@ def ready(
     Args:
         config: The options of the run.
         world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk until they are used; an adapter is then left to the caller.
+        lazy: Whether weights stay on the disk, or undrawn, until they are used; an adapter is then left to the caller.
         adapter_path: The folder of an adapter to load into the model.
 
     Raises:
@@ -165,7 +167,7 @@ def load_model(
         image=image,
     )
     if config.resize_embeddings:
-        resize_embeddings(loaded, config.seed if config.from_scratch else None)
+        resize_embeddings(loaded, config.seed if config.from_scratch else None, lazy=lazy)
     return loaded
 
 
@@ -258,7 +260,7 @@ def settled(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrder
     iters = config.iters
     if config.epochs is not None and isinstance(order, BatchOrder):
         # A product such as 0.1 * 30 may be a little above the whole number that it stands for.
-        iters = max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6))
+        iters = max(1, math.ceil(config.epochs * order.batches_per_epoch - 1e-6)) * config.num_iterations
     variables = config.chat_template_config if variables is None else variables
     return dataclasses.replace(config, iters=iters, chat_template_config=variables)
 
@@ -318,8 +320,9 @@ class Training:
         layers: The model's layers.
         patches: The patches that are applied.
         compiled: How the step is compiled, in words.
-        objective: The preference loss, or None for supervised fine-tuning.
-        token_losses: For a preference loss, the tokens' losses.
+        objective: The preference loss, or None for another one.
+        token_losses: For a loss of preferences or rollouts, the tokens' losses.
+        figures: The names of the figures that a loss reports besides its sums.
         by_layers: Computes a loss of a batch without a gradient, where weights are not all in memory.
     """
 
@@ -330,12 +333,8 @@ class Training:
     compiled: str
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
+    figures: tuple[str, ...] = ()
     by_layers: Callable[[Arrays, LossFunction], Any] | None = None
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of the figures that a preference loss reports besides its sums."""
-        return () if self.objective is None else self.objective.figures
 
 
 @contextlib.contextmanager
@@ -378,13 +377,26 @@ def with_loss(
     model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
 ) -> Training:
     """Return the result of training(): the loss that `config` names, and the findings on the model."""
-    objective = objective_of(config)
-    if objective is None:
+    if config.loss == "sft":
         return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
     parts, kind = _parts(model, compare)
+    objective = objective_of(config)
+    if objective is None:
+        of_policy = _policy_losses(parts, kind, config)
+        loss, figures = rollout_loss(of_policy, config), figures_of(config)
+        return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
-    return Training(loss, kind, layers, patches, compiled, objective, token_losses)
+    return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
+
+
+def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
+    """Return the tokens' losses under the policy that samples answers."""
+    if parts is None:
+        raise UserError(f"loss: grpo scores tokens a chunk at a time, and the loss of this model is {kind}")
+    backbone, head = parts
+    policy = SampledPolicy.of(config)
+    return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
 def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -> Checkpoints:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..data.batches.peekable_order import PeekableOrder
+from ..data import Batch
 from ..lora import pissa
 from .distributed import World
 from .progress import Progress
@@ -29,6 +30,29 @@ class _WindowStart(NamedTuple):
     sums: dict[str, mx.array]
 
 
+# Begins the names of the arrays of an order, as they are saved.
+_ORDER = "order/"
+
+
+class TrainingOrder(Protocol):
+    """An endless iterator of training batches, with its place in the data."""
+
+    def __next__(self) -> Batch:
+        """Return the next batch."""
+
+    def peek(self) -> Batch | None:
+        """Return the next batch ahead of time, or None where it is not known."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the place before the next batch, as JSON values."""
+
+    def arrays(self, state: Mapping[str, Any]) -> dict[str, mx.array]:
+        """Return the arrays that an order needs to continue from `state`, which state() returned."""
+
+    def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
+        """Continue from a state and its arrays."""
+
+
 class TrainingState:
     """The trained parameters, the optimizer's moments, the accumulated sums, the progress and the place in the data.
 
@@ -42,7 +66,7 @@ class TrainingState:
         sums: This rank's sums since the last update.
     """
 
-    def __init__(self, step: Step, order: PeekableOrder, progress: Progress, world: World):
+    def __init__(self, step: Step, order: TrainingOrder, progress: Progress, world: World):
         self.step = step
         self.order = order
         self.progress = progress
@@ -90,18 +114,27 @@ class TrainingState:
         """Return to the progress at the start of the accumulation window; return the sums to be saved with it."""
         if self._start is None:
             self.progress.order = self.order.state()
-            return {}
+            return self._sampled() if self._world.size == 1 else {}
         # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
         self.progress.become(self._start.progress)
-        return self._start.sums
+        return self._start.sums | (self._sampled() if self._world.size == 1 else {})
 
     def window(self) -> dict[str, mx.array]:
-        """Return the sums of every rank in the present window, as they are saved. Waits for every rank."""
+        """Return the sums and sampled answers of every rank in the present window, as they are saved.
+
+        Waits for every rank.
+        """
         self.progress.order = self.order.state()
+        sampled = self._sampled()
         if not self.progress.micro_batches:
-            return {}
+            return sampled
         packed = state.pack("window", self._by_parameter(self.sums)._asdict())
-        return {key: self._world.gather(leaf) for key, leaf in packed.items()}
+        return {key: self._world.gather(leaf) for key, leaf in packed.items()} | sampled
+
+    def _sampled(self) -> dict[str, mx.array]:
+        """Return every rank's sampled answers at the place of the progress. Waits for every rank."""
+        arrays = self.order.arrays(self.progress.order)
+        return {f"{_ORDER}{name}": self._world.gather(array) for name, array in arrays.items()}
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
@@ -121,7 +154,7 @@ class TrainingState:
         model.update(state.unpack("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unpack("optimizer", bundles.part_state(optimizer.state), arrays, path)
         restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
-        self.order.restore(progress.order)
+        self.order.restore(progress.order, self._answers_of(arrays, progress))
         self.progress.become(progress)
         if progress.micro_batches:
             window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
@@ -131,6 +164,13 @@ class TrainingState:
             self._start = _WindowStart(dataclasses.replace(progress), window if self._world.main else {})
         # Frozen weights may stay on the disk, and nothing here has changed them.
         mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
+
+    def _answers_of(self, arrays: dict[str, mx.array], progress: Progress) -> dict[str, mx.array]:
+        """Return this rank's sampled answers; another number of ranks shares the prompts otherwise, and has none."""
+        if progress.ranks != self._world.size:
+            return {}
+        rank = self._world.rank
+        return {name.removeprefix(_ORDER): leaf[rank] for name, leaf in arrays.items() if name.startswith(_ORDER)}
 
     def _share(self, sums: mx.array) -> mx.array:
         """Return this rank's part of the saved sums. If the number of ranks has changed, rank 0 takes all of them."""

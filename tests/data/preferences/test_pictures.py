@@ -93,7 +93,7 @@ def test_the_command_trains_on_a_picture_in_a_part(read, tiny_vision_checkpoint,
     out = tmp_path / "out"
     done = called(
         "train", "--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--loss", "dpo", "--iters", 1,
-        "--batch-size", 1, "--steps-per-report", 1, "--num-layers", -1, "--adapter-path", out,
+        "--batch-size", 1, "--steps-per-report", 1, "--adapter-path", out,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])

@@ -43,7 +43,7 @@ def batch(spec, grids=GRIDS, seed=0):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
 def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_model, family):
     model = tiny_vision_model(family)
-    prepare(model, TrainConfig(num_layers=-1))
+    prepare(model, TrainConfig())
     given = batch(vision_spec(model))
     plain = arrays(given)
     assert plain.images.pop("counted").size == given.weights.size // 4
@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_mod
 def tower_and_spec(tiny_vision_model):
     """A frozen tower, and the numbers that its inputs depend on."""
     model = tiny_vision_model("qwen3_vl")
-    prepare(model, TrainConfig(num_layers=-1))
+    prepare(model, TrainConfig())
     return frozen.FrozenTower(model), vision_spec(model)
 
 
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatc
 
 def test_features_beyond_the_cache_are_recomputed(tiny_vision_model):
     model = tiny_vision_model("qwen3_vl")
-    prepare(model, TrainConfig(num_layers=-1))
+    prepare(model, TrainConfig())
     tower, spec = frozen.frozen_tower(model, 10_000), vision_spec(model)
     found = [one(tower(batch(spec).images))[0] for _ in range(2)]
     assert (found[0] == found[1]).all()
@@ -105,7 +105,7 @@ def test_a_batch_without_images_needs_no_tower(tower_and_spec):
 @pytest.mark.parametrize("parts", ["vision", "language,projector"])
 def test_a_tower_that_trains_stays_in_the_step(tiny_vision_model, tiny_model, parts):
     model = tiny_vision_model("qwen3_5")
-    prepare(model, TrainConfig(num_layers=-1, parts=parts))
+    prepare(model, TrainConfig(parts=parts))
     assert frozen.frozen_tower(model) is None
     assert frozen.frozen_tower(tiny_model("qwen3")) is None
 

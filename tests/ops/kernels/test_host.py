@@ -154,7 +154,7 @@ def test_slices_of_one_strip(machine, check, table):
 
 # Two groups per strip of the state, as for few heads on an NVIDIA GPU, with chunks of two tiles and of four.
 TWO_GROUPS = {"split": 2, "slice": 16, "chunk": 32, "gradient_groups": 8}
-FOUR_TILES = {"split": 2, "slice": 32, "chunk": 64, "gradient_groups": 8, "stages": 2, "overlay": False}
+FOUR_TILES = {"split": 2, "slice": 32, "chunk": 64, "gradient_groups": 8, "stages": 2}
 
 
 # Two of the twelve combinations, since clang takes a quarter of a minute for each.
@@ -185,7 +185,7 @@ def test_two_groups_store_the_tails_that_one_stores(name, nvidia_sized, on_host,
     assert norms(two, {"log_g": np.array(one["log_g"], dtype=np.float64)})["log_g"] <= FUSED_CUTS
 
 
-LOADER = {"slice": 16, "loaders": 1, "stages": 2, "overlay": False, "chunk": 32, "gradient_slice": 48}
+LOADER = {"slice": 16, "loaders": 1, "stages": 2, "chunk": 32, "gradient_slice": 48}
 
 
 WATCHED = {"batch": 1, "length": 70, "key_size": 24, "value_size": 40, "mask": "middle", "segments": True}

@@ -85,7 +85,7 @@ def loss(model: nn.Module, rows: mx.array) -> mx.array:
 def test_a_checkpointed_step(tiny_model, family, packed):
     """gemma3_text has windows of 16 tokens."""
     model = tiny_model(family)
-    prepare(model, TrainConfig(num_layers=-1))
+    prepare(model, TrainConfig())
     model.train()
 
     def of_length(length: int) -> Callable[[], object]:

@@ -28,7 +28,7 @@ def trained(tiny_checkpoint, data_folder, tmp_path_factory):
     lora = LoraConfig(rank=2, keys=["*.q_proj", "*.down_proj", "language_model.model.embed_tokens"])
     train(
         TrainConfig(
-            model=str(model), data=str(data_folder), adapter_path=str(adapter), iters=2, batch_size=1, num_layers=-1,
+            model=str(model), data=str(data_folder), adapter_path=str(adapter), iters=2, batch_size=1,
             max_seq_length=32, learning_rate=1e-1, val_batches=0, lora_parameters=lora,
         )
     )  # fmt: skip

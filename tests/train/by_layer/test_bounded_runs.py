@@ -63,6 +63,8 @@ def config(model, data_folder, tmp_path):
         grad_checkpoint=True,
         grad_accumulation_steps=2,
         learning_rate=1e-2,
+        lr_schedule="constant",
+        warmup=0.0,
         steps_per_eval=2,
         val_batches=2,
         save_every=1,

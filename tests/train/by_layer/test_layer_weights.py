@@ -22,7 +22,7 @@ from deltatune.train.saved.content import weights_digest
 from deltatune.train.setup import prepare
 from deltatune.train.tree import array_places
 
-CONFIG = TrainConfig(num_layers=-1, lora_parameters=LoraConfig(rank=2))
+CONFIG = TrainConfig(lora_parameters=LoraConfig(rank=2))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_the_arrays_are_those_of_the_files(folder):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_digest_of_a_model_is_the_same_from_the_disk(folder, kind):
-    config = TrainConfig(num_layers=-1, fine_tune_type=kind, lora_parameters=LoraConfig(rank=2))
+    config = TrainConfig(fine_tune_type=kind, lora_parameters=LoraConfig(rank=2))
     model = load(folder).model
     prepare(model, config)
     streamed, weights = weights_of(folder, [0, 1, 3], config)

@@ -109,7 +109,7 @@ def measured(pairs, checkpoint):
 
     def measure(loss, packed):
         config = TrainConfig(
-            data=str(pairs), loss=loss, pack=packed, batch_size=1, max_seq_length=64, num_layers=-1,
+            data=str(pairs), loss=loss, pack=packed, batch_size=1, max_seq_length=64,
             lora_parameters=LoraConfig(rank=2),
         )  # fmt: skip
         loaded = load(checkpoint)
@@ -173,7 +173,7 @@ def step_of(tiny_model):
 
     def make(loss):
         model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2, vocab_size=4096)
-        config = TrainConfig(loss=loss, num_layers=-1, lora_parameters=LoraConfig(rank=2))
+        config = TrainConfig(loss=loss, lora_parameters=LoraConfig(rank=2))
         prepare(model, config)
         model.train()
         return config, model, 0 if loss == "sft" else 2

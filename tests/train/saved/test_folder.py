@@ -43,7 +43,7 @@ def train(checkpoint, data_folder, tmp_path, capsys, monkeypatch):
             return plain(*arguments, **options)
 
         monkeypatch.setattr(setup, "ready", ready)
-        few = ("--iters", "2", "--batch-size", "4", "--num-layers", "-1", "--val-batches", "0", "--save-every", "1")
+        few = ("--iters", "2", "--batch-size", "4", "--val-batches", "0", "--save-every", "1")
         code = cli.main(["train", "--model", str(checkpoint), "--data", str(data_folder), *few, *flags])
         captured = capsys.readouterr()
         return code, captured.out, captured.err

@@ -55,7 +55,8 @@ def batch():
 def config(name, **options):
     """The options of a run with a bias that decays as the rest does, where the optimizer decays weights."""
     options["decay_norm_and_bias"] = name in ("adamw", "adamw8bit", "muon")
-    return TrainConfig(optimizer=name, optimizer_config={name: SETTINGS.get(name)}, learning_rate=RATE, **options)
+    settings = {"optimizer_config": {name: SETTINGS.get(name)}, "lr_schedule": "constant", "warmup": 0.0}
+    return TrainConfig(optimizer=name, learning_rate=RATE, **settings, **options)
 
 
 def trained(name, steps=3, **options):

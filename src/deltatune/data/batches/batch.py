@@ -15,6 +15,7 @@ from ...models.vision.inputs import VisionBatch, VisionSpec
 from ..example import Example
 from ..preferences.preference import PreferenceBatch
 from ..vision.media import collate_pictures
+from .rollout_batch import RolloutBatch
 
 # Widths up to FINE_LIMIT are multiples of FINE_STEP; above it, at most COARSE_SHAPES multiples of COARSE_STEP.
 FINE_STEP = 32
@@ -41,6 +42,7 @@ class Batch:
         positions: For each row, the number of positions of each of its documents.
         images: The inputs of the vision tower, or None for a model without one.
         preferences: Which documents are the answers of one preference, or None where each is learnt by itself.
+        rollouts: The advantages and log-probabilities of sampled answers; None for documents of the data.
     """
 
     inputs: np.ndarray
@@ -51,6 +53,7 @@ class Batch:
     positions: tuple[tuple[int, ...], ...]
     images: VisionBatch | None = None
     preferences: PreferenceBatch | None = None
+    rollouts: RolloutBatch | None = None
 
 
 def bucket_widths(max_seq_length: int) -> list[int]:
@@ -95,7 +98,8 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool, visi
             )
         start = 0
         for number, example in enumerate(row):
-            end = start + example.positions
+            # A prompt has fewer tokens than positions: its answer is not sampled yet.
+            end = start + len(example.tokens) - 1
             if end > width:
                 raise ValueError(f"row {index} needs {end:,} positions and has {width:,}.")
             inputs[index, start:end] = example.tokens[:-1]

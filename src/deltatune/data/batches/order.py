@@ -107,11 +107,22 @@ class BatchOrder:
         return self
 
     def __next__(self) -> Batch:
+        return self._batch(self._next_rows())
+
+    def next_examples(self) -> list[Example]:
+        """Return this rank's documents of the next batch, in the place of the batch."""
+        share = self._next_rows()[self._rank :: self._world]
+        return [
+            document for row in share for number in self._rows[row] for document in self._examples[number].documents
+        ]
+
+    def _next_rows(self) -> list[int]:
+        """Return the row numbers of the next batch."""
         if self._step >= len(self._plan):
             self._epoch, self._step = self._epoch + 1, 0
             self._plan = self._epoch_plan(self._epoch)
         self._step += 1
-        return self._batch(self._plan[self._step - 1])
+        return self._plan[self._step - 1]
 
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Iterate over the batches of one epoch, for evaluation; the endless iteration stays where it is."""
@@ -159,6 +170,7 @@ class BatchOrder:
                 digest.update(example.positions.to_bytes(8, "little"))
                 digest.update(example.tokens.tobytes())
                 digest.update(example.targets.tobytes())
+                digest.update(example.beside)
                 for picture in example.pictures.digests if example.pictures is not None else ():
                     digest.update(picture)
             digest.update(bytes(preference.desirable for preference in self._preferences))

@@ -10,7 +10,7 @@ from ...options.config import TrainConfig
 
 def row_capacity(config: TrainConfig) -> int:
     """Return the positions of the longest row: a packed row has room for both documents of any preference."""
-    return config.max_seq_length * (2 if config.pack and config.loss != "sft" else 1)
+    return config.max_seq_length * (2 if config.pack and config.has_preferences else 1)
 
 
 def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:

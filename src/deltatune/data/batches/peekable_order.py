@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .batch import Batch
@@ -37,7 +38,11 @@ class PeekableOrder:
         """Return the place in the data before the batch that comes next."""
         return self._order.state() if self._next is None else self._before
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def arrays(self, _state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays that the place needs: none, since the data hold all."""
+        return {}
+
+    def restore(self, state: dict[str, Any], _arrays: Mapping[str, Any]) -> None:
         """Continue from the place that state() returned."""
         self._next = None
         self._order.restore(state)

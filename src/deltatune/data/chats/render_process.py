@@ -185,8 +185,9 @@ def answer(templates: dict[str, _Template], request: dict[str, Any], limits: Ren
         return {"error": _refusal(error, limits)}
 
 
-def main(limits: RenderLimits) -> None:
-    """Answer the requests on standard input until it closes or none has come for IDLE_SECONDS."""
+def main(seconds: str, memory: str) -> None:
+    """Answer the requests on standard input until it closes or none has come for IDLE_SECONDS; limits are text."""
+    limits = RenderLimits(float(seconds), int(memory))
     replies, requests = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
     # Nothing that a library prints may come between the replies.
     os.dup2(2, 1)

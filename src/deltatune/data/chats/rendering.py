@@ -25,6 +25,7 @@ from typing import Any
 import jinja2
 
 from ...errors import UserError, reason
+from ...machine import bare_program
 from ...machine.child_memory import memory_of
 from ...machine.environment import cores
 from ...upstream import chat_template_code, hugging_face_tokenizer
@@ -40,15 +41,6 @@ _WORTH_A_PROCESS = 4000
 LIMITS = RenderLimits()
 # On macOS this process looks so often at the memory of another, which has some before it renders; the signal ends it.
 _LOOK_SECONDS, _OWN_MEMORY, _TOO_LARGE = 0.05, 1 << 29, signal.SIGUSR1
-# This folder is a package of another name there, so that deltatune and MLX are not imported.
-_START = """
-import sys, types
-package = types.ModuleType("rendering")
-package.__path__ = [sys.argv[1]]
-sys.modules["rendering"] = package
-from rendering.render_process import RenderLimits, main
-main(RenderLimits(float(sys.argv[2]), int(sys.argv[3])))
-"""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation
@@ -271,7 +263,7 @@ class _Process:
     """A process that runs render_process.py."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parent), *(str(limit) for limit in LIMITS)]
+        command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None

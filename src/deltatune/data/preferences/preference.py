@@ -75,6 +75,10 @@ class PreferenceBatch:
     tokens: np.ndarray
     lengths: np.ndarray
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a step, by name."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "numbers"}
+
 
 # The most preferences in a packed row. A loss compares the number of each document with that of each position.
 SLOTS = 32

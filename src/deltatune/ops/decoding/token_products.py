@@ -85,7 +85,8 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Return several matrices as one that gives their products beside one another; it is computed now.
+    """Return several matrices as one that gives their products beside one another; it is computed now, but for
+    adapters that change between steps.
 
     Their adapters become one, too; its other factor has zeros where an adapter adds nothing.
     """
@@ -100,7 +101,7 @@ def joined(matrices: Sequence[Matrix]) -> Matrix:
             beside = sum(widths[:place]), sum(widths[place + 1 :])
             rows.append(mx.pad(matrix.b, [(0, 0), beside]))
     a, b = mx.concatenate(narrow), mx.concatenate(rows)
-    mx.eval(weight, a, b)
+    mx.eval(weight, *([] if trace.current().weights_change else [a, b]))
     return Matrix(weight, a, b)
 
 

@@ -15,7 +15,7 @@ BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
 PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
 PREPARE_INPUTS = ("q", "k", "log_g", "beta", "mask", "segments")
 SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
-SCAN_MEMORY_VALUES = ("In", "C", "DK", "SLICE", "STAGES", "SPLIT", "UNSTAGED")
+GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
 # The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
@@ -23,6 +23,11 @@ SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "d_states", "u", "d_right", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
+
+
+def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
+    """Return the text of a type with these compile-time values, for a gate per head or per key channel."""
+    return f"{name}<{', '.join(values)}, {str(channel).lower()}>"
 
 
 class Kernels(NamedTuple):
@@ -52,29 +57,31 @@ PREPARE = Kernel(
 )
 SCAN = Kernel(
     name="gated_delta_scan",
+    body="scan_chunks",
     files=bodies("chunk", "strips", "scan_memory", "scan"),
     values=SCAN_VALUES,
+    template=of_shape("ScanShape", SCAN_VALUES),
     sizes=("q_shape[1]",),
     inputs=("q", "k", "v", "mask", "initial", *PREPARED),
-    arrays=("q", "k", "v", "mask", "initial", *PREPARED, *SCANNED),
+    arrays=("q", "k", "ends", "v", "mask", "initial", *PREPARED, *SCANNED),
     memory="ScanMemory",
-    memory_values=SCAN_MEMORY_VALUES,
 )
 REVERSE = replace(
     SCAN,
     name="gated_delta_reverse",
+    body="reverse_chunks",
     files=bodies("chunk", "strips", "scan_memory", "reverse"),
     inputs=("q", "k", "mask", "dy", "d_last", *PREPARED),
-    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED),
+    arrays=("q", "k", "ends", "dy", "mask", "d_last", *PREPARED, *REVERSED),
 )
 GRADIENTS = Kernel(
     name="gated_delta_gradients",
     files=bodies("chunk", "gradient_slices", "gradient_gates", "gradients"),
-    values=(*BASE_VALUES, "OVERLAY", "UNSTAGED", "MASKED", "SEGMENTED"),
+    values=GRADIENT_VALUES,
+    template=of_shape("GradientShape", GRADIENT_VALUES),
     sizes=("q_shape[1]",),
     inputs=GRADIENT_INPUTS,
     arrays=(*GRADIENT_INPUTS, *GRADIENTS_OUT),
     memory="GradientMemory",
-    memory_values=("In", "C", "DK", "SLICE", "GROUPS", "STAGES", "OVERLAY", "UNSTAGED"),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)

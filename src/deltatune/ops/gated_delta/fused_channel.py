@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import fused
-from .fused import BASE_VALUES, PREPARE_INPUTS, PREPARED, REVERSED, SCAN_MEMORY_VALUES, SCANNED, Kernels, bodies
+from .fused import GRADIENT_VALUES, PREPARE_INPUTS, PREPARED, REVERSED, SCAN_VALUES, SCANNED, Kernels, bodies, of_shape
 
 # The further outputs of `prepare`: q, k and k at the chunk's end, decayed.
 _SCALED = ("queries", "keys", "ends")
@@ -31,22 +31,22 @@ SCAN = replace(
     files=FILES,
     sizes=("v_shape[1]",),
     inputs=("v", "mask", "initial", *_SCALED, *PREPARED),
-    arrays=("v", "mask", *_SCALED, "initial", *PREPARED, *SCANNED),
-    memory_values=(*SCAN_MEMORY_VALUES, "true"),
+    arrays=(*_SCALED, "v", "mask", "initial", *PREPARED, *SCANNED),
+    template=of_shape("ScanShape", SCAN_VALUES, channel=True),
 )
 REVERSE = replace(
     SCAN,
     name="gated_delta_channel_reverse",
+    body="reverse_chunks",
     sizes=("dy_shape[1]",),
     inputs=("mask", "dy", "d_last", *_SCALED, *PREPARED),
-    arrays=("dy", "mask", *_SCALED, "d_last", *PREPARED, *REVERSED),
+    arrays=(*_SCALED, "dy", "mask", "d_last", *PREPARED, *REVERSED),
 )
 GRADIENTS = replace(
     fused.GRADIENTS,
     name="gated_delta_channel_gradients",
     files=FILES,
-    values=(*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED"),
+    template=of_shape("GradientShape", GRADIENT_VALUES, channel=True),
     memory="ChannelGradientMemory",
-    memory_values=("In", "C", "DK", "SLICE", "STAGES", "UNSTAGED"),
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS, (*PREPARED, *_SCALED))

@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...machine import nvidia
 from ..kernels.launch import HOPPER_WORDS, Blocks, Kernel, Outputs, Plan, Values
 from . import fused
-from .fused import GRADIENT_INPUTS, GRADIENTS_OUT, Kernels, bodies
+from .fused import GRADIENT_INPUTS, GRADIENTS_OUT, PREPARED, REVERSED, SCANNED, Kernels, bodies
 from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk, and the bytes of its Z or P.
@@ -139,11 +139,13 @@ PREPARE = replace(
     bounded=True,
     resident=_PREPARE_RESIDENT,
 )
-SCAN = replace(
-    fused.SCAN,
+SCAN = Kernel(
     name="gated_delta_hopper_scan",
     files=_files("hopper_cores", "hopper_scan_copies", "hopper_scans"),
     values=_SCAN_VALUES,
+    sizes=fused.SCAN.sizes,
+    inputs=fused.SCAN.inputs,
+    arrays=(*fused.SCAN.inputs, *SCANNED),
     memory="HopperScanMemory",
     memory_values=("DK", "STAGES"),
     bounded=True,
@@ -152,7 +154,7 @@ REVERSE = replace(
     SCAN,
     name="gated_delta_hopper_reverse",
     inputs=fused.REVERSE.inputs,
-    arrays=(*fused.REVERSE.arrays, "taken"),
+    arrays=("q", "k", "dy", "mask", "d_last", *PREPARED, *REVERSED, "taken"),
 )
 _WIDE_FILES = _files("hopper_cores", "hopper_scan_copies", "hopper_wide_scans")
 WIDE_SCAN = replace(SCAN, name="gated_delta_hopper_wide_scan", files=_WIDE_FILES, memory="HopperWideScanMemory")

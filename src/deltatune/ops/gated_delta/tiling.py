@@ -53,7 +53,6 @@ class Tiling:
         gradient_slice: Rows of the states that the gradient kernel reads at a time.
         gradient_groups: Groups in a block of the gradient kernel.
         stages: Buffers of the pipeline in shared memory: with 2, one chunk is loaded while another is computed.
-        overlay: Whether the gradient kernel reuses the slices' memory for q and k, because memory is short.
         unstaged: Whether matrices as wide as a key stay in device memory and are read there (Metal only).
     """
 
@@ -74,7 +73,6 @@ class Tiling:
     gradient_slice: int
     gradient_groups: int
     stages: int
-    overlay: bool = False
     unstaged: bool = False
 
     @property
@@ -151,7 +149,6 @@ class Tiling:
             "HV": self.value_heads,
             "STAGES": self.stages,
             "SPLIT": self.split,
-            "OVERLAY": self.overlay,
             "UNSTAGED": self.unstaged,
             "MASKED": self.masked,
             "SEGMENTED": self.segmented,
@@ -285,7 +282,7 @@ def _gradient_slices(value_size: int) -> list[int]:
 
 def _divisions_on_metal(key_size: int) -> list[Division]:
     """Return the divisions to try on an Apple GPU, where blocks have little memory, in order of preference."""
-    short: Division = {"gradient_slice": 16, "stages": 1, "overlay": True}
+    short: Division = {"gradient_slice": 16, "stages": 1}
     # In chunks of 32, keys wider than 64 would need more registers than a lane has (docs/reference/metal.md).
     chunks = (32, 16) if key_size <= 64 else (16,)
     divisions = [short | {"chunk": chunk, "slice": 16 * groups} for chunk in chunks for groups in (2, 1)]
@@ -331,9 +328,7 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
             for rows in slices[:2]
         ]
         divisions += [
-            {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages, "overlay": stages == 1}
-            for rows in slices
-            for stages in (2, 1)
+            {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages} for rows in slices for stages in (2, 1)
         ]
     for division in divisions:
         division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
@@ -358,7 +353,7 @@ def choose_channel_tiling(
             for scan in (_scan_slice(shape, dtype), _scan(64), _scan(32), _scan(16))
             for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
-        short: Division = {"chunk": 16, "slice": 16, "stages": 1, "overlay": True}
+        short: Division = {"chunk": 16, "slice": 16, "stages": 1}
         divisions += [short | {"gradient_slice": rows} for rows in slices]
     for division in divisions:
         division["gradient_groups"] = 8 if division["chunk"] == 32 else 4

@@ -53,16 +53,19 @@ class Kernel:
     """The declaration of a kernel, which is called with its inputs and a plan.
 
     Attributes:
-        name: The name of the body, a function template, and of the kernel in a profile.
+        name: The name of the kernel in a profile.
+        body: The name of the body, a function template; by default that of the kernel.
         files: The files with the body and the functions that it calls, each after those on which it builds.
         values: The names of the compile-time values that the body takes, in its order.
+        template: The text of the body's template argument, if it takes one type with all values in place of them.
         sizes: The text of the sizes that the body takes before its arrays, where it is the same at every launch.
         inputs: The names of the inputs in the order of the kernel's parameters, of which a call may lack some; without
             them, all inputs of a call are taken as they come.
         arrays: The names of the inputs and outputs that the body takes, in its order; a call may lack some of them.
         memory: The name of the struct template that lays out the shared memory of a block. Without one, the body takes
             the number of its lane in place of a Place and the memory.
-        memory_values: The names of the values that the struct takes, in its order, or the text of a value.
+        memory_values: The names of the values that the struct takes, in its order, or the text of a value; by default
+            the body's template argument.
         bounded: Whether the compiler is told the threads of a block: where groups share out a multiprocessor's
             registers among them, or a block has many threads. Else it gives a thread the registers that it asks for.
         resident: How many blocks of a bounded kernel must fit on a multiprocessor, which bounds a lane's registers.
@@ -71,6 +74,8 @@ class Kernel:
     name: str
     files: tuple[str, ...]
     values: tuple[str, ...] = ()
+    template: str = ""
+    body: str = ""
     sizes: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ()
@@ -97,11 +102,14 @@ class Kernel:
         vars(launch).update(known, inputs=inputs)
         return launch
 
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The text of the arguments of the struct that lays out the shared memory."""
+        return self.memory_values or (self.template,)
+
     def bytes(self, values: Values, machine: str) -> int:
         """Return the shared memory of a block with these values, as the header lays it out."""
-        return (
-            bytes_of(self.memory, self.memory_values, self.files, tuple(values.items()), machine) if self.memory else 0
-        )
+        return bytes_of(self.memory, self.layout, self.files, tuple(values.items()), machine) if self.memory else 0
 
 
 # These two are made at every call where no plan is kept, and a frozen dataclass takes three times as long to make.
@@ -229,11 +237,12 @@ def _machine() -> str:
 @cache
 def _source(kernel: Kernel, sizes: tuple[str, ...], arguments: tuple[str, ...], size: int) -> str:
     size_arguments = ", ".join(f"(int){text}" for text in sizes)
+    template = kernel.template or ", ".join(kernel.values)
     return (
-        f"static_assert({kernel.memory}<{', '.join(kernel.memory_values)}>::bytes == {size}, "
+        f"static_assert({kernel.memory}<{', '.join(kernel.layout)}>::bytes == {size}, "
         f'"launch and body lay out shared memory in the same way");\n'
         f"DELTATUNE_SHARED(memory, {size});\n{PLACE}"
-        f"{kernel.name}<{', '.join(kernel.values)}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
+        f"{kernel.body or kernel.name}<{template}>(at, memory, {size_arguments}, {', '.join(arguments)});\n"
     )
 
 

@@ -58,6 +58,8 @@ class Trace:
             deltatune's, and those of the recurrence within upstream's.
         next_tokens: Whether a compiled step gives all rows of a batch their next token (models/batch_decoder.py), which
             takes as long as its kernels are many.
+        weights_change: Whether the trainable weights are arguments of that step, so that nothing is computed from them
+            while it is traced.
         known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """
 
@@ -74,6 +76,7 @@ class Trace:
     chosen_experts: list[mx.array] | None = None
     to_upstream: bool = False
     next_tokens: bool = False
+    weights_change: bool = False
     known: Known = field(default_factory=Known)
 
 

@@ -123,8 +123,9 @@ def train(
         batch: The batch of a step, by the step's index.
         steps: How many steps to train.
     """
-    settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "bias_correction": True}
-    config = TrainConfig(optimizer="adamw", optimizer_config={"adamw": settings}, learning_rate=learning_rate)
+    settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    constant: dict[str, Any] = {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": learning_rate}
+    config = TrainConfig(optimizer_config={"adamw": settings}, **constant)
     model.train()
     losses: list[float] = []
     first: Adapters = {}

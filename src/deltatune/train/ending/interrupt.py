@@ -18,6 +18,10 @@ from ...errors import UserError
 _SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
+class InterruptedSamplingError(Exception):
+    """Leaves a sampling because the run was asked to stop; the state before it is whole."""
+
+
 class StoppedError(UserError):
     """Raised when the user has stopped a run; its state is saved, and the message says how to continue."""
 

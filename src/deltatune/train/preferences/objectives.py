@@ -21,7 +21,7 @@ def simpo(answers: Answers, config: TrainConfig) -> Scored:
     m = beta (a(chosen) - a(rejected)) - gamma, the loss is -log sigmoid(m) (Meng et al. 2024, arXiv:2405.14734). Label
     smoothing e makes it -(1 - e) log sigmoid(m) - e log sigmoid(-m).
     """
-    rewards = config.beta * answers.policy / answers.tokens
+    rewards = config.reward_factor * answers.policy / answers.tokens
     margins = rewards[:, 0] - rewards[:, 1] - config.gamma
     return scored_pairs(answers, smoothed(margins, config.label_smoothing), rewards)
 
@@ -38,7 +38,7 @@ def orpo(answers: Answers, config: TrainConfig) -> Scored:
     log_odds = means - log_complement(means)
     ratio = nn.log_sigmoid(log_odds[:, 0] - log_odds[:, 1])
     nll = answers.chosen_nll_with_prompt
-    return scored_pairs(answers, nll - config.beta * ratio, config.beta * means, (nll,))
+    return scored_pairs(answers, nll - config.reward_factor * ratio, config.reward_factor * means, (nll,))
 
 
 def log_complement(x: mx.array) -> mx.array:
@@ -61,11 +61,11 @@ def kto(answers: Answers, config: TrainConfig) -> Scored:
     other = mx.stop_gradient(ratios[:, 1] * answers.present).sum() / mx.maximum(answers.number, 1.0)
     divergence = mx.maximum(other, 0.0)
     good = answers.desirable
-    losses = 1 - mx.sigmoid(config.beta * (2 * good - 1) * (ratios[:, 0] - divergence))
+    losses = 1 - mx.sigmoid(config.reward_factor * (2 * good - 1) * (ratios[:, 0] - divergence))
     twice = mx.stack([ratios[:, 0], ratios[:, 0]], axis=1)
     counted = mx.stack([good, 1 - good], axis=1)
     log_probabilities = mx.stack([answers.policy[:, 0], answers.policy[:, 0]], axis=1)
-    return Scored(losses, config.beta * twice, log_probabilities, counted, (divergence,))
+    return Scored(losses, config.reward_factor * twice, log_probabilities, counted, (divergence,))
 
 
 def cpo(answers: Answers, config: TrainConfig) -> Scored:
@@ -77,7 +77,7 @@ def cpo(answers: Answers, config: TrainConfig) -> Scored:
     arXiv:2401.08417). NLL is the mean of -log p over the tokens of all chosen answers of the batch. Label
     smoothing and the forms hinge and ipo are those of DPO; ipo takes mean log-probabilities.
     """
-    beta, ipo = config.beta, config.loss_variant == "ipo"
+    beta, ipo = config.reward_factor, config.loss_variant == "ipo"
     scores = answers.policy / answers.tokens if ipo else answers.policy
     margins = scores[:, 0] - scores[:, 1]
     if ipo:
@@ -105,7 +105,7 @@ def dpo(answers: Answers, config: TrainConfig) -> Scored:
     - ipo: (r(chosen) / |chosen| - r(rejected) / |rejected| - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036,
       eq. 17), with the mean over tokens that its authors used.
     """
-    beta, smoothing = config.beta, config.label_smoothing
+    beta, smoothing = config.reward_factor, config.label_smoothing
     ratios = answers.policy - answers.reference
     rewards = beta * ratios
     margins = rewards[:, 0] - rewards[:, 1]
@@ -159,15 +159,17 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_of(config: TrainConfig) -> Objective | None:
-    """Return the preference loss of a run, or None for supervised fine-tuning.
+    """Return the preference loss of a run, or None for a loss that learns from no preferences.
 
     Raises:
         UserError: An option does not fit the loss.
     """
-    if config.loss == "sft":
+    if not config.has_preferences:
         return None
     objective = OBJECTIVES[config.loss]
-    if config.loss_variant not in objective.variants:
+    if config.beta == 0:
+        raise UserError(f"beta: expected a number above 0 with loss {config.loss}, got {config.beta:g}.")
+    if config.loss_variant not in (None, *objective.variants):
         known = ", ".join(objective.variants)
         raise UserError(f"loss_variant: {config.loss} has no form {config.loss_variant!r}; expected {known}.")
     if config.mask_prompt is not None:
@@ -191,5 +193,7 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 
 def line(record: Mapping[str, float], prefix: str = "") -> str:
     """Return the part of a line of progress on the figures in `record`, or an empty text if it has none."""
-    shown = {"margin": f"{prefix}{MARGINS}", "accuracy": f"{prefix}rewards/accuracies", "kl": f"{prefix}kl"}
+    names = {"margin": MARGINS, "accuracy": "rewards/accuracies", "reward": "reward", "exact": "rewards/exact"}
+    names |= {"length": "completions/mean_length", "entropy": "entropy", "kl": "kl"}
+    shown = {word: f"{prefix}{name}" for word, name in names.items()}
     return "".join(f", {word} {record[name]:.3f}" for word, name in shown.items() if name in record)

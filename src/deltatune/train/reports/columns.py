@@ -82,6 +82,10 @@ _COLUMNS = (
     Column("val loss", 11, "val_loss", "{:.4f}".format, marked=True),
     Column("margin", 9, "rewards/margins", _decimals, always=False),
     Column("accuracy", 10, "rewards/accuracies", _decimals, always=False),
+    Column("reward", 9, "reward", _decimals, always=False),
+    Column("exact", 8, "rewards/exact", _decimals, always=False),
+    Column("length", 9, "completions/mean_length", three_digits, always=False),
+    Column("entropy", 10, "entropy", _short, always=False),
     Column("KL", 8, "kl", _decimals, always=False),
     Column("routers", 9, "aux_loss", _short, always=False),
     Column("grad", 10, "grad_norm", _short),
@@ -93,8 +97,9 @@ _COLUMNS = (
 )
 # Where the terminal is narrow, the first of these are kept.
 _WANTED = (
-    *("iteration", "train_loss", "val_loss", "rewards/margins", "rewards/accuracies", "left", "tokens_per_second"),
-    *("learning_rate", "peak_memory", "grad_norm", "kl", "iterations_per_second", "aux_loss"),
+    *("iteration", "reward", "rewards/exact", "completions/mean_length"),
+    *("train_loss", "val_loss", "rewards/margins", "rewards/accuracies", "left", "tokens_per_second"),
+    *("learning_rate", "peak_memory", "grad_norm", "entropy", "kl", "iterations_per_second", "aux_loss"),
 )
 
 

@@ -49,6 +49,8 @@ FREE_OPTIONS = {
     "save_every",
     "keep",
     "early_stopping",
+    "reward_timeout",
+    "reward_errors",
     "adapter_path",
     "resume",
     "overwrite",

@@ -18,7 +18,7 @@ from ...errors import UserError
 from ...ops.pointwise.adam import AdamStep
 from ...ops.pointwise.squares import sum_of_squares
 from ...ops.pointwise.stored_moments import BLOCK, EightBitStep, dequantized, quantized
-from ...options.config import TrainConfig, nearest
+from ...options.config import OPTIMIZER_SETTINGS, TrainConfig, nearest
 from ...options.values import Range, checked, short
 from ..tree import leaves
 from .parameter_groups import ParameterGroup, settings_of
@@ -185,8 +185,9 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
         return build_schedule(config.lr_schedule)
     updates = config.iters // config.grad_accumulation_steps
     warmup = math.ceil(config.warmup * updates) if config.warmup < 1 else int(config.warmup)
-    peak = config.learning_rate
-    word = config.lr_schedule or "constant"
+    # A share of a single update would be all of it, and leave its rate at 0.
+    warmup = 0 if config.warmup < 1 and updates == 1 else warmup
+    peak, word = config.learning_rate, config.lr_schedule
     if word == "constant" and not warmup:
         return peak
 
@@ -222,6 +223,7 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
                 f"it has {', '.join(known_settings)}."
             )
         _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
+    settings = {key: value for key, value in OPTIMIZER_SETTINGS.items() if key in known_settings} | settings
     try:
         return OPTIMIZERS[name](learning_rate=_rate_of(config), **settings)
     except (TypeError, ValueError) as error:

@@ -208,26 +208,3 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   solve_triangle<C, GROUPS>(at, z, scratch, n, tile_kk, rate);
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }
-
-// The scans of scan.h and reverse.h, with the outputs of the prepare kernel above in place of q and k.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, typename PV, typename PM, typename PQ, typename PK, typename PI, typename OY,
-              typename OS>
-inline void gated_delta_channel_scan(Place at, threadgroup char* memory, int length, PV v, PM mask, PQ queries, PQ keys,
-                                     PK ends, PI initial, bool has_initial, PK solve, PK scores, PK factors, OY y,
-                                         OS states,
-                                     GLOBAL float* u, GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, true>(
-      at, memory, length, queries, keys, ends, v, mask, initial, has_initial, solve, scores, factors, y, states, u,
-          last);
-}
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, typename PY, typename PM, typename PQ, typename PK, typename PE, typename OS,
-              typename OR, typename OV>
-inline void gated_delta_channel_reverse(Place at, threadgroup char* memory, int length, PY dy, PM mask, PQ queries,
-                                        PQ keys, PK ends, PE d_last, PK solve, PK scores, PK factors, OS d_states,
-                                        OR d_right, OV dv, GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, true>(
-      at, memory, length, queries, keys, ends, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv,
-      d_initial);
-}

@@ -1,7 +1,10 @@
 // The gradients of the gated delta rule with a gate per key channel; channel_positions.h goes along the positions.
 
-template <typename In, int C, int DK, int SLICE, int STAGES, bool UNSTAGED>
+template <typename Shape>
 struct ChannelGradientMemory {
+  using In = typename Shape::In;
+  static constexpr constant int C = Shape::C, DK = Shape::DK, SLICE = Shape::SLICE, STAGES = Shape::STAGES;
+  static constexpr constant bool UNSTAGED = Shape::UNSTAGED;
   // With UNSTAGED a chunk has one tile, and the products are in shared memory 128 channels at a time.
   static constexpr constant int span = UNSTAGED ? 128 : padded(DK);
   static constexpr constant int second_tile = C / 16 - 1, product_stride = span + 4;
@@ -251,14 +254,16 @@ inline float on_all_gates(Tables tables, int tile, int c) {
 // grid are those of gated_delta_gradients, but log_g and d_log_g are [B,T,HV,DK].
 // First a group owns the 16 positions of a tile and a part of the columns of DK, and multiplies with the states. Then a
 // lane owns a channel of a tile and goes along the tile's 16 positions.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool UNSTAGED,
-          bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF,
-          typename PT, typename PR, typename PY, typename OQ, typename OK>
+template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
+          typename PR, typename PY, typename OQ, typename OK>
 inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
                                           PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = ChannelGradientMemory<In, C, DK, SLICE, STAGES, UNSTAGED>;
-  using Shape = GradientShape<In, C, DK, DV, SLICE, HK, HV, GROUPS, UNSTAGED, MASKED, true>;
+  using In = typename Shape::In;
+  using Memory = ChannelGradientMemory<Shape>;
+  constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
+  constexpr int STAGES = Shape::STAGES;
+  constexpr bool UNSTAGED = Shape::UNSTAGED, SEGMENTED = Shape::SEGMENTED;
   constexpr int threads = Shape::threads, stride = Shape::stride, square = Shape::saved, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, parts = Shape::parts, column_tiles = Shape::column_tiles;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
@@ -268,7 +273,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
   const auto tables = channel_tables<In, Memory, stride>(memory);
-  const auto live = alive<MASKED>(mask, at.z, t0, length);
+  const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
   const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
   float dq_sums[tasks][16], dk_sums[tasks][16];
   DELTATUNE_UNROLL

@@ -4,12 +4,14 @@
 // The sizes of a call, and how the groups of a block share the tiles of a chunk: a group owns the 16 positions of one
 // row of tiles and, with the other groups of that row, its share of the columns of DK and of the pairs of tiles.
 template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
-          int BLOCK_GROUPS, bool READ_UNSTAGED, bool HAS_MASK, bool GATE_A_CHANNEL>
+          int BLOCK_GROUPS, int SLICES_IN_MEMORY, bool READ_UNSTAGED, bool HAS_MASK, bool HAS_SEGMENTS,
+          bool GATE_A_CHANNEL>
 struct GradientShape {
   using In = Element;
   static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
-  static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
-  static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
+  static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS, STAGES = SLICES_IN_MEMORY;
+  static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, SEGMENTED = HAS_SEGMENTS;
+  static constexpr constant bool CHANNEL = GATE_A_CHANNEL;
   static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
   // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
   static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;

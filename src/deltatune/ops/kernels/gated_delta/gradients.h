@@ -6,20 +6,23 @@ inline constexpr int room_of_parts(int groups, int blocks) {
 }
 
 // The shared memory of a block.
-template <typename In, int C, int DK, int SLICE, int GROUPS, int STAGES, bool OVERLAY, bool UNSTAGED>
+template <typename Shape>
 struct GradientMemory {
-  static constexpr constant int room = room_of_parts(GROUPS, C / 16);
+  using In = typename Shape::In;
+  static constexpr constant int C = Shape::C, DK = Shape::DK, SLICE = Shape::SLICE, STAGES = Shape::STAGES;
+  static constexpr constant bool UNSTAGED = Shape::UNSTAGED;
+  static constexpr constant int room = room_of_parts(Shape::GROUPS, Shape::blocks);
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int right = u + SLICE * row_of_chunk<In, C, DK, false>() * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * row_of_chunk<In, C, DK, false>() * Wide<In>::bytes;
-  static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int dy = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int stage = dy + C * Shape::slice_stride * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + room_of<UNSTAGED, Exact<In>, C, DK>();
   static constexpr constant int k_end = k + room_of<UNSTAGED, Exact<In>, C, DK>();
-  // The weights of the pairs take the slices' memory once the slices are done; with OVERLAY so do Q and K.
-  static constexpr constant int slices = OVERLAY ? 0 : k_end;
+  // The weights of the pairs take the slices' memory once the slices are done; with one stage so do Q and K.
+  static constexpr constant int slices = STAGES == 1 ? 0 : k_end;
   static constexpr constant int weights_y = k_end;
   static constexpr constant int weights_right = weights_y + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int pairs_end = weights_right + C * (C + 8) * Wide<In>::bytes;
@@ -178,20 +181,21 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
 // A group owns the 16 positions of tile `row` and part `part` of the columns of DK. It multiplies with the states SLICE
 // rows of DV at a time, then does its pairs of tiles of P and N. One thread per position and share adds up log_g's
 // terms.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, bool OVERLAY,
-          bool UNSTAGED, bool MASKED, bool SEGMENTED, typename PQ, typename PK, typename PL, typename PM, typename PZ,
-          typename PF, typename PT, typename PR, typename PY, typename OQ, typename OK>
+template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
+          typename PR, typename PY, typename OQ, typename OK>
 inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
                                   PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in,
                                   OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
-  using Memory = GradientMemory<In, C, DK, SLICE, GROUPS, STAGES, OVERLAY, UNSTAGED>;
-  using Shape = GradientShape<In, C, DK, DV, SLICE, HK, HV, GROUPS, UNSTAGED, MASKED, false>;
+  using In = typename Shape::In;
+  using Memory = GradientMemory<Shape>;
+  constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
+  constexpr int STAGES = Shape::STAGES;
+  constexpr bool UNSTAGED = Shape::UNSTAGED;
   constexpr int threads = Shape::threads, stride = Shape::stride, square = C + 8, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, column_tiles = Shape::column_tiles, room = Memory::room;
   constexpr int saved = Shape::saved, tails = Shape::tails;
   static_assert(Shape::parts <= room, "the parts of a position's sums fit in its row");
-  static_assert((STAGES > 1) != OVERLAY, "one stage goes with OVERLAY");
-  static_assert(OVERLAY || !UNSTAGED, "with UNSTAGED, q and k need no memory beside the slices");
+  static_assert(STAGES == 1 || !UNSTAGED, "with UNSTAGED, q and k need no memory beside the slices");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const int row = (unsigned)at.group % blocks, part = (unsigned)at.group / blocks, lane = at.lane;
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
@@ -214,7 +218,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
                                    row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
   const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
-  const auto live = alive<MASKED>(mask, at.z, t0, length);
+  const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
   const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, key_offset, HK * DK, live), staged_q);
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
 
@@ -232,12 +236,12 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     barrier();
     {
-      // With one stage, the first load brings only the factors and, without OVERLAY, Q and K.
+      // With one stage, the first load brings only the factors; with two, Q and K, too.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
       if (STAGES > 1)
         load_slice<Shape, Memory>(at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, arrays, hv, chunk,
                                   0);
-      if (!OVERLAY && repeat == 0) {
+      if (STAGES > 1 && repeat == 0) {
         copy_rows<C, columns, threads>(staged_q, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
         copy_rows<C, columns, threads>(staged_k, stride, k + key_offset, HK * DK, DK, live, arrival, at.index);
       }
@@ -245,7 +249,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       copies_sent(arrival, at.index);
       if (STAGES == 1) copies_wait(arrival, loads++);
     }
-    if (at.index < C) gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
+    if (at.index < C) gate[at.index] = gate_of<Shape::SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
 
     Tile from_y[column_tiles], from_right[column_tiles], from_end[column_tiles];
     Tile y_pairs[Shape::own_pairs], right_pairs[Shape::own_pairs];
@@ -311,7 +315,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     }
     state_dot = lane_sum(state_dot);
     barrier();
-    if (OVERLAY && !UNSTAGED) {
+    if (STAGES == 1 && !UNSTAGED) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, 0);
       copies_fence();
       copy_rows<C, columns, threads>(staged_q, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);

@@ -4,27 +4,22 @@
 // d_last [B,HV,DV,DK], the gradient of the last state.
 // Outputs: for each of [B,HV,chunks], d_states [DV,DK], the gradient of the state after the chunk, and d_right [DV,C],
 // which is R, both with padded rows; dv [B,T,HV,DV]; d_initial [B,HV,DV,DK].
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, bool CHANNEL, typename PQ, typename PK, typename PE, typename PY, typename PM,
-              typename PI, typename PF,
+template <typename Shape, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
           typename OS, typename OR, typename OV>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
                            PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL>;
-  using Room = Rooms<In, C, DK, CHANNEL>;
-  using Types = ScanTypes<In, CHANNEL>;
-  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8;
-  constexpr int blocks = C / 16, key_tiles = padded(DK) / 16;
-  constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
-      tiles = blocks / SPLIT;
-  constexpr int tails = tails_of<In, DK, CHANNEL>();
-  // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
-  constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
-  // Groups beyond those that compute load the chunks; where there are none, all groups load.
-  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
-  static_assert(GROUPS >= computing, "SPLIT groups per strip");
-  static_assert(key_tiles % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+  using In = typename Shape::In;
+  using Memory = ScanMemory<Shape>;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL>;
+  using Types = ScanTypes<In, Shape::CHANNEL>;
+  constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
+  constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
+  constexpr bool CHANNEL = Shape::CHANNEL, add_separately = Shape::add_separately;
+  constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
+  constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
+  constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
+  const auto arrays = chunk_arrays(q, k, ends, dy, mask, solve, scores, factors, length);
   const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
   const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
@@ -45,9 +40,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, Memory>(
-          loader, memory + turn * Memory::stage, arrival, q, k, ends, dy, mask, solve, scores, factors, length, chunks,
-          chunks - 1 - coming);
+      load_chunk<Shape>(loader, memory + turn * Memory::stage, arrival, arrays, chunks, chunks - 1 - coming);
     }
     if (step < 0) continue;
     if (STAGES == 1) {
@@ -57,26 +50,22 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     if (!computes) continue;
     const int n = chunks - 1 - step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const auto live = alive<MASKED>(mask, at.z, n * C, length);
+    const auto live = alive<Shape::MASKED>(mask, at.z, n * C, length);
     const long rows = (((long)at.z * length + n * C) * HK + at.y / (HV / HK)) * DK;
-    const auto keys = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::keys, C, DK>(Flag<CHANNEL>{}, k, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::keys>(stage, Memory::k, C * stride));
-    const auto queries = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::queries, C, DK>(Flag<CHANNEL>{}, q, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::queries>(stage, Memory::q, C * stride));
-    const auto end_keys = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::ends, C, DK>(Flag<CHANNEL>{}, ends, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::ends>(stage, Memory::ends, C * stride));
-    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
+    const long chunk = head * chunks + n;
+    const auto keys = keys_of<Shape, typename Types::keys>(k, stage, Memory::k, chunk, rows, live);
+    const auto queries = keys_of<Shape, typename Types::queries>(q, stage, Memory::q, chunk, rows, live);
+    const auto own_ends = Choice<CHANNEL>::of(ends, k);
+    const auto last_keys = Choice<CHANNEL>::of(
+        keys_of<Shape, typename Types::ends>(own_ends, stage, Memory::ends, chunk, rows, live), keys);
     const Exact<In> dy_rows = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
-    const auto states_out = stored_at<Saved<In>>(d_states, head * chunks + n, value_rows * stride);
-    const auto right_out = stored_at<Wide<In>>(d_right, head * chunks + n, value_rows * square);
+    const auto states_out = stored_at<Saved<In>>(d_states, chunk, value_rows * stride);
+    const auto right_out = stored_at<Wide<In>>(d_right, chunk, value_rows * square);
 
     save_state<Precise<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
                                                                     part, lane);
@@ -176,14 +165,4 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   if (!computes) return;
   writes_done();
   store_state<DK, DV, state_tiles>(state, d_initial, head, first, part * state_tiles, lane);
-}
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, typename PQ, typename PK, typename PY, typename PM, typename PE, typename PF,
-              typename OS, typename OR,
-          typename OV>
-inline void gated_delta_reverse(Place at, threadgroup char* memory, int length, PQ q, PK k, PY dy, PM mask, PE d_last,
-                                PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
-                                GLOBAL float* d_initial) {
-  reverse_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, false>(
-      at, memory, length, q, k, k, dy, mask, d_last, solve, scores, factors, d_states, d_right, dv, d_initial);
 }

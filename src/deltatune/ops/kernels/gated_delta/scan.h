@@ -6,27 +6,22 @@
 // rows; last [B,HV,DV,DK].
 // A strip's state stays in the registers of its one or two groups, and strips do not depend on one another. Further
 // groups, if there are any, copy the next chunk to shared memory while the others compute.
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, bool CHANNEL, typename PQ, typename PK, typename PE, typename PV, typename PM,
-              typename PI, typename PF,
+template <typename Shape, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
           typename OY, typename OS>
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
                         bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
-                            GLOBAL float* last) {
-  using Memory = ScanMemory<In, C, DK, SLICE, STAGES, SPLIT, UNSTAGED, CHANNEL>;
-  using Room = Rooms<In, C, DK, CHANNEL>;
-  using Types = ScanTypes<In, CHANNEL>;
-  constexpr int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>(), value_stride = SLICE + 8;
-  constexpr int blocks = C / 16, key_tiles = padded(DK) / 16;
-  constexpr int triangle = packed_offset(blocks), value_rows = padded(DV), state_tiles = key_tiles / SPLIT,
-      tiles = blocks / SPLIT;
-  constexpr int tails = tails_of<In, DK, CHANNEL>();
-  // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
-  constexpr bool add_separately = !CHANNEL && sizeof(In) == 4;
-  // Groups beyond those that compute load the chunks; where there are none, all groups load.
-  constexpr int computing = SLICE / 16 * SPLIT, loading = GROUPS > computing ? GROUPS - computing : GROUPS;
-  static_assert(GROUPS >= computing, "SPLIT groups per strip");
-  static_assert(key_tiles % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+                        GLOBAL float* last) {
+  using In = typename Shape::In;
+  using Memory = ScanMemory<Shape>;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL>;
+  using Types = ScanTypes<In, Shape::CHANNEL>;
+  constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
+  constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
+  constexpr bool CHANNEL = Shape::CHANNEL, add_separately = Shape::add_separately;
+  constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
+  constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
+  constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
+  const auto arrays = chunk_arrays(q, k, ends, v, mask, solve, scores, factors, length);
   const int strip = (unsigned)at.group / SPLIT, part = (unsigned)at.group % SPLIT, lane = at.lane;
   const int chunks = (length + C - 1) / C, own = strip * 16, first = at.x * SLICE + own;
   const long head = (long)at.z * HV + at.y;
@@ -48,9 +43,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     barrier();
     if (loads && coming < chunks) {
       Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-      load_chunk<In, C, DK, DV, SLICE, HK, HV, loading, UNSTAGED, MASKED, CHANNEL, Memory>(
-          loader, memory + turn * Memory::stage, arrival, q, k, ends, v, mask, solve, scores, factors, length, chunks,
-          coming);
+      load_chunk<Shape>(loader, memory + turn * Memory::stage, arrival, arrays, chunks, coming);
     }
     if (step < 0) continue;
     if (STAGES == 1) {
@@ -60,25 +53,22 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     if (!computes) continue;
     const int n = step;
     threadgroup char* stage = memory + (STAGES > 1 ? (step & 1) * Memory::stage : 0);
-    const auto live = alive<MASKED>(mask, at.z, n * C, length);
+    const auto live = alive<Shape::MASKED>(mask, at.z, n * C, length);
     const long rows = (((long)at.z * length + n * C) * HK + at.y / (HV / HK)) * DK;
-    const auto keys = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::keys, C, DK>(Flag<CHANNEL>{}, k, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::keys>(stage, Memory::k, C * stride));
-    const auto queries = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::queries, C, DK>(Flag<CHANNEL>{}, q, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::queries>(stage, Memory::q, C * stride));
-    const auto end_keys = Choice<UNSTAGED>::of(
-        unstaged_keys<typename Types::ends, C, DK>(Flag<CHANNEL>{}, ends, head * chunks + n, rows, HK * DK, live),
-        shared_at<typename Types::ends>(stage, Memory::ends, C * stride));
+    const long chunk = head * chunks + n;
+    const auto keys = keys_of<Shape, typename Types::keys>(k, stage, Memory::k, chunk, rows, live);
+    const auto queries = keys_of<Shape, typename Types::queries>(q, stage, Memory::q, chunk, rows, live);
+    const auto own_ends = Choice<CHANNEL>::of(ends, k);
+    const auto last_keys = Choice<CHANNEL>::of(
+        keys_of<Shape, typename Types::ends>(own_ends, stage, Memory::ends, chunk, rows, live), keys);
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
     const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
-    const auto states_out = stored_at<Saved<In>>(states, head * chunks + n, value_rows * stride);
-    const auto u_out = stored_at<Wide<In>>(u, head * chunks + n, value_rows * square);
+    const auto states_out = stored_at<Saved<In>>(states, chunk, value_rows * stride);
+    const auto u_out = stored_at<Wide<In>>(u, chunk, value_rows * square);
 
     save_state<Rough<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
                                                                   part, lane);
@@ -147,7 +137,6 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     }
     DELTATUNE_UNROLL
     for (int m = 0; m < state_tiles; ++m) scale_state<CHANNEL, C>(state[m], before, part * state_tiles + m, lane);
-    const auto last_keys = Choice<CHANNEL>::of(end_keys, keys);
     if (SPLIT > 1) {
       if (part == 0) add_output_and_state<0, In, blocks, SPLIT, state_tiles>(out, state, rated, ended, p, last_keys,
           stride, lane);
@@ -184,13 +173,4 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   if (!computes) return;
   writes_done();
   store_state<DK, DV, state_tiles>(state, last, head, first, part * state_tiles, lane);
-}
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, int STAGES, int SPLIT,
-          bool UNSTAGED, bool MASKED, typename PQ, typename PK, typename PV, typename PM, typename PI, typename PF,
-              typename OY, typename OS>
-inline void gated_delta_scan(Place at, threadgroup char* memory, int length, PQ q, PK k, PV v, PM mask, PI initial,
-                             bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
-                                 GLOBAL float* last) {
-  scan_chunks<In, C, DK, DV, SLICE, HK, HV, GROUPS, STAGES, SPLIT, UNSTAGED, MASKED, false>(
-      at, memory, length, q, k, k, v, mask, initial, has_initial, solve, scores, factors, y, states, u, last);
 }

@@ -1,83 +1,135 @@
 // The shared memory of both scans, and how chunks and states are copied there and back.
 
+// The sizes of a call, and how the groups of a block share its work: SPLIT groups do a strip of 16 rows of DV. Groups
+// beyond those load the next chunk while the others compute; where there are none, all groups load.
+template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
+          int BLOCK_GROUPS, int CHUNKS_IN_MEMORY, int STRIP_GROUPS, bool READ_UNSTAGED, bool HAS_MASK,
+          bool GATE_A_CHANNEL>
+struct ScanShape {
+  using In = Element;
+  static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
+  static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
+  static constexpr constant int STAGES = CHUNKS_IN_MEMORY, SPLIT = STRIP_GROUPS;
+  static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
+  static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>();
+  static constexpr constant int value_stride = SLICE + 8, value_rows = padded(DV), triangle = packed_offset(C / 16);
+  static constexpr constant int numbers = CHANNEL ? C + padded(DK) : 3 * C;
+  // Tiles of a chunk and of a key, and those of them that a group has.
+  static constexpr constant int blocks = C / 16, key_tiles = padded(DK) / 16;
+  static constexpr constant int tiles = blocks / SPLIT, state_tiles = key_tiles / SPLIT;
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
+  static constexpr constant int computing = SLICE / 16 * SPLIT;
+  static constexpr constant int loading = GROUPS > computing ? GROUPS - computing : GROUPS;
+  // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
+  static constexpr constant bool add_separately = !CHANNEL && sizeof(In) == 4;
+  static_assert(GROUPS >= computing, "SPLIT groups per strip");
+  static_assert(key_tiles % SPLIT == 0 && blocks % SPLIT == 0, "halves of Dk and of a chunk's tiles");
+};
+
 // The shared memory of the two scans: STAGES times their operands of a chunk, then the strips.
-template <typename In, int C, int DK, int SLICE, int STAGES, int SPLIT, bool UNSTAGED, bool CHANNEL = false>
+template <typename Shape>
 struct ScanMemory {
-  using Types = ScanTypes<In, CHANNEL>;
+  using In = typename Shape::In;
+  using Types = ScanTypes<In, Shape::CHANNEL>;
+  static constexpr constant int C = Shape::C, DK = Shape::DK, triangle = Shape::triangle * Wide<In>::bytes;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + room_of<UNSTAGED, typename Types::keys, C, DK>();
-  static constexpr constant int ends = q + room_of<UNSTAGED, typename Types::queries, C, DK>();
-  static constexpr constant int solve = ends + (CHANNEL ? room_of<UNSTAGED, typename Types::ends, C, DK>() : 0);
-  static constexpr constant int scores = solve + packed_offset(C / 16) * Wide<In>::bytes;
-  static constexpr constant int values = scores + packed_offset(C / 16) * Wide<In>::bytes;
-  static constexpr constant int factors = values + C * (SLICE + 8) * Exact<In>::bytes;
-  static constexpr constant int stage = factors + (CHANNEL ? C + padded(DK) : 3 * C) * 4;
+  static constexpr constant int q = k + room_of<Shape::UNSTAGED, typename Types::keys, C, DK>();
+  static constexpr constant int ends = q + room_of<Shape::UNSTAGED, typename Types::queries, C, DK>();
+  static constexpr constant int ends_bytes = room_of<Shape::UNSTAGED, typename Types::ends, C, DK>();
+  static constexpr constant int solve = ends + (Shape::CHANNEL ? ends_bytes : 0);
+  static constexpr constant int scores = solve + triangle;
+  static constexpr constant int values = scores + triangle;
+  static constexpr constant int factors = values + C * Shape::value_stride * Exact<In>::bytes;
+  static constexpr constant int stage = factors + Shape::numbers * 4;
   // A strip's tiles on their way out, or on their way to the other group.
-  static constexpr constant int out = SPLIT > 1 ? Rooms<In, C, DK, CHANNEL>::bytes
-                                                  : 16 * staged<In>(stride_of(DK), row_of_chunk<In, C, DK, CHANNEL>());
-  static constexpr constant int staging = STAGES * stage;
-  static constexpr constant int arrivals = staging + SLICE / 16 * out;
+  static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL>::bytes
+                                                       : 16 * staged<In>(Shape::stride, Shape::square);
+  static constexpr constant int staging = Shape::STAGES * stage;
+  static constexpr constant int arrivals = staging + Shape::SLICE / 16 * out;
   static constexpr constant int bytes = arrivals + 16;
 };
 
+// The arrays that both scans read by chunks, in device memory. `values` is v, or dy backward.
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+struct ChunkArrays {
+  PQ q;
+  PK k;
+  PE ends;
+  PV values;
+  PM mask;
+  PF solve, scores, factors;
+  int length;
+};
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+inline ChunkArrays<PQ, PK, PE, PV, PM, PF> chunk_arrays(PQ q, PK k, PE ends, PV values, PM mask, PF solve, PF scores,
+                                                        PF factors, int length) {
+  return ChunkArrays<PQ, PK, PE, PV, PM, PF>{q, k, ends, values, mask, solve, scores, factors, length};
+}
+
 // Copies the K and Q of a chunk to shared memory. With one gate per head they are rows of the inputs; with a gate per
 // channel (the flag) they are blocks that the prepare kernel wrote.
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
-          typename PE, typename Live>
-inline void load_keys(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
-                      PE, Live live, long, long row) {
-  constexpr int threads = GROUPS * 32, stride = stride_of(DK), columns = padded(DK);
-  const long from = (row * HK + at.y / (HV / HK)) * DK;
-  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, k + from, HK * DK, DK,
-                                 live, arrival, at.index);
-  copy_rows<C, columns, threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, q + from, HK * DK, DK,
-                                 live, arrival, at.index);
+template <typename Shape, typename Arrays, typename Live>
+inline void load_keys(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, Live live,
+                      long, long row) {
+  using In = typename Shape::In;
+  using Memory = ScanMemory<Shape>;
+  constexpr int C = Shape::C, DK = Shape::DK, HK = Shape::HK, threads = Shape::loading * 32, stride = Shape::stride;
+  const long first = (row * HK + at.y / (Shape::HV / HK)) * DK;
+  copy_rows<C, padded(DK), threads>(shared_at<Exact<In>>(memory, Memory::k, C * stride), stride, from.k + first,
+                                    HK * DK, DK, live, arrival, at.index);
+  copy_rows<C, padded(DK), threads>(shared_at<Exact<In>>(memory, Memory::q, C * stride), stride, from.q + first,
+                                    HK * DK, DK, live, arrival, at.index);
 }
-template <typename In, int C, int DK, int HK, int HV, int GROUPS, typename Memory, typename PQ, typename PK,
-          typename PE, typename Live>
-inline void load_keys(Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k,
-                      PE ends, Live, long chunk, long) {
-  constexpr int threads = GROUPS * 32, count = C * stride_of(DK);
-  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count), stored_at<Saved<In>>(k, chunk, count), 0,
-                             arrival, at.index);
-  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(q, chunk, count), 0,
-                             arrival, at.index);
-  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count), stored_at<Wide<In>>(ends, chunk, count),
+template <typename Shape, typename Arrays, typename Live>
+inline void load_keys(Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, Live,
+                      long chunk, long) {
+  using In = typename Shape::In;
+  using Memory = ScanMemory<Shape>;
+  constexpr int threads = Shape::loading * 32, count = Shape::C * Shape::stride;
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count), stored_at<Saved<In>>(from.k, chunk, count),
                              0, arrival, at.index);
+  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(from.q, chunk, count),
+                             0, arrival, at.index);
+  copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count),
+                             stored_at<Wide<In>>(from.ends, chunk, count), 0, arrival, at.index);
 }
 
-// Returns the same matrices where they are in device memory, for UNSTAGED.
-template <typename Store, int C, int DK, typename P, typename Live>
-inline UnstagedRows<DK, P, Live> unstaged_keys(Flag<false>, P from, long, long first, int row_stride, Live live) {
-  return unstaged_rows<DK>(from, first, row_stride, live);
+// Returns a matrix of keys of a chunk: at `place` in the shared memory of the chunk or, with UNSTAGED, in device memory,
+// where it is a block of its own with a gate per channel (the flag), and else rows of the input from `first` on.
+template <typename Shape, typename Store, typename P, typename Live>
+inline auto unstaged_keys(Flag<false>, P from, long, long first, Live live) {
+  return unstaged_rows<Shape::DK>(from, first, Shape::HK * Shape::DK, live);
 }
-template <typename Store, int C, int DK, typename P, typename Live>
-inline auto unstaged_keys(Flag<true>, P from, long chunk, long, int, Live)
-    -> decltype(stored_at<Store>(from, chunk, C * stride_of(DK))) {
-  return stored_at<Store>(from, chunk, C * stride_of(DK));
+template <typename Shape, typename Store, typename P, typename Live>
+inline auto unstaged_keys(Flag<true>, P from, long chunk, long, Live) {
+  return stored_at<Store>(from, chunk, Shape::C * Shape::stride);
+}
+template <typename Shape, typename Store, typename P, typename Live>
+inline auto keys_of(P from, threadgroup char* stage, int place, long chunk, long first, Live live) {
+  return Choice<Shape::UNSTAGED>::of(unstaged_keys<Shape, Store>(Flag<Shape::CHANNEL>{}, from, chunk, first, live),
+                                     shared_at<Store>(stage, place, Shape::C * Shape::stride));
 }
 
-template <typename In, int C, int DK, int DV, int SLICE, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED,
-          bool CHANNEL, typename Memory, typename PQ, typename PK, typename PE, typename PV, typename PM,
-              typename PF>
-inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, PQ q, PK k, PE ends, PV values,
-                       PM mask, PF solve, PF scores, PF factors, int length, int chunks, int n) {
-  constexpr int threads = GROUPS * 32, triangle = packed_offset(C / 16);
-  constexpr int numbers = CHANNEL ? C + padded(DK) : 3 * C;
+// Starts to copy the operands of chunk n to shared memory.
+template <typename Shape, typename Arrays>
+inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int chunks, int n) {
+  using In = typename Shape::In;
+  using Memory = ScanMemory<Shape>;
+  constexpr int C = Shape::C, SLICE = Shape::SLICE, DV = Shape::DV, HV = Shape::HV, threads = Shape::loading * 32;
+  constexpr int triangle = Shape::triangle, numbers = Shape::numbers, value_stride = Shape::value_stride;
   const int t0 = n * C, first = at.x * SLICE;
-  const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * length + t0;
-  const auto live = alive<MASKED>(mask, at.z, t0, length);
+  const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * from.length + t0;
+  const auto live = alive<Shape::MASKED>(from.mask, at.z, t0, from.length);
   copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
-                                stored_at<Wide<In>>(solve, chunk, triangle), 0, arrival, at.index);
+                                stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
   copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
-                                stored_at<Wide<In>>(scores, chunk, triangle), 0, arrival, at.index);
-  copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), factors + chunk * numbers,
+                                stored_at<Wide<In>>(from.scores, chunk, triangle), 0, arrival, at.index);
+  copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), from.factors + chunk * numbers,
                        arrival, at.index);
-  if (!UNSTAGED)
-    load_keys<In, C, DK, HK, HV, GROUPS, Memory>(Flag<CHANNEL>{}, at, memory, arrival, q, k,
-                                                 ends, live, chunk, row);
-  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::values, C * (SLICE + 8)), SLICE + 8,
-                               values + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival, at.index);
+  if (!Shape::UNSTAGED) load_keys<Shape>(Flag<Shape::CHANNEL>{}, at, memory, arrival, from, live, chunk, row);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::values, C * value_stride), value_stride,
+                               from.values + (row * HV + at.y) * DV + first, HV * DV, DV - first, live, arrival,
+                               at.index);
   copies_sent(arrival, at.index);
 }
 

@@ -1,0 +1,127 @@
+"""Reads the prompt of a row of data, which a model answers: for samples, and for rollouts with the row's columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..options.config import TrainConfig
+from .example import Example
+from .prompts import conversation_tokens, text_tokens
+from .rows.row_formats import (
+    ASSISTANT,
+    Features,
+    Messages,
+    RowFormats,
+    join_text_parts,
+    template_options_of,
+    tools_of,
+)
+from .vision.messages import media_kind
+
+# The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.
+ANSWER = "answer"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptExample(Example):
+    """The prompt of a row, behind which answers are sampled. No token of it counts in the loss.
+
+    Args:
+        question: The prompt as the data have it: a text, or messages.
+        columns: The other columns of the row, which rewards read.
+        most: The largest number of tokens in an answer.
+        plain: Whether the prompt is a plain text, which is continued as it stands.
+    """
+
+    question: str | Messages = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+    most: int = 0
+    plain: bool = False
+
+    @property
+    def positions(self) -> int:
+        """The positions of the prompt with the longest answer."""
+        return len(self.tokens) - 1 + self.most
+
+    @property
+    def beside(self) -> bytes:
+        """The content of the example beside its tokens."""
+        return json.dumps([self.question, self.columns], sort_keys=True, default=str).encode()
+
+
+def messages_to_answer(row: Any, source: str, features: Features) -> tuple[Messages, Messages] | None:
+    """Return the messages of a row before its last answer, and those from there on; None for plain text.
+
+    Raises:
+        UserError: The row has no known format. The message names `source`.
+    """
+    alone = isinstance(row, Mapping) and row.get(features.completion) is None
+    question = row.get(features.prompt) if alone else None
+    if isinstance(question, str) and question.strip():
+        return [{"role": "user", "content": question}], []
+    formats = RowFormats(Features(chat=features.prompt) if isinstance(question, list) else features)
+    messages = formats.messages(row, source)
+    if messages is None:
+        return None
+    asked = len(messages)
+    while asked and messages[asked - 1]["role"] == ASSISTANT:
+        asked -= 1
+    return messages[:asked], messages[asked:]
+
+
+def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, Any], source: str) -> list[int]:
+    """Turn the messages of a row into tokens through the chat template.
+
+    Raises:
+        UserError: There is no message, no template, or the template refuses the messages.
+    """
+    if not messages:
+        raise UserError(f"{source}: no message before the answer; expected one to answer.")
+    if not tokenizer.has_chat_template:
+        raise UserError(
+            f"{source}: the model's tokenizer has no chat template, which a prompt or chat needs; give rows of "
+            'the form {"text": ...}.'
+        )
+    return conversation_tokens(tokenizer, messages, f"change {source}", options)
+
+
+def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
+    """Return the prompt of a row with its other columns.
+
+    Raises:
+        UserError: The row has no known format, holds images, or no token is left of it.
+    """
+    parts = messages_to_answer(row, source, features)
+    columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
+    if parts is None:
+        question: str | Messages = RowFormats(features).text(row, source).text
+        tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
+    else:
+        messages, answers = parts
+        if kind := media_kind(row, messages):
+            raise UserError(f"{source}: this row has {kind}s, and loss: grpo answers texts alone; remove the row.")
+        options = {**(config.chat_template_config or {}), **template_options_of(row, source)}
+        options["tools"] = tools_of(row, source)
+        messages = join_text_parts(messages, source)
+        tokens = tokens_to_answer(tokenizer, messages, options, source)
+        question = row[features.prompt] if isinstance(row.get(features.prompt), str) else messages
+        if answers and answers[-1].get("content") is not None:
+            columns.setdefault(ANSWER, answers[-1]["content"])
+    if not tokens:
+        raise UserError(f"{source}: no token is left of the prompt; remove this row.")
+    targets = np.zeros(len(tokens), bool)
+    return PromptExample(
+        np.array(tokens, np.int32),
+        targets,
+        source,
+        question=question,
+        columns=columns,
+        most=config.max_completion_length,
+        plain=parts is None,
+    )

@@ -1,0 +1,121 @@
+"""The distribution from which answers are sampled in reinforcement learning, which their loss scores, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..options.config import TrainConfig
+
+# The logit of a token that is never sampled: its probability is 0, and its gradient finite.
+EXCLUDED = -1e30
+
+
+class Chosen(NamedTuple):
+    """The tokens that a step of decoding chooses.
+
+    Attributes:
+        tokens: [B] int32.
+        finite: [B] bool, whether the token's log-probability is finite.
+        figures: [F, B] fp32, numbers to be kept beside each token; None without any.
+    """
+
+    tokens: mx.array
+    finite: mx.array
+    figures: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """A model's distribution of the next token at a temperature, restricted to its likelier tokens.
+
+    The restrictions follow one another as in transformers and vLLM: top_k, top_p, then min_p, all of the distribution
+    at this temperature.
+
+    Attributes:
+        temperature: The divisor of the logits.
+        top_p: The sum of probabilities of the likeliest tokens that may be sampled; 1 for all.
+        top_k: How many of the likeliest tokens may be sampled; 0 for all.
+        min_p: The least probability of a token, relative to the likeliest.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> SampledPolicy:
+        """Return the policy that the options of a run describe."""
+        return cls(config.temperature, config.top_p, config.top_k, config.min_p)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the model's own distribution."""
+        return self == SampledPolicy()
+
+    def logits(self, logits: mx.array) -> mx.array:
+        """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
+        logits = logits.astype(mx.float32) / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = mx.topk(logits, self.top_k, axis=-1).min(axis=-1, keepdims=True)
+            logits = mx.where(logits >= least, logits, EXCLUDED)
+        if self.top_p < 1:
+            descending = -mx.sort(-logits, axis=-1)
+            probabilities = mx.softmax(descending, axis=-1)
+            before = mx.cumsum(probabilities, axis=-1) - probabilities
+            least = mx.where(before < self.top_p, descending, mx.inf).min(axis=-1, keepdims=True)
+            logits = mx.where(logits >= least, logits, EXCLUDED)
+        if self.min_p > 0:
+            least = logits.max(axis=-1, keepdims=True) + mx.log(mx.array(self.min_p))
+            logits = mx.where(logits >= least, logits, EXCLUDED)
+        return logits
+
+    def sampler(self, key: mx.array) -> Callable[[mx.array], Chosen]:
+        """Return a function that samples a token of each row of the model's logits [B, V].
+
+        Its figures [2, B] are the token's log-probability, and the entropy of the model's distribution at the
+        temperature.
+
+        Args:
+            key: The random key, [2] uint32, on which all tokens depend.
+        """
+        keys = [key]
+
+        def choose(logits: mx.array) -> Chosen:
+            keys[0], here = mx.random.split(keys[0])
+            # -log p of the logits without restrictions is what TRL's entropy averages.
+            whole = logits.astype(mx.float32) / self.temperature
+            whole = whole - mx.logsumexp(whole, axis=-1, keepdims=True)
+            entropy = -(mx.exp(whole) * whole).sum(axis=-1)
+            restricted = self.logits(logits)
+            tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
+            of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
+            log_probabilities = of_tokens - mx.logsumexp(restricted, axis=-1)
+            figures = mx.stack([log_probabilities, entropy])
+            return Chosen(tokens, mx.isfinite(figures).all(axis=0), figures)
+
+        return choose
+
+
+class PolicyHead(nn.Module):
+    """A model's head with the logits of a policy; its child is the head's module itself, not a copy.
+
+    Args:
+        head: The head: hidden states -> logits.
+        policy: The policy.
+    """
+
+    def __init__(self, head: nn.Module | Callable[[mx.array], mx.array], policy: SampledPolicy):
+        super().__init__()
+        # MLX does not look for children in a tuple.
+        self._head = (head,)
+        self._policy = policy
+        self.owner = head if isinstance(head, nn.Module) else head.__self__  # type: ignore[attr-defined]
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return self._policy.logits(self._head[0](hidden))

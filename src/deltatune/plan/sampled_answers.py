@@ -1,0 +1,46 @@
+"""Adds the memory in which a run samples its answers to the forecast of its step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.nn as nn
+
+from ..machine.compiling import without_kernels
+from ..models.batch_decoder import ROWS, is_covered
+from ..models.generate import begun, cache_bytes
+from ..options.config import TrainConfig
+from ..patches import patched
+from ..train.evaluation.evaluate import inferring
+from .forecast import AliveKind, Forecast, Moment
+
+# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
+# where no kernel serves it.
+_CACHES = 4
+# How many arrays of fp32 logits are alive while a token is sampled: those of the model and of the policy, their
+# exponentials, and two more where they are sorted for top_p.
+_LOGITS = 6
+
+
+def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> Forecast:
+    """Return the forecast of a run's largest moment, which may be the sampling of its answers before a step.
+
+    It is an estimate from above: the caches of all rows at full length, with the copies of a step.
+
+    Args:
+        forecast: The forecast of the step.
+        model: The model, with its adapters.
+        config: The options of the run.
+    """
+    if config.loss != "grpo" or not is_covered(model):
+        return forecast
+    rows = min(ROWS, forecast.rows * config.grad_accumulation_steps)
+    with without_kernels(), patched(), inferring(model):
+        caches = cache_bytes(model)
+        logits = list(begun(model, 2))[-1][-1]
+    of_row = _CACHES * (caches.fixed + caches.token * (forecast.length + 2)) + _LOGITS * 4 * logits.shape[-1]
+    amount = forecast.sizes["parameters"] + forecast.sizes["moments"] + rows * of_row
+    if amount <= forecast.bytes.amount:
+        return forecast
+    alive = [AliveKind("caches of sampled answers", _CACHES * rows, rows * of_row)]
+    return replace(forecast, bytes=Moment(amount, f"sampling {rows} answers, before the step", alive))

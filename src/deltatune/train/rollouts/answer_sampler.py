@@ -1,0 +1,114 @@
+"""Samples the answers of a run, by one compiled engine for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...data.prompt_rows import PromptExample
+from ...errors import UserError
+from ...machine.compiling import without_kernels
+from ...models.batch_decoder import ROWS, BatchDecoder, is_covered
+from ...models.load import Loaded
+from ...models.sampled_policy import SampledPolicy
+from ...options.config import TrainConfig
+from ...patches import patched
+from ..evaluation.evaluate import inferring
+from ..evaluation.nonfinite import explained
+
+
+@dataclass(frozen=True)
+class SampledAnswers:
+    """N sampled answers of at most M tokens, their ends included. Numbers behind an answer are 0.
+
+    Attributes:
+        tokens: int32 [N, M].
+        lengths: int32 [N], the tokens of each.
+        ended: bool [N], whether it ended by itself.
+        log_probabilities: float32 [N, M], of each token when it was sampled.
+        entropies: float32 [N, M], those of the distributions of the tokens, without top_p, top_k and min_p.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    ended: np.ndarray
+    log_probabilities: np.ndarray
+    entropies: np.ndarray
+
+
+class AnswerSampler:
+    """Samples answers to prompts with a model that trains, which check_covered() has let pass.
+
+    Args:
+        loaded: The model, the mode of which is restored, and its tokenizer with the tokens that end an answer.
+        config: The options of the run.
+        rows: The largest number of answers that are sampled together.
+        positions: The largest number of positions of a prompt with its answer, which sizes the caches.
+        between: Is called between two tokens, and may leave the sampling by an error.
+    """
+
+    def __init__(self, loaded: Loaded, config: TrainConfig, rows: int, positions: int, between: Callable[[], None]):
+        self._loaded = loaded
+        self._config = config
+        self._policy = SampledPolicy.of(config)
+        self._between = between
+        # An answer's last token is sampled, and one more may be under way.
+        self._room = positions + 2
+        self._rows = min(ROWS, rows)
+        self._engine: BatchDecoder | None = None
+
+    def __call__(self, prompts: Sequence[PromptExample], key: mx.array) -> SampledAnswers:
+        """Sample `num_generations` answers to each prompt, one prompt after the other.
+
+        Args:
+            prompts: The prompts.
+            key: The random key, on which the answers depend.
+
+        Raises:
+            NoResultError: The probability of a token is not finite.
+        """
+        loaded = self._loaded
+        model = loaded.model
+        most = self._config.max_completion_length
+        rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.num_generations]
+        with inferring(model), explained(loaded), without_kernels(), patched():
+            if self._engine is None:
+                ends = loaded.tokenizer.eos_token_ids
+                self._engine = BatchDecoder(model, self._rows, ends, most, room=self._room, trains=True)
+            answers = self._engine.answers(rows, self._policy.sampler(key), self._between)
+        tokens = np.zeros((len(rows), most), np.int32)
+        figures = np.zeros((2, len(rows), most), np.float32)
+        lengths = np.array([len(answer.figures) for answer in answers], np.int32)
+        for row, answer in enumerate(answers):
+            ends_with = [] if answer.end is None else [answer.end]
+            tokens[row, : lengths[row]] = [*answer.tokens, *ends_with]
+            figures[:, row, : lengths[row]] = np.stack(answer.figures, axis=1)
+        ended = np.array([answer.end is not None for answer in answers])
+        return SampledAnswers(tokens, lengths, ended, *figures)
+
+    def texts(self, answers: SampledAnswers) -> list[str]:
+        """Return the texts of answers, without their ends."""
+        lengths = answers.lengths - answers.ended
+        return [
+            self._loaded.tokenizer.decode(tokens[:length].tolist(), skip_special_tokens=True)
+            for tokens, length in zip(answers.tokens, lengths, strict=True)
+        ]
+
+
+def check_covered(model: Any) -> None:
+    """Refuse a model that the engine does not cover.
+
+    Raises:
+        UserError: It does not.
+    """
+    if not is_covered(model):
+        name = f"{type(model).__module__}.{type(model).__name__}"
+        raise UserError(
+            f"loss: grpo samples answers to many prompts at once, which {name} cannot yet: it takes a language model "
+            "with gated-delta layers, and attention without windows and latent keys, such as qwen3_5, qwen3_5_moe, "
+            "qwen3_next or olmo_hybrid."
+        )

@@ -1,0 +1,336 @@
+"""An order of batches that are sampled: each is made from answers of the model as it is trained so far.
+
+The answers of a window of grad_accumulation_steps batches are sampled together, before its first one. Their randomness
+depends on the seed and the number of the sampling alone, so that no random state must be saved.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...data.batches.batch import Batch, bucket_widths, collate
+from ...data.batches.order import BatchOrder
+from ...data.batches.rollout_batch import RolloutBatch
+from ...data.example import Example
+from ...data.prompt_rows import PromptExample
+from ...data.rows.row_formats import ASSISTANT
+from ...machine.numpy_arrays import as_numpy
+from ...options.config import TrainConfig
+from ...rewards import Rewards
+from ..distributed import World
+from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
+from ..tree import iteration_key
+from .advantages import group_advantages, leave_one_out, total_rewards
+from .answer_sampler import AnswerSampler, SampledAnswers
+from .rollout_figures import figures, names_of
+
+# An advantage below this is rounding alone.
+_LEAST_ADVANTAGE = 1e-6
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The sampled and scored answers of a window.
+
+    Attributes:
+        number: The number of the sampling.
+        prompts: The P prompts.
+        shares: How many of them each batch of the window has.
+        answers: The N = P G answers, those to a prompt one after the other.
+        rewards: float32 [functions, N].
+        seconds: The seconds of sampling, and those of the rewards.
+        old: float32 [N, M], the log-probabilities in training before the first update, where the loss needs them.
+        reference: float32 [N, M], those of the reference model, where the loss needs them.
+    """
+
+    number: int
+    prompts: Sequence[PromptExample]
+    shares: Sequence[int]
+    answers: SampledAnswers
+    rewards: np.ndarray
+    seconds: tuple[float, float] = (0.0, 0.0)
+    old: np.ndarray | None = None
+    reference: np.ndarray | None = None
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return the saved arrays, by name."""
+        named = {**vars(self.answers), "rewards": self.rewards, "old": self.old, "reference": self.reference}
+        named |= {"ended": self.answers.ended.astype(np.int32), "number": np.array([self.number], np.int32)}
+        return {name: mx.array(array) for name, array in named.items() if array is not None}
+
+    @classmethod
+    def saved(cls, arrays: Mapping[str, mx.array], batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
+        """Return the rollouts that arrays() saved, with the prompts of each batch."""
+        named = {name: as_numpy(array) for name, array in arrays.items()}
+        prompts, shares = _joined(batches)
+        answers = SampledAnswers(
+            named["tokens"],
+            named["lengths"],
+            named["ended"].astype(bool),
+            named["log_probabilities"],
+            named["entropies"],
+        )
+        scores = named.get("old"), named.get("reference")
+        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], (0.0, 0.0), *scores)
+
+
+def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:
+    """Return the prompts of all batches, and how many each has."""
+    return [prompt for batch in batches for prompt in batch], [len(batch) for batch in batches]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The functions that give the log-probabilities [B, T] of a batch's targets, in training's own forward pass.
+
+    Attributes:
+        policy: Under the model as it is.
+        reference: Under the reference model.
+    """
+
+    policy: Callable[[Batch], np.ndarray]
+    reference: Callable[[Batch], np.ndarray]
+
+
+class RolloutOrder:
+    """An endless iterator of batches of sampled answers.
+
+    Args:
+        prompts: This rank's prompts, in the order of the data.
+        sampler: Samples answers to prompts.
+        rewards: The reward functions.
+        check: Is called while rewards are awaited, and may leave the sampling by an error.
+        scoring: Gives log-probabilities in training.
+        config: The options of the run.
+        world: The ranks of the run.
+    """
+
+    def __init__(
+        self,
+        prompts: BatchOrder,
+        sampler: AnswerSampler,
+        rewards: Rewards,
+        check: Callable[[], None],
+        scoring: Scoring,
+        config: TrainConfig,
+        world: World,
+    ):
+        self._prompts = prompts
+        self._sampler = sampler
+        self._rewards = rewards
+        self._check = check
+        self._scoring = scoring
+        self._config = config
+        self._world = world
+        self._variant = variant_of(config)
+        self._sampling = 0
+        # How many batches of the present sampling were handed out, and the place of its prompts in the data.
+        self._used = 0
+        self._place = prompts.state()
+        self._rollouts: Rollouts | None = None
+        self._advantages = np.zeros(0)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of the figures of a batch."""
+        return names_of(self._rewards.names)
+
+    def peek(self) -> None:
+        """The next batch depends on the present update."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the data and in the sampling, as JSON values."""
+        return {"sampling": self._sampling, "used": self._used, "prompts": self._place}
+
+    def arrays(self, state: Mapping[str, Any]) -> dict[str, mx.array]:
+        """Return the answers that a run needs which continues from `state`, as state() gave it."""
+        rollouts = self._rollouts
+        if rollouts is None or state.get("sampling") != rollouts.number:
+            return {}
+        return rollouts.arrays()
+
+    def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
+        """Continue from a state and its arrays; a sampling that is half used and was not saved is left out."""
+        self._prompts.restore(state["prompts"])
+        self._sampling, self._used, self._place = state["sampling"], state["used"], state["prompts"]
+        self._rollouts = None
+        if arrays:
+            self._take(Rollouts.saved(arrays, self._next_prompts()))
+        elif self._used:
+            self._next_prompts()
+            self._end_sampling()
+
+    def __next__(self) -> Batch:
+        if self._rollouts is None or self._rollouts.number != self._sampling:
+            self._take(self._sampled(self._next_prompts()))
+        batch = self._batch(self._used % self._config.grad_accumulation_steps)
+        self._used += 1
+        if self._used == self._config.grad_accumulation_steps * self._config.num_iterations:
+            self._end_sampling()
+        return batch
+
+    def _end_sampling(self) -> None:
+        self._sampling += 1
+        self._used = 0
+        self._place = self._prompts.state()
+
+    def _next_prompts(self) -> list[Any]:
+        """Return this rank's prompts of each batch of a window; one that the data do not fill has fewer."""
+        return [self._prompts.next_examples() for _ in range(self._config.grad_accumulation_steps)]
+
+    def _sampled(self, batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
+        """Sample answers to prompts, and reward them."""
+        config = self._config
+        prompts, shares = _joined(batches)
+        started = time.perf_counter()
+        # The first half of the split is the dropout's of an iteration.
+        key = mx.random.split(iteration_key(config.seed, self._sampling, self._world.rank))[1]
+        answers = self._sampler(prompts, key)
+        sampled = time.perf_counter()
+        rewards = np.zeros((len(self._rewards.names), 0), np.float32)
+        if prompts:
+            rewards = self._rewarded([prompt for prompt in prompts for _ in range(config.num_generations)], answers)
+        seconds = (sampled - started, time.perf_counter() - sampled)
+        rollouts = Rollouts(self._sampling, prompts, shares, answers, rewards, seconds)
+        if needs_old(config):
+            rollouts = replace(rollouts, old=self._scored(rollouts, self._scoring.policy))
+        if config.beta:
+            rollouts = replace(rollouts, reference=self._scored(rollouts, self._scoring.reference))
+        return rollouts
+
+    def _rewarded(self, prompts: Sequence[PromptExample], answers: SampledAnswers) -> np.ndarray:
+        """Return the rewards [functions, N] of answers, each with its prompt."""
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        rows = zip(answers.tokens, answers.lengths, strict=True)
+        columns["completion_ids"] = [tokens[:length].tolist() for tokens, length in rows]
+        questions = [prompt.question for prompt in prompts]
+        completions: list[Any] = [
+            text if isinstance(question, str) else [{"role": ASSISTANT, "content": text}]
+            for text, question in zip(self._sampler.texts(answers), questions, strict=True)
+        ]
+        return np.asarray(self._rewards(questions, completions, columns, self._check), np.float32)
+
+    def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
+        """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
+        scored = np.zeros_like(rollouts.answers.log_probabilities)
+        rows = self._config.batch_size // self._world.size * self._config.num_generations
+        for start in range(0, len(scored), rows):
+            group = list(range(start, min(start + rows, len(scored))))
+            nothing = np.zeros(len(scored), np.float32)
+            batch = self._laid_out(rollouts, group, nothing, nothing, rows)
+            scores = score(batch)
+            for row, number in enumerate(group):
+                length = rollouts.answers.lengths[number]
+                first = len(self._prompt(rollouts, number).tokens) - 1
+                scored[number, :length] = scores[row, first : first + length]
+        return scored
+
+    def _take(self, rollouts: Rollouts) -> None:
+        """Make these rollouts the present ones."""
+        config, size = self._config, self._config.num_generations
+        totals = total_rewards(rollouts.rewards, self._rewards.weights)
+        if self._variant == RLOO:
+            if rollouts.reference is not None and rollouts.old is not None:
+                counted = self._counted(rollouts)[:, None]
+                totals = totals - config.beta * ((rollouts.old - rollouts.reference) * counted).sum(axis=1)
+            self._advantages = leave_one_out(totals.reshape(-1, size)).reshape(-1)
+        else:
+            everyone = None
+            if config.scale_rewards == "batch" and self._world.size > 1:
+                everyone = as_numpy(self._world.gather(mx.array(totals.astype(np.float32))))
+            of_groups = group_advantages(totals.reshape(-1, size), config.scale_rewards, everyone)
+            self._advantages = of_groups.reshape(-1)
+        self._rollouts = rollouts
+
+    def _counted(self, rollouts: Rollouts) -> np.ndarray:
+        """Whether each answer counts in the loss, [N]."""
+        answers = rollouts.answers
+        return answers.ended if self._config.mask_truncated_completions else np.ones(len(answers.ended), bool)
+
+    def _prompt(self, rollouts: Rollouts, number: int) -> PromptExample:
+        return rollouts.prompts[number // self._config.num_generations]
+
+    def _batch(self, step: int) -> Batch:
+        """Build a batch of the window from the groups of answers that have a signal."""
+        rollouts, config = self._rollouts, self._config
+        assert rollouts is not None
+        size = config.num_generations
+        first = sum(rollouts.shares[:step])
+        groups = range(first, first + rollouts.shares[step])
+        numbers = [group * size + at for group in groups for at in range(size)]
+        # A divergence from the reference is a signal, too.
+        has_signal = bool(config.beta) and self._variant != RLOO
+        judged = [
+            group
+            for group in groups
+            if has_signal or np.abs(self._advantages[group * size : (group + 1) * size]).max() > _LEAST_ADVANTAGE
+        ]
+        weights, total = self._token_weights(rollouts, numbers)
+        rows = [group * size + at for group in judged for at in range(size)]
+        # Few numbers of rows are compiled: powers of two, in groups, up to those of a whole batch.
+        most = config.batch_size // self._world.size
+        room = min(2 ** max(len(judged) - 1, 0).bit_length(), most) * size
+        batch = self._laid_out(rollouts, rows, weights, self._advantages, room)
+        assert batch.rollouts is not None
+        of_sampling = batch.rollouts.figures
+        if self._used == 0 and rollouts.prompts:
+            totals = total_rewards(rollouts.rewards, self._rewards.weights).reshape(-1, size)
+            of_sampling = figures(rollouts.rewards, totals, rollouts.answers, rollouts.seconds)
+        return replace(batch, rollouts=replace(batch.rollouts, total=np.array(total, np.float32), figures=of_sampling))
+
+    def _token_weights(self, rollouts: Rollouts, numbers: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Return the weight [N] of each token of an answer in a batch's sum of losses, and the divisor of the sum."""
+        counted, lengths = self._counted(rollouts), rollouts.answers.lengths
+        weights = counted.astype(np.float32)
+        tokens = float((lengths * counted)[list(numbers)].sum())
+        if self._variant in MEAN_OF_ANSWERS:
+            return weights / lengths, len(numbers)
+        if self._variant == DR_GRPO:
+            return weights, len(numbers) * self._config.max_completion_length
+        if self._variant == BNPO:
+            return weights / max(tokens, 1.0), 1.0
+        assert self._variant in (DAPO, CISPO)
+        return weights, tokens
+
+    def _laid_out(
+        self, rollouts: Rollouts, numbers: Sequence[int], weights: np.ndarray, advantages: np.ndarray, rows: int
+    ) -> Batch:
+        """Lay answers out in a batch of so many rows, one behind its prompt in each.
+
+        Args:
+            rollouts: The answers.
+            numbers: Their numbers.
+            weights: [N], the weight of each token of an answer.
+            advantages: [N], the advantage of each answer.
+            rows: The rows of the batch; those without an answer are blank.
+        """
+        answers = rollouts.answers
+        documents: list[list[Example]] = []
+        for number in numbers:
+            prompt = self._prompt(rollouts, number)
+            tokens = np.concatenate([prompt.tokens, answers.tokens[number, : answers.lengths[number]]])
+            targets = np.arange(len(tokens)) >= len(prompt.tokens)
+            documents.append([Example(tokens, targets, prompt.source)])
+        widths = bucket_widths(self._config.max_seq_length)
+        longest = max((document.positions for row in documents for document in row), default=1)
+        width = widths[bisect_left(widths, longest)]
+        batch = collate([*documents, *[[]] * (rows - len(documents))], width, packed=False)
+        placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
+        beside = {name: np.zeros(batch.weights.shape, np.float32) for name in placed if placed[name] is not None}
+        of_rows = np.zeros(rows, np.float32)
+        for row, number in enumerate(numbers):
+            at = batch.weights[row] > 0
+            for name, array in beside.items():
+                array[row, at] = placed[name][number, : answers.lengths[number]]  # type: ignore[index]
+            batch.weights[row] *= weights[number]
+            of_rows[row] = advantages[number]
+        blank = np.zeros((2, len(self.figures)), np.float32)
+        return replace(batch, rollouts=RolloutBatch(of_rows, total=np.array(1, np.float32), figures=blank, **beside))

@@ -1,0 +1,83 @@
+"""Makes the batches of a run that samples them, from the parts of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ...data.batches.batch import Batch
+from ...data.batches.order import BatchOrder
+from ...lora.without import without_adapters
+from ...machine.numpy_arrays import as_numpy
+from ...models.load import Loaded
+from ...options.config import TrainConfig
+from ...rewards import Rewards
+from ..batch_loss import arrays, loss_of
+from ..compiled import Compiled
+from ..distributed import World
+from ..ending.early_end import Ending
+from ..ending.interrupt import InterruptedSamplingError
+from ..evaluation.evaluate import evaluating
+from ..preferences.loss import TokenLosses
+from .answer_sampler import AnswerSampler
+from .rollout_order import RolloutOrder, Scoring
+
+
+def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:
+    """Return the functions that score answers in training's forward pass, each compiled once for each batch shape."""
+
+    def log_probabilities(inputs: mx.array, targets: mx.array, *_: Any) -> tuple[mx.array]:
+        return (-token_losses(inputs, targets),)
+
+    def compiled() -> Callable[[Batch], np.ndarray]:
+        whole = Compiled(lambda batch: loss_of(log_probabilities, batch), [model.state])
+
+        def score(batch: Batch) -> np.ndarray:
+            with evaluating(model):
+                return as_numpy(whole(arrays(batch))[0])
+
+        return score
+
+    of_policy, of_base = compiled(), compiled()
+
+    def reference(batch: Batch) -> np.ndarray:
+        with without_adapters(model):
+            return of_base(batch)
+
+    return Scoring(of_policy, reference)
+
+
+def rollout_order(
+    loaded: Loaded,
+    config: TrainConfig,
+    prompts: BatchOrder,
+    token_losses: TokenLosses,
+    rewards: Rewards,
+    ending: Ending,
+    world: World,
+) -> RolloutOrder:
+    """Return the batches of a run.
+
+    Args:
+        loaded: The model, set up by setup.training(), and its tokenizer with the tokens that end an answer.
+        config: The options of the run.
+        prompts: This rank's prompts, in their order.
+        token_losses: The tokens' losses under the sampled policy.
+        rewards: The reward functions.
+        ending: It is asked between two tokens whether the run ends.
+        world: The ranks of the run.
+    """
+
+    def between() -> None:
+        ending.check()
+        if ending.stop.asked and world.size == 1:
+            raise InterruptedSamplingError
+
+    rows = config.batch_size // world.size * config.grad_accumulation_steps * config.num_generations
+    sampler = AnswerSampler(loaded, config, rows, prompts.widths[-1], between)
+    scoring = scoring_of(loaded.model, token_losses)
+    return RolloutOrder(prompts, sampler, rewards, between, scoring, config, world)

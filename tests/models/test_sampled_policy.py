@@ -1,0 +1,99 @@
+"""Answers are sampled from the policy, one engine serves changed weights, and prompts of a group are read once."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from deltatune.lora import convert_to_lora
+from deltatune.models import batch_decoder
+from deltatune.models.batch_decoder import BatchDecoder
+from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
+from deltatune.options.config import LoraConfig
+from deltatune.patches import patched
+
+
+def by_definition(logits, temperature, top_k, top_p, min_p):
+    """The probabilities of one row in float64: of equal logits, all are kept."""
+    logits = np.asarray(logits, np.float64) / temperature
+    kept = np.ones(len(logits), bool)
+    if top_k:
+        kept &= logits >= np.sort(logits)[-top_k]
+    p = np.where(kept, np.exp(logits - logits.max()), 0)
+    order = np.argsort(-p, kind="stable")
+    before = np.cumsum(p[order] / p.sum()) - p[order] / p.sum()
+    if top_p < 1:
+        kept[order[before >= top_p]] = False
+    p = np.where(kept, p, 0)
+    p = np.where(p >= min_p * p.max(), p, 0)
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.8, 0.0), (9, 0.9, 0.05)])
+def test_the_policy_is_that_of_its_definition(temperature, top_k, top_p, min_p):
+    logits = 3 * np.random.default_rng(0).standard_normal((6, 40)).astype(np.float32)
+    policy = SampledPolicy(temperature, top_p, top_k, min_p)
+    ours = np.array(mx.softmax(policy.logits(mx.array(logits)), axis=-1))
+    expected = np.stack([by_definition(row, temperature, top_k, top_p, min_p) for row in logits])
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+    assert ((ours == 0) == (expected == 0)).all()
+
+
+def adapted(tiny_model):
+    model = tiny_model("qwen3_5").eval()
+    convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
+    return model
+
+
+def drawn(model, seed):
+    adapters = tree_flatten(model.trainable_parameters())
+    keys = mx.random.split(mx.random.key(seed), len(adapters))
+    new = [(n, 0.3 * mx.random.normal(x.shape, key=k)) for (n, x), k in zip(adapters, keys, strict=True)]
+    model.update(tree_unflatten(new))
+
+
+def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch):
+    model = adapted(tiny_model)
+    traces = []
+    plain = batch_decoder.logits_of
+    monkeypatch.setattr(batch_decoder, "logits_of", lambda *a, **o: (traces.append(a[1].shape[1]), plain(*a, **o))[1])
+    prompts = [[3, 5, 8], [1, 9, 2]]
+    found = []
+    with patched():
+        engine = BatchDecoder(model, 2, (), 6, trains=True)
+        for seed in range(3):
+            drawn(model, seed)
+            found.append((engine.run(prompts), BatchDecoder(model, 2, (), 6).run(prompts)))
+    assert all(ours == fresh for ours, fresh in found)
+    assert len({str(ours) for ours, _ in found}) == 3
+    # Each fresh engine traces its step once, and this one did so once in all.
+    assert traces.count(1) == 4
+
+
+def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):
+    """A whole forward pass over prompt and answer gives the same numbers; a prompt of a group is read once."""
+    model = adapted(tiny_model)
+    drawn(model, 0)
+    policy = SampledPolicy(0.7, top_k=9)
+    one, other = [3, 5, 8, 1], [7, 2]
+    prompts = [one] * 5 + [other] * 5
+    with patched():
+        answers = BatchDecoder(model, 10, (4, 9), 12).answers(prompts, policy.sampler(mx.random.key(3)))
+        again = BatchDecoder(model, 10, (4, 9), 12).answers(prompts, policy.sampler(mx.random.key(3)))
+        assert [a.tokens for a in answers] == [a.tokens for a in again]
+        assert len({str(a.tokens) for a in answers}) > 5
+        for answer in answers:
+            tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
+            assert (answer.end is None) == (len(answer.tokens) == 12)
+            logits = model(mx.array([[*answer.prompt, *tokens][:-1]]))[0, len(answer.prompt) - 1 :]
+            log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
+            log_p = np.array(mx.take_along_axis(log_p, mx.array(tokens)[:, None], axis=-1)[:, 0])
+            p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
+            entropy = -(p * np.log(p)).sum(-1)
+            figures = np.stack(answer.figures)
+            np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
+            np.testing.assert_allclose(figures[:, 1], entropy, atol=2e-4)
+    assert EXCLUDED < -1e20

@@ -1,0 +1,266 @@
+"""Reward functions of the user run in processes with a deadline; one that fails is named with its row."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
+from deltatune.rewards import RewardError, Rewards
+
+PROMPTS = ["first", "second", "third"]
+COMPLETIONS = ["a", "bb", "c"]
+COLUMNS = {"answer": ["a", "b", "c"], "completion_ids": [[1], [1, 2], [3]]}
+FUNCTIONS = """
+import os, subprocess, sys, time, asyncio
+
+def exact(prompts, completions, answer):
+    return [float(text == right) for text, right in zip(completions, answer)]
+async def lengths(completions, **columns):
+    assert sorted(columns) == ["answer", "completion_ids", "prompts"]
+    await asyncio.sleep(0)
+    return [None if text == "c" else len(text) for text in completions]
+def truths(completions):
+    return (text == "bb" for text in completions)
+def raises(completions):
+    return [1 / (2 - len(text)) for text in completions]
+def sleeps(completions):
+    return [time.sleep(60 * (len(text) - 1)) or 1.0 for text in completions]
+def dies(completions):
+    return [os._exit(3) if text == "bb" else 1.0 for text in completions]
+def killed(completions):
+    return [os.kill(os.getpid(), 9) if completions[at] == "c" else 1.0 for at in range(3)]
+def forks(completions):
+    reward = 1.0 if os.fork() else 5.0
+    return [reward for _ in completions]
+def leaves(completions):
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+def floods(completions):
+    print("flood " * 5_000_000)
+    return [2.0 for _ in completions]
+def reads(completions):
+    return [float(len(sys.stdin.read())) for _ in completions]
+def few(completions):
+    return [1.0]
+def number(completions):
+    return 0.5
+def not_a_number(completions):
+    return [1.0, float("nan"), 2.0]
+def endless(completions):
+    return [1.0, 2.0, float("inf")]
+def text(completions):
+    return [1.0, 2.0, "good"]
+def asks(completions, difficulty):
+    return [1.0 for _ in completions]
+_calls = []
+def counts(completions):
+    _calls.append(1)
+    return [len(_calls) for _ in completions]
+"""
+# By function: the words of its failure, the row, and the rewards where a failure does not stop.
+FAILURES = {
+    "raises": ("raised ZeroDivisionError: division by zero (rewards.py, line 13), at completion 2 of 3", "nnn"),
+    "sleeps": ("took longer than 1 seconds, at completion 2 of 3, an answer to 'second'", "nnn"),
+    "dies": ("ended its process (exit code 3), at completion 2 of 3", "nnn"),
+    "killed": ("ended its process (SIGKILL), at completion 3 of 3, an answer to 'third'", "nnn"),
+    "leaves": ("ended its process (exit code 0).", "nnn"),
+    "few": ("returned 1 rewards for 3 completions.", "nnn"),
+    "number": ("returned 0.5, and a list of 3 rewards was expected.", "nnn"),
+    "not_a_number": ("returned nan, and a finite number or None was expected, at completion 2 of 3", "1n2"),
+    "endless": ("returned inf, and a finite number or None was expected, at completion 3 of 3", "12n"),
+    "text": ("returned 'good', and a finite number or None was expected, at completion 3 of 3", "12n"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def opened(*functions, report=lambda text: None, **options):
+    """Open reward functions; no process of theirs runs behind the `with` block."""
+    with Rewards(TrainConfig(reward_funcs=functions, **options), report) as rewards:
+        groups = [child._process.pid for child in rewards._children]
+        yield rewards
+    assert not [group for group in groups if running(group)]
+
+
+def running(group):
+    """Whether a process of a group runs; one that has ended stays in its group until its parent has read its status."""
+    processes = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    pairs = map(str.split, processes.splitlines())
+    return any(number == str(group) and not status.startswith("Z") for number, status in pairs)
+
+
+def scored(*functions, **options):
+    with opened(*functions, **options) as rewards:
+        return rewards(PROMPTS, COMPLETIONS, COLUMNS)
+
+
+def test_functions_get_prompts_completions_and_columns(folder):
+    rewards = scored("rewards.py:exact,lengths, truths")
+    assert rewards.dtype == np.float64
+    np.testing.assert_array_equal(rewards, [[1, 0, 1], [1, 2, np.nan], [0, 1, 0]])
+
+
+def test_messages_arrive_as_messages(folder):
+    (folder / "more.py").write_text("def roles(completions, prompts):\n    return [len(p) for p in prompts]\n")
+    prompts = [[{"role": "user", "content": "2 + 2"}]] * 2
+    completions = [[{"role": "assistant", "content": text}] for text in ("4", [{"type": "text", "text": "5"}])]
+    with opened("more.py:roles", "exact") as rewards:
+        np.testing.assert_array_equal(rewards(prompts, completions, {"answer": [4, 5]}), [[1, 1], [1, 1]])
+
+
+def test_a_module_lives_from_batch_to_batch_and_names_and_weights_belong_to_functions(folder):
+    with opened("rewards.py:counts", "exact", "rewards.py:exact", reward_weights=[1, 0.5, 2]) as rewards:
+        assert rewards.names == ("counts", "exact", "exact_2")
+        assert list(rewards.weights) == [1, 0.5, 2]
+        assert [rewards(PROMPTS, COMPLETIONS, COLUMNS)[0, 0] for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.bad_input("a reward function that {name}")
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_named_with_its_row_and_stops_or_gives_none(folder, name):
+    words, digits = FAILURES[name]
+    lines = []
+    wanted = [np.nan if digit == "n" else float(digit) for digit in digits]
+    with opened(f"rewards.py:{name},exact", report=lines.append, reward_timeout=1, reward_errors="none") as rewards:
+        for _ in range(2):
+            np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [wanted, [1, 0, 1]])
+    assert f"reward {name} (rewards.py): {words}" in lines[0]
+    assert lines[0] == lines[1]
+    with pytest.raises(RewardError, match="set reward_errors: none") as stopped:
+        scored(f"rewards.py:{name}", reward_timeout=1)
+    assert words in str(stopped.value)
+
+
+def test_copies_and_output_do_no_harm(folder):
+    lines = []
+    with opened("rewards.py:forks,floods,reads", report=lines.append) as rewards:
+        for _ in range(2):
+            np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [[1, 1, 1], [2, 2, 2], [0, 0, 0]])
+    assert [len(line) < 2200 and line.startswith("Output of the reward floods") for line in lines] == [True, True]
+
+
+REFUSED = {
+    "rewards.py:wrong": "wrong (rewards.py): the file has no function 'wrong'; it has exact, ",
+    "syntax.py:f": "syntax.py, line 2, is not Python: ",
+    "imports.py:f": "the file cannot be imported: ModuleNotFoundError: No module named 'nowhere' (imports.py, line 1)",
+    "exits.py:f": "ended its process (exit code 4)",
+    "missing.py:f": "missing.py: there is no such file",
+    "rewards.py": "expected FILE.py:FUNCTION",
+    "exakt": "(did you mean 'exact'?)",
+    "exact:4": "exact: expected nothing behind its name, got '4'",
+    "regex": "regex: expected a text behind its name, as regex:TEXT",
+    "regex:(": "regex: missing ), unterminated subpattern",
+    "length:0": "length: expected a whole number of 1 or more, got '0'",
+    "command:./nowhere": "command: ./nowhere: there is no such program",
+    "command:'": "command: No closing quotation",
+    "reasoning-gym": "pip install 'reasoning-gym'",
+}
+
+
+@pytest.mark.bad_input("`--reward-funcs {text}`")
+@pytest.mark.parametrize("text", REFUSED)
+def test_functions_that_cannot_be_loaded_are_refused(folder, text, monkeypatch):
+    (folder / "syntax.py").write_text("def f(completions):\n    return [\n")
+    (folder / "imports.py").write_text("import nowhere\ndef f(completions): ...\n")
+    (folder / "exits.py").write_text("raise SystemExit(4)\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError) as refused:
+        scored("rewards.py:exact", text)
+    assert REFUSED[text] in str(refused.value)
+
+
+@pytest.mark.bad_input("a reward function that takes a column which the data lack")
+def test_a_missing_column_stops_whatever_failures_do(folder):
+    with pytest.raises(UserError, match="missing a required argument: 'difficulty'; the arguments and columns here"):
+        scored("rewards.py:asks", reward_errors="none")
+
+
+@pytest.mark.bad_input("`--reward-weights` of another number than the functions, and no function")
+def test_weights_are_as_many_as_functions(folder):
+    with pytest.raises(UserError, match="reward_weights: expected a number for each of exact, length, got 1"):
+        scored("exact", "length:4", reward_weights=[1])
+    with pytest.raises(UserError, match="reward_funcs: expected a reward function"):
+        scored()
+
+
+def test_a_check_leaves_within_a_second_and_the_next_batch_is_asked_anew(folder):
+    stops = []
+
+    def check():
+        if stops:
+            raise KeyboardInterrupt
+
+    with opened("rewards.py:sleeps,counts") as rewards:
+        stops.append(True)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            rewards(PROMPTS, COMPLETIONS, COLUMNS, check)
+        assert time.monotonic() - began < 1
+        stops.clear()
+        np.testing.assert_array_equal(rewards(["p"], ["a"], {}), [[1], [1]])
+
+
+PARENT = """
+import sys, time
+from deltatune.options.config import TrainConfig
+from deltatune.rewards import Rewards
+rewards = Rewards(TrainConfig(reward_funcs=["rewards.py:sleeps"]))
+print(rewards._children[0]._process.pid, flush=True)
+rewards(["a"] * 2, ["a", "bb"], {})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_program_that_ends_leaves_no_process(folder, number):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
+        group = int(parent.stdout.readline())
+        time.sleep(0.2)
+        parent.send_signal(number)
+        parent.wait(5)
+    end = time.monotonic() + 5
+    while running(group) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not running(group)
+
+
+def test_a_program_scores_lines_of_json(folder):
+    script = folder / "score.sh"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, sys\nfor line in sys.stdin:\n    row = json.loads(line)\n"
+        "    print('null' if row['prompt'] == sys.argv[1] else len(row['completion']) + len(row['answer']))\n"
+    )
+    script.chmod(0o755)
+    with opened("command:./score.sh 'third'") as rewards:
+        assert rewards.names == ("score",)
+        np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [[2, 3, np.nan]])
+
+
+@pytest.mark.bad_input("a reward program that {what}")
+@pytest.mark.parametrize(
+    ("what", "command", "words"),
+    [
+        ("fails", "false", "the program ended with exit code 1"),
+        ("floods its output", "yes", "the output has more than 1,048,576 bytes"),
+        ("writes no JSON", "printf good", "JSONDecodeError"),
+        ("hangs", "sleep 100", "took longer than 1 seconds"),
+    ],
+)
+def test_a_program_that_fails_is_named(folder, what, command, words):
+    with pytest.raises(RewardError) as failed:
+        scored(f"command:{command}", reward_timeout=1)
+    assert words in str(failed.value)

@@ -1,0 +1,131 @@
+"""A run samples its answers, learns from their rewards, and continues with the same bits wherever it is stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train import Trainer
+from deltatune.train.ending.interrupt import StoppedError
+from deltatune.train.setup import ready
+from killed_runs import same
+
+
+class Letters:
+    """Rewards the share of one letter in an answer, and an answer that is short."""
+
+    names = ("letter", "short")
+    weights = np.array([1.0, 0.5])
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], list[str], dict[str, list[Any]]]] = []
+
+    def __call__(
+        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], check: Any
+    ) -> np.ndarray:
+        check()
+        self.calls.append((list(prompts), list(completions), columns))
+        shares = [
+            text.count(letter) / (len(text) or 1) for text, letter in zip(completions, columns["letter"], strict=True)
+        ]
+        return np.array([shares, [float(len(text) < 8) for text in completions]])
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "train.jsonl"
+    lines = [{"prompt": f"question {n} " + "dog " * (n % 4), "letter": "aeiou"[n % 5]} for n in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def trainer_of(checkpoint: Path, rows: Path, tmp_path: Path):
+    """trainer_of(folder, rewards, **options) returns the trainer of a short run."""
+
+    def made(folder: str = "out", rewards: Any = None, **changes: Any) -> Trainer:
+        options = {
+            "model": str(checkpoint),
+            "data": str(rows),
+            "loss": "grpo",
+            "iters": 6,
+            "batch_size": 2,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "max_seq_length": 64,
+            "lr_schedule": "constant",
+            "warmup": 0.0,
+            "learning_rate": 1e-2,
+            "lora_parameters": LoraConfig(rank=2, scale=10.0),
+            "adapter_path": str(tmp_path / folder),
+            "steps_per_report": 1,
+            "save_every": 3,
+        }
+        run = ready(TrainConfig(**options | changes))
+        run.prepare()
+        return Trainer.of(run, rewards=rewards or Letters())
+
+    return made
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path):
+    rewards = Letters()
+    trainer_of(rewards=rewards, temperature=0.7).run()
+    prompts, completions, columns = rewards.calls[0]
+    assert len(rewards.calls) == 6
+    assert len(completions) == len(columns["letter"]) == 8
+    assert prompts[:4] == [prompts[0]] * 4
+    assert prompts[0].startswith("question ")
+    record = records(tmp_path / "out")[0]
+    for name in ("reward", "reward_std", "rewards/letter/mean", "rewards/short/std", "entropy", "seconds/sampling"):
+        assert record[name] is not None
+    assert record["completions/mean_length"] <= 12
+    # Of one pass, no ratio is clipped; the sampler's engine and training's forward pass round differently.
+    assert record["clip_ratio/region_mean"] == 0
+    assert record["sampling/sampling_logp_difference/max"] < 1e-3
+    assert record["sampling/outside"] == 0
+
+
+OTHERS = {
+    "several passes over accumulated batches": {"num_iterations": 2, "grad_accumulation_steps": 2, "iters": 8},
+    "the model without its adapter": {"beta": 0.1, "grad_accumulation_steps": 2},
+    "rloo with a reference": {"beta": 0.1, "loss_variant": "rloo"},
+    "truncated answers that do not count": {
+        "mask_truncated_completions": True,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_path, run_with):
+    """It is stopped within an accumulation, with answers that are sampled and not yet used up."""
+    straight = Letters()
+    trainer_of("straight", straight, **options).run()
+    stopped = Letters()
+
+    def stop(iterations: Any, _batch: Any) -> None:
+        if iterations.progress.iteration == 2:
+            iterations._ending.stop.asked = True
+
+    trainer = trainer_of("stopped", stopped, **options)
+    with pytest.raises(StoppedError):
+        run_with(trainer, stop)
+    trainer_of("stopped", stopped, resume=True, **options).run()
+    same(tmp_path / "straight", tmp_path / "stopped")
+    # No answer was sampled or paid for twice.
+    assert [call[1] for call in stopped.calls] == [call[1] for call in straight.calls]
