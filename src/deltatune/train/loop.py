@@ -31,6 +31,7 @@ from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
+from .callbacks import Callbacks
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
@@ -88,6 +89,7 @@ class Trainer:
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
         bounds: The plan of the run, with which `config.memory` or `grad_checkpoint` auto is followed.
         rewards: The reward functions of a run that samples its answers.
+        callbacks: Functions that the run calls.
 
     Attributes:
         model, splits: The arguments.
@@ -120,6 +122,7 @@ class Trainer:
         processor: Any = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ):
         if bounds is None and config.memory is not None:
             raise UserError(
@@ -164,6 +167,7 @@ class Trainer:
             samples=samples,
             reporting=Reporting(config, outputs, screen, world.main, 0 if weights is None else weights.on_host),
             weights=weights,
+            callbacks=callbacks or Callbacks(),
         )
 
     @classmethod
@@ -174,11 +178,13 @@ class Trainer:
         folder: RunFolder | None = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "rewards": rewards}
-        return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
+        others = {"screen": screen, "folder": folder, "bounds": bounds, "rewards": rewards, "callbacks": callbacks}
+        return cls(*from_run, **more, **others)
 
     def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
@@ -235,7 +241,8 @@ class Trainer:
             parts.screen.start(progress.iteration, config.iters)
             with ending.rescue(saving):
                 iterations.run()
-            result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
+            report = str(parts.outputs.report) if parts.world.main else None
+            result = Result.of(progress, parts.reporting.peak_memory, iterations.ended_early(), report)
             parts.reporting.write(progress, "ended", running=False, result=result)
         return result
 
