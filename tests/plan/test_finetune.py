@@ -48,7 +48,7 @@ def test_rows_in_memory_train_to_the_bits_of_the_command(by_command, tmp_path, k
     assert result.iterations == 2
 
 
-def test_callbacks_watch_a_run_and_end_it(by_command, tmp_path):
+def test_callbacks_watch_a_run_and_end_it(by_command, tmp_path, capsys):
     seen = []
 
     def evaluated(record):
@@ -67,6 +67,7 @@ def test_callbacks_watch_a_run_and_end_it(by_command, tmp_path):
     loaded, result = finetune(MODEL, data, **watched, **options)
     assert seen == [("evaluation", 0), ("evaluation", 1), ("report", 2), ("evaluation", 2), ("save", out)]
     assert (result.iterations, result.stopped_early) == (2, True)
+    assert "Stopping early after iteration 2: a callback ends the run.\n" in capsys.readouterr().out
     assert generate(load(MODEL, adapter=out), "question 3", max_tokens=4) == generate(
         loaded, "question 3", max_tokens=4
     )

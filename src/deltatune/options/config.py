@@ -456,14 +456,10 @@ class TrainConfig:
 
     @classmethod
     def of(cls, **options: Any) -> TrainConfig:
-        """Return the options of a run by their names, those of adapters among them, as flags have them.
+        """Return the options of a run by name, those of adapters among them, as flags have them: rank=8, iters=300.
 
         Raises:
             UserError: A name is unknown, or a value is not one that the option may have.
-
-        Example:
-            >>> TrainConfig.of(model="path/to/model", data="my-data", rank=8).lora_parameters.rank
-            8
         """
         of_adapters = {field.name: options.pop(field.name) for field in fields(LoraConfig) if field.name in options}
         if of_adapters and "lora_parameters" in options:

@@ -220,7 +220,11 @@ class Iterations:
             callback(value)
         except StopTraining:
             stops = True
-        self._stopped = self.parts.world.sum_numbers(float(stops))[0] > 0 or self._stopped
+        if self.parts.world.sum_numbers(float(stops))[0] and not self._stopped:
+            self._stopped = True
+            self.parts.screen.say(
+                f"Stopping early after iteration {self.progress.iteration:,}: a callback ends the run."
+            )
 
     def ended_early(self) -> bool:
         """Whether the run ends before its last iteration, by a callback or since the loss stopped improving."""
@@ -276,6 +280,8 @@ class Iterations:
         if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
         due = [config.save_every]
+        if parts.callbacks.on_report is not None:
+            due.append(config.steps_per_report)
         if parts.valid_order is not None and config.val_batches:
             due.append(config.steps_per_eval)
         if parts.samples.prompts:
