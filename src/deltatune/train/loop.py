@@ -32,6 +32,7 @@ from ..options.config import TrainConfig
 from ..rewards import Rewards
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
+from .callbacks import Callbacks
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
@@ -89,6 +90,7 @@ class Trainer:
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
         bounds: The plan of the run, with which `config.memory` or `grad_checkpoint` auto is followed.
         rewards: The reward functions of a run that samples its answers.
+        callbacks: Functions that the run calls.
 
     Attributes:
         model, splits: The arguments.
@@ -121,6 +123,7 @@ class Trainer:
         processor: Any = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ):
         _check_arguments(config, bounds, rewards)
         self._bounds = bounds or Bounds()
@@ -161,6 +164,7 @@ class Trainer:
             samples=samples,
             reporting=Reporting(config, outputs, screen, world.main, on_host, thumbnails),
             weights=weights,
+            callbacks=callbacks or Callbacks(),
         )
 
     @classmethod
@@ -171,11 +175,13 @@ class Trainer:
         folder: RunFolder | None = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "rewards": rewards}
-        return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
+        others = {"screen": screen, "folder": folder, "bounds": bounds, "rewards": rewards, "callbacks": callbacks}
+        return cls(*from_run, **more, **others)
 
     def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
@@ -232,8 +238,11 @@ class Trainer:
             parts.screen.start(progress.iteration, config.iters)
             with ending.rescue(saving):
                 iterations.run()
-            result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            report = str(parts.outputs.report) if parts.world.main else None
+            result = Result.of(progress, parts.reporting.peak_memory, iterations.ended_early(), report)
+            ended = "ended early" if result.stopped_early else "ended"
+            if iterations.out_of_patience():
+                ended += ", since the validation loss no longer fell"
             parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
