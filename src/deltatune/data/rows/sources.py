@@ -66,7 +66,7 @@ def in_memory(name: str, rows: Any) -> DataTable:
     if hasattr(rows, "with_format"):
         undecoded = rows.with_format(None)
         leave_undecoded(undecoded.features)
-        return _table(name, undecoded)
+        return _table(name, undecoded, 0)
 
     def numbered() -> Rows:
         return ((f"{name}[{number}]", row) for number, row in enumerate(rows))
