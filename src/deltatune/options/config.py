@@ -5,13 +5,15 @@ Names are those of `mlx_lm.lora` for every option that it has; docs/guides/from-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import UserError
 from .chat_template import checked_options
+from .data_in_memory import DataInMemory
 from .lora_parameters import LoraConfig
-from .values import FINITE, Range, build, fix, nearest, option
+from .values import FINITE, Range, build, fix, nearest, option, unknown_names
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
@@ -191,7 +193,7 @@ class TrainConfig:
     learning_rate: float = option(
         None,
         _OPTIMIZER,
-        "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of that",
+        "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
         range=Range(above=0),
     )
     loraplus_lr_ratio: float | None = option(
@@ -423,6 +425,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.data, Iterable) and not isinstance(self.data, str):
+            vars(self).update(data=DataInMemory.of(self.data))
         if self.learning_rate is None:
             rate = 2e-4 if self.loss in ("sft", "distill") else 1e-5
             is_full = self.fine_tune_type == "full" and not self.from_scratch
@@ -458,6 +462,22 @@ class TrainConfig:
             vars(self).update(fine_tune_type="full", num_layers=-1)
         if self.memory is not None:
             vars(self).update(grad_checkpoint=True)
+
+    @classmethod
+    def of(cls, **options: Any) -> TrainConfig:
+        """Return the options of a run by name, those of adapters among them, as flags have them: rank=8, iters=300.
+
+        Raises:
+            UserError: A name is unknown, or a value is not one that the option may have.
+        """
+        of_adapters = {field.name: options.pop(field.name) for field in fields(LoraConfig) if field.name in options}
+        if of_adapters and "lora_parameters" in options:
+            raise UserError(f"lora_parameters holds {', '.join(of_adapters)} already; give them in one place.")
+        # A name of another trainer is answered by `rank`, not by its place in a file.
+        known = [field.name for kind in (cls, LoraConfig) for field in fields(kind) if field.name != "lora_parameters"]
+        if unknown := unknown_names([name for name in options if name != "lora_parameters"], known, ""):
+            raise UserError("\n".join(unknown))
+        return cls(**{"lora_parameters": of_adapters} | options)
 
     @property
     def trains_base(self) -> str | None:

@@ -27,7 +27,7 @@ from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import load_with_adapter
+from ..models.adapted_base import load
 from ..models.document_isolation import check_packing
 from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
@@ -161,7 +161,7 @@ def load_model(
 
     `image` says where the first image of the data is; None for text. The others are as in ready().
     """
-    loaded = load_with_adapter(
+    loaded = load(
         path or config.model,
         adapter_path,
         bare=lazy,
