@@ -1,10 +1,9 @@
 """Trains the demo's model with mlx_lm.lora's defaults and with deltatune's, and draws losses of runs.
 
-usage: python benchmarks/defaults.py docs/defaults.svg
-       python benchmarks/defaults.py docs/demo.svg demo-out/metrics.jsonl
+usage: python benchmarks/defaults.py FIGURE.svg [METRICS.jsonl]
 
 Both runs are `deltatune train` on the demo's 4,000 lines, 1,000 iterations of 4 lines, and differ in the options of OLD
-alone. Then each model is asked held-out messages. With the metrics of a run, only that run is drawn.
+alone. Then each model is asked held-out messages. With metrics of a run, only that run is drawn, as docs/demo.svg is.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning():
             assert getattr(ours, name) == value, name
 
 
-def test_defaults_are_those_of_mlx_lm_lora_but_for_seven():
+def test_defaults_are_those_of_mlx_lm_lora_but_for_those_that_teach():
     from mlx_lm.lora import CONFIG_DEFAULTS
 
     ours = dataclasses.asdict(config())
@@ -56,8 +56,9 @@ def test_defaults_are_those_of_mlx_lm_lora_but_for_seven():
     # `train` is implied by the command, mask_prompt is on for rows with a prompt, optimizer_config lists no optimizers,
     # clear_cache_threshold depends on the device, and no model and no data are chosen for the user.
     others = {"train", "mask_prompt", "optimizer_config", "lora_parameters", "clear_cache_threshold"}
-    assert differ == others | {"model", "data"}
-    assert CONFIG_DEFAULTS["lora_parameters"].items() <= ours["lora_parameters"].items()
+    learning = {"learning_rate", "lr_schedule", "num_layers", "optimizer"}
+    assert differ == others | learning | {"model", "data"}
+    assert [ours["lora_parameters"][name] for name in CONFIG_DEFAULTS["lora_parameters"]] == [16, 0.0, 2.0]
 
 
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):

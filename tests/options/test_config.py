@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def test_names_of_other_trainers_are_answered_with_ours(option):
         assert nearest(name, fields) == f" (did you mean {meant!r}?)"
         flag = f"--{option.replace('_', '-')}"
         assert nearest(f"--{name.replace('_', '-')}", [flag, "--other"]) == f" (did you mean {flag!r}?)"
+
+
+@pytest.mark.bad_input("`fine_tune_type: qlora`, as a key and as a flag")
+def test_qlora_is_answered_with_how_it_is_asked_for_here(run):
+    meant = "load a model in 4 bits (mlx_lm.convert -q) and use lora"
+    with pytest.raises(UserError, match=re.escape(meant)):
+        build(TrainConfig, {"fine_tune_type": "qlora"}, "c.yaml")
+    assert meant in run("train", "--fine-tune-type", "qlora")[2]
 
 
 def test_an_option_of_adapters_at_the_top_of_a_file_is_sent_to_its_place():
@@ -99,6 +108,14 @@ def refused(run, tmp_path, name, value):
 def test_every_number_states_its_range():
     assert not [name for name, (_, limits) in NUMBERS.items() if limits is None]
     assert len(NUMBERS) > 20
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("lora", 2e-4), ("dora", 2e-4), ("full", 2e-5)])
+def test_the_learning_rate_is_that_of_what_trains(kind, rate):
+    assert TrainConfig(fine_tune_type=kind).learning_rate == pytest.approx(rate)
+    assert TrainConfig(fine_tune_type=kind, loss="kto").learning_rate == pytest.approx(rate / 20)
+    assert TrainConfig(from_scratch=True).learning_rate == 2e-4
+    assert TrainConfig(fine_tune_type=kind, learning_rate=1e-3).learning_rate == 1e-3
 
 
 @pytest.mark.bad_input("`{name}` outside its range")
@@ -201,9 +218,10 @@ def test_python_is_checked_like_the_command_line():
 
 @pytest.mark.parametrize(
     ("given", "scale"),
-    [({"alpha": 16}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
+    [({"alpha": 32}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
 )
 def test_alpha_sets_the_scale(given, scale):
     config = LoraConfig(**given)
     assert config.scale == scale
-    assert dataclasses.replace(config, rank=2).scale == (8.0 if "alpha" in given and "rslora" not in given else scale)
+    follows_rank = "alpha" in given and "rslora" not in given
+    assert dataclasses.replace(config, rank=2).scale == (given["alpha"] / 2 if follows_rank else scale)

@@ -91,6 +91,18 @@ def test_a_schedule_over_the_run_is_that_of_transformers(word, warmup):
     np.testing.assert_allclose(rates, TRANSFORMERS[word, warmup], rtol=1e-5, atol=1e-10)
 
 
+def test_adam_corrects_its_bias_unless_told_otherwise():
+    for name in ("adam", "adamw", "adam8bit", "adamw8bit"):
+        assert build_optimizer(TrainConfig(optimizer=name)).bias_correction
+        config = TrainConfig(optimizer=name, optimizer_config={name: {"bias_correction": False, "eps": 1e-6}})
+        assert (build_optimizer(config).bias_correction, build_optimizer(config).eps) == (False, 1e-6)
+
+
+def test_a_single_update_has_the_whole_rate():
+    for iters, rate in ((1, 2e-4), (2, 0.0)):
+        assert build_optimizer(TrainConfig(iters=iters)).learning_rate.item() == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_an_update_is_that_of_mlx(name):
     parameters, gradients = tree(0), tree(1)
