@@ -43,7 +43,7 @@ from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, MOST, Brake,
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.layers_on_disk import held
 from deltatune.plan.search import fits
-from deltatune.plan.simulate import PACES, cuda_pace
+from deltatune.plan.simulate import PACES, gpu_pace
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 from deltatune.train.tree import leaves
@@ -86,7 +86,7 @@ def by_layers(name: str, bits: int, experts: int, length: int) -> int:
     options: dict[str, Any] = {"grad_checkpoint": True, "optimizer": "adamw8bit", "memory": 1}
     model, config, layout = prepared(name, bits, lora_parameters=lora, **options)
     # A command with --memory has small pieces of work.
-    with patch.dict(PACES, cuda=cuda_pace(environment.SMALL_PIECE)):
+    with patch.dict(PACES, cuda=gpu_pace(environment.SMALL_PIECE)):
         peak = forecast_step(model, config, BatchShape(1, length), layout, layer_inputs="disk").bytes.amount
     frozen = [
         sum(array.nbytes for _, array in leaves(layer.module.parameters()))
@@ -117,7 +117,7 @@ def line(
             )
     rise = (second - first) / (lengths[1] - lengths[0])
     inputs = 2 * MODELS[name]["num_hidden_layers"] * MODELS[name]["hidden_size"]
-    return second - rise * lengths[1], rise, experts is not None or rise >= inputs
+    return second - rise * lengths[1], rise, experts is not None or rise >= 0.98 * inputs
 
 
 def cell(name: str, bits: int, device: str, memory: int, lengths: tuple[int, int], experts: int | None) -> str:

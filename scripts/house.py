@@ -28,8 +28,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_700, 1_400),
-    "answering": Budget(580, 1_000),
+    "commands": Budget(1_705, 1_400),
+    "answering": Budget(600, 1_000),
     "selftest": Budget(2_395, 2_200),
     "demo": Budget(680, 700),
     "recipes": Budget(70, 200),
@@ -43,10 +43,10 @@ BUDGETS = {
     "patches": Budget(4_310, 3_400),
     "lora": Budget(2_705, 2_300),
     "ops": Budget(15_065, 12_000),
-    "machine": Budget(2_001, 2_500),
+    "machine": Budget(2_006, 2_500),
     "options": Budget(1_403, 1_050),
     "root": Budget(913, 450),
-    "kernels": Budget(11_800, 10_800),
+    "kernels": Budget(11_805, 10_800),
     "tests": Budget(56_810, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.

@@ -1,7 +1,7 @@
 """The commands and the YAML files of the pages run as their reader types them, on tiny models in the places they name.
 
 Only the length of a run is shortened. Commands that cannot run here stand in NOT_RUN with the tests that run them. The
-first line of each command goes through the installed console script in a process of its own.
+first line of each command that no other test starts goes through the installed console script.
 """
 
 import json
@@ -64,8 +64,10 @@ def reason(command: str) -> str | None:
 
 TYPED = typed()
 RUN = [pytest.param(line, page, id=line[:100]) for line, page in TYPED.items() if reason(line) is None]
-#: The first line of each command.
+#: The first line of each command, but those of which other tests start the script.
+STARTED = ("train", "plan", "generate")
 FIRST = {shlex.split(line)[1]: line for line in reversed(TYPED) if reason(line) is None}
+FIRST = {name: line for name, line in FIRST.items() if name not in STARTED}
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -188,7 +190,7 @@ def test_a_number_of_layers_above_the_models_trains_all(desk):
 
 
 def test_each_command_of_a_page_goes_through_the_script_once():
-    assert {"train", "plan", "eval", "generate", "merge", "export", "import"} <= FIRST.keys()
+    assert {"eval", "merge", "export", "import"} <= FIRST.keys()
 
 
 def test_lines_excused_from_running_are_on_a_page():

@@ -69,8 +69,8 @@ def launched(tmp_path):
 
 
 def test_two_ranks_say_a_mistake_once(launched):
-    done = launched(CONSOLE, "train", "--model", "m", "--data", "nowhere")
-    assert done.stderr.count("deltatune: model m: no such directory") == 1, done.stderr
+    done = launched(CONSOLE, "train", "-c", "nowhere.yaml")
+    assert done.stderr.count("deltatune: config nowhere.yaml: cannot be read") == 1, done.stderr
     assert "rank 1: " not in done.stderr
     assert "exited with code 2" in done.stdout + done.stderr
 

@@ -102,7 +102,8 @@ def test_gradients_are_those_of_whole_rows(family, options, tiny_model, monkeypa
     loss, expected, calls = found(model, config, batch(), None, monkeypatch)
     assert not calls
     bound = bound_of(model, config, batch(), expected, monkeypatch)
-    for how in CUTS:
+    # What a family's layers carry shows at pieces of one token, and where one family's rows are cut shows in any.
+    for how in CUTS if (family, options) == ("qwen3_5", {}) else CUTS[2:3]:
         value, gradients, calls = found(model, config, batch(), how, monkeypatch)
         assert value == pytest.approx(loss, rel=bound)
         assert calls

@@ -209,9 +209,10 @@ def test_python_is_checked_like_the_command_line():
 
 @pytest.mark.parametrize(
     ("given", "scale"),
-    [({"alpha": 16}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
+    [({"alpha": 32}, 2.0), ({"alpha": 16, "rank": 4}, 4.0), ({"alpha": 16, "rslora": True}, 16.0), ({"scale": 3}, 3.0)],
 )
 def test_alpha_sets_the_scale(given, scale):
     config = LoraConfig(**given)
     assert config.scale == scale
-    assert dataclasses.replace(config, rank=2).scale == (8.0 if "alpha" in given and "rslora" not in given else scale)
+    follows_rank = "alpha" in given and "rslora" not in given
+    assert dataclasses.replace(config, rank=2).scale == (given["alpha"] / 2 if follows_rank else scale)

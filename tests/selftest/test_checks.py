@@ -275,6 +275,8 @@ def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
     assert "would take about 105 s" in times._too_much(times.OURS, size, 1e-4)
 
 
+# Each check passes in a test above; tests/on_metal runs the command, as a Mac would.
+@pytest.mark.weekly
 def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     # tests/oracle replays every family with these bounds.

@@ -156,7 +156,8 @@ print(f"rank {world.rank} of {world.size} over {world.backend} is right", flush=
 """
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(3, "ring"), (2, "mpi")])
+# Runs over the ring train as one process does.
+@pytest.mark.parametrize(("ranks", "backend"), [pytest.param(3, "ring", marks=pytest.mark.weekly), (2, "mpi")])
 def test_sums_over_the_ranks(launch, ranks, backend):
     done = launch({}, ranks=ranks, backend=backend, program=SUMS)
     for rank in range(ranks):

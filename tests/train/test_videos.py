@@ -87,6 +87,8 @@ def test_a_batch_weighs_as_its_rows_do(tiny_vision_checkpoint, folder, family):
     check_batch_weighs_as_its_rows(tiny_vision_checkpoint(family), folder)
 
 
+# Frames are read as pictures are, with which test_vision.py stops a run.
+@pytest.mark.weekly
 def test_a_stopped_run_resumes_bit_for_bit(tiny_vision_checkpoint, folder, tmp_path):
     more = {"parts": "vision,projector", "iters": 4, "video-max-frames": 4}
     check_resumed_run_is_bit_equal(tiny_vision_checkpoint("qwen3_vl"), folder, tmp_path, 2, **more)

@@ -36,7 +36,9 @@ def quantized(source, target, bits):
     return target
 
 
-@pytest.mark.parametrize(("family", "bits"), [("qwen3_5_moe", 4), ("qwen3_vl_moe", 8), ("qwen3_5", 8)])
+@pytest.mark.parametrize(
+    ("family", "bits"), [("qwen3_5_moe", 4), ("qwen3_vl_moe", 8), pytest.param("qwen3_5", 8, marks=pytest.mark.weekly)]
+)
 def test_a_quantized_language_tower_trains_on_images(family, bits, tiny_vision_checkpoint, folder, tmp_path):
     sizes = {"moe_intermediate_size": 64} if "moe" in family else {}
     path = quantized(tiny_vision_checkpoint(family, **sizes), tmp_path / "base", bits)

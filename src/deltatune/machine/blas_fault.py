@@ -101,7 +101,7 @@ def examine(multiply: Multiply, library: str) -> ProbeResult:
     wrong = [
         case.name
         for case in CASES
-        if not all(_is_right(multiply, case, a, each, expected) for each in (b, np.ascontiguousarray(b.T)))
+        if not all(_is_right(multiply, case, a, laid_out, expected) for laid_out in (b, np.ascontiguousarray(b.T)))
     ]
     return ProbeResult(library, tuple(wrong))
 

@@ -76,7 +76,7 @@ def load(
     Args:
         path_or_name: A checkpoint folder, or a name on the hub of the form owner/model.
         trust_remote_code: Whether Python code in the checkpoint may run.
-        lazy: Leave weights on the disk until they are used.
+        lazy: Leave weights on the disk, or undrawn, until they are used.
         from_scratch: Draw random weights instead of reading any. The folder then needs only config and tokenizer.
         seed: The seed of those random weights.
         image: The file and line of the first image in the data. If given, the model is loaded through mlx-vlm, with its
@@ -100,7 +100,7 @@ def load(
     config = read_config(path, trust_remote_code)
     check_tokenizer(path)
     if from_scratch:
-        model = new_model(config, seed)
+        model = new_model(config, seed, lazy=lazy)
     else:
         model, config = load_model(path, trust_remote_code=trust_remote_code, lazy=lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
@@ -113,7 +113,7 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
     vision_load.check_vision(config, path, f"{image}: has an image")
     check_tokenizer(path)
     if seed is not None:
-        model = vision_load.new_vision_model(config, seed)
+        model = vision_load.new_vision_model(config, seed, lazy=lazy)
     else:
         weight_headers(path)
         model = vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
@@ -299,12 +299,13 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}") from error
 
 
-def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
+def new_model(config: dict[str, Any] | str | Path, seed: int = 0, *, lazy: bool = False) -> nn.Module:
     """Build a model with random weights, for training from scratch.
 
     Args:
         config: The content of config.json, or the checkpoint (folder or hub name) that holds it.
         seed: Seeds MLX's global random state, from which the weights are drawn.
+        lazy: Draw the weights when they are used.
 
     Returns:
         The model in inference mode.
@@ -322,7 +323,8 @@ def new_model(config: dict[str, Any] | str | Path, seed: int = 0) -> nn.Module:
         mx.random.seed(seed)
         model = _built(complete)
         set_yarn(config, model)
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     model.eval()
     return model
 

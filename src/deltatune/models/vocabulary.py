@@ -148,7 +148,7 @@ def _refusal(where: str, tokens: np.ndarray, tokenizer: Any, rows: int) -> str:
     )
 
 
-def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
+def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None, *, lazy: bool = False) -> None:
     """Give a model's embedding and head, in place, trainable rows for tokens added to its tokenizer.
 
     These are the ids without a row, and added tokens in rows that the base has to spare. `loaded.config` then says how
@@ -158,6 +158,7 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
         loaded: A model without adapters, and its tokenizer.
         scratch_seed: The seed of a model that trains from scratch, which is made anew with more rows; None for any
             other, with new rows that start at the mean of the old ones.
+        lazy: Whether the weights of a model made anew are drawn when they are used.
 
     Raises:
         UserError: Rows cannot be added to this model.
@@ -171,7 +172,7 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None) -> None:
     loaded.config = with_vocab_size(loaded.config, rows, total)
     if scratch_seed is not None:
         make = new_vision_model if loaded.processor is not None else new_model
-        loaded.model = make(loaded.config, scratch_seed)
+        loaded.model = make(loaded.config, scratch_seed, lazy=lazy)
     else:
         add_rows(loaded.model, dict.fromkeys(tables, needed - first), first)
     columns = _logit_count(loaded.model)

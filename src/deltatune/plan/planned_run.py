@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from ..errors import UserError
 from ..models.load import Loaded
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from ..train import Result, Trainer
 from ..train.callbacks import Callbacks
 from ..train.distributed import World
@@ -71,11 +73,14 @@ class PlannedRun(Run):
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
 
-    def trainer(self, folder: RunFolder | None = None, callbacks: Callbacks | None = None) -> Trainer:
+    def trainer(
+        self, folder: RunFolder | None = None, rewards: Rewards | None = None, callbacks: Callbacks | None = None
+    ) -> Trainer:
         """Plan the run's largest step, and return the trainer of the run.
 
         Args:
             folder: The folder of the run, if it is taken already.
+            rewards: The reward functions of a run that samples its answers.
             callbacks: Functions that the run calls.
 
         Raises:
@@ -84,7 +89,7 @@ class PlannedRun(Run):
         bounds = check(self) if self.placed is None else self.placed.bounds(self)
         for fact in bounds.said:
             self.screen.say(fact)
-        return Trainer.of(self, self.screen, folder, bounds, callbacks=callbacks)
+        return Trainer.of(self, self.screen, folder, bounds, rewards, callbacks)
 
 
 def finetune(
@@ -132,15 +137,18 @@ def finetune(
     else:
         config = TrainConfig.of(model=model, data=data, **options)
     world = World()
-    with RunFolder(config, world) as folder, kept_choices(config):
+    with RunFolder(config, world) as folder, kept_choices(config), contextlib.ExitStack() as stack:
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
+        # A file of reward functions with a mistake is refused before the model is loaded.
+        rewards = stack.enter_context(Rewards(config)) if config.loss == "grpo" else None
         run = PlannedRun.of(config, world=world, verbose=verbose)
-        trainer = run.trainer(folder, Callbacks(on_report, on_evaluation, on_save))
+        trainer = run.trainer(folder, rewards, Callbacks(on_report, on_evaluation, on_save))
         result = trainer.run()
     best = _best(result, trainer.outputs)
     report = str(trainer.outputs.report)
     rows = [("saved", config.adapter_path), ("best", best.removeprefix("best, with ").rstrip("; ")), ("report", report)]
-    run.screen.ended(f"Saved in {config.adapter_path}; {best}report: {report}", [row for row in rows if row[1]])
+    line = f"Saved in {config.adapter_path}; {best}report: {report}"
+    run.screen.ended(line, [row for row in rows if row[1]], trainer.outputs.commands()[0])
     return run.loaded, result
 
 

@@ -262,7 +262,7 @@ class Iterations:
         return asked > 0
 
     def _next_batch(self) -> Batch:
-        """Return the next batch; if a stream has a row that cannot be trained on, the state is saved first."""
+        """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
         try:
             return next(self.state.order)
         except UserError as error:
@@ -270,7 +270,7 @@ class Iterations:
             self._saving.save_last_update()
             raise UserError(
                 f"{error} The state after iteration {self.progress.iteration:,} is saved in "
-                f"{self.parts.outputs.state.parent}; mend the data and give --resume."
+                f"{self.parts.outputs.state.parent}; mend that and give --resume."
             ) from error
 
     def _goes_on(self) -> bool:

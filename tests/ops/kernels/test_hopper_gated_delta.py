@@ -118,8 +118,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("heads", TEXTS)
-@pytest.mark.parametrize("name", CASES)
+# Two of four kernels differ by the number of heads: each has every second case, and both the one with documents.
+BOTH = "documents, masked middle"
+RUNS = [(name, (FEW, MANY)[at % 2]) for at, name in enumerate(CASES)] + [(BOTH, MANY)]
+OTHERS = [(name, heads) for name in CASES for heads in TEXTS if (name, heads) not in RUNS]
+
+
+@pytest.mark.parametrize(("name", "heads"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.weekly) for run in OTHERS)])
 def test_beside_naive(name, heads, run, on_host, errors, norms, table):
     case = table.Case(name, **CASES[name])
     results = run(case, heads, seed=len(name))

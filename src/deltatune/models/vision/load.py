@@ -97,13 +97,18 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
     return model
 
 
-def new_vision_model(config: dict[str, Any], seed: int) -> nn.Module:
-    """Build mlx-vlm's model with random weights from `seed`. UserError if mlx-vlm cannot build it from this config."""
+def new_vision_model(config: dict[str, Any], seed: int, *, lazy: bool = False) -> nn.Module:
+    """Build mlx-vlm's model with random weights from `seed`, drawn when they are used if `lazy`.
+
+    Raises:
+        UserError: mlx-vlm cannot build it from this config.
+    """
     module = architecture(config)
     mx.random.seed(seed)
     with refusing_config("config.json: mlx-vlm cannot build a model from it"):
         model = build(module, config)
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     model.eval()
     return model
 
