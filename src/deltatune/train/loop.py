@@ -179,9 +179,8 @@ class Trainer:
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more: dict[str, Any] = {"model_config": run.loaded.config, "processor": run.loaded.processor}
-        more |= {"rewards": rewards, "callbacks": callbacks}
-        return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
+        return cls(*from_run, screen=screen, folder=folder, bounds=bounds, rewards=rewards, callbacks=callbacks, **more)
 
     def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
