@@ -54,7 +54,8 @@ def test_json_lines_are_json(block):
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_runs_on_the_bundled_model(block, tmp_path):
+def test_python_runs_on_the_bundled_model(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     line = {"prompt": "What is in the oven?", "completion": "Bread."}
     (tmp_path / "train.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
     q = k = v = mx.random.normal((1, 8, 2, 4)) / 4

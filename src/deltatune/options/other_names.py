@@ -34,6 +34,7 @@ NAMES = {
     "loss": "stage rl",
     "loss_variant": "loss_type pref_loss",
     "beta": "rl_beta dpo_beta orpo_alpha pref_beta",
+    "teacher": "teacher_model_name_or_path teacher_model",
     "gamma": "simpo_gamma",
     "label_smoothing": "dpo_label_smoothing",
     "router_aux_loss_coef": "moe_aux_loss_coef",

@@ -144,6 +144,7 @@ def trace_step(
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
         existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
+        existing_arrays += [] if trained.teacher is None else _leaves(trained.teacher.state)
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
         if config.loss == "grpo":
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))

@@ -129,3 +129,29 @@ def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_pat
     same(tmp_path / "straight", tmp_path / "stopped")
     # No answer was sampled or paid for twice.
     assert [call[1] for call in stopped.calls] == [call[1] for call in straight.calls]
+
+
+def test_ranks_sample_their_own_answers_and_continue(launch, options, tmp_path):
+    """Stopped in a second pass, every rank takes up its own answers again; advantages are scaled over all ranks."""
+    values = options | {
+        "loss": "grpo",
+        "batch_size": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "num_iterations": 2,
+        "grad_accumulation_steps": 1,
+        "scale_rewards": "batch",
+        "reward_funcs": ["length:3", "regex:[a-m]$"],
+        "steps_per_report": 1,
+        "save_every": 100,
+    }
+    for folder, iterations in (("straight", 6), ("stopped", 3), ("stopped", 6)):
+        resume = ["--resume"] if iterations == 6 and folder == "stopped" else []
+        run = values | {"adapter_path": str(tmp_path / folder), "iters": iterations}
+        done = launch(run, *resume)
+        assert done.returncode == 0, done.stderr
+    straight, stopped = records(tmp_path / "straight"), records(tmp_path / "stopped")
+    assert [r.get("reward") for r in straight] == [r.get("reward") for r in stopped]
+    assert (tmp_path / "straight/adapters.safetensors").read_bytes() == (
+        tmp_path / "stopped/adapters.safetensors"
+    ).read_bytes()

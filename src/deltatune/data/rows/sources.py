@@ -61,6 +61,19 @@ def jsonl(path: Path) -> DataTable:
     )
 
 
+def in_memory(name: str, rows: Any) -> DataTable:
+    """Open rows that are in memory: a data set of the datasets library, or a list; messages call them `name`."""
+    if hasattr(rows, "with_format"):
+        undecoded = rows.with_format(None)
+        leave_undecoded(undecoded.features)
+        return _table(name, undecoded, 0)
+
+    def numbered() -> Rows:
+        return ((f"{name}[{number}]", row) for number, row in enumerate(rows))
+
+    return DataTable(name, len(rows), numbered, numbered, None)
+
+
 def file_digest(path: Path) -> bytes:
     """Return a digest of a file's content."""
     with path.open("rb") as file:
