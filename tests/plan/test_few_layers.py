@@ -42,7 +42,7 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     )
     assert list(map(id, model.layers)) == paths
     assert mx.get_active_memory() - active < 1 << 16, "nothing is computed"
-    # MLX's order differs a little from layer to layer, by arrays that are a hundredth of the memory of so small a model.
+    # MLX's order differs a little from layer to layer, by arrays that are a hundredth of a small model's memory.
     assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.015)
     assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
     assert (planned.counts, planned.sizes) == (whole.counts, whole.sizes)
