@@ -312,11 +312,11 @@ class HostMachine:
         return results
 
 
-def with_rough_exponentials(text: str) -> str:
-    """Return Metal text with exp and exp2 that are off by up to 4 units in the last place, as Metal allows them."""
+def with_rough_exponentials(text: str, *functions: str) -> str:
+    """Return Metal text with exp or exp2 off by up to 4 units in the last place, as Metal allows them."""
     off = "inline float rough(float x, float right) {\n  const int unit = as_type<uint>(x) >> 3 & 7;\n"
     text = off + "  return right * (1.0f + (unit - 3.5f) * 1.36e-7f);\n}\n" + text
-    for function in ("exp", "exp2"):
+    for function in functions:
         plain = f"metal::{function}(x)\n"
         if plain not in text:
             raise ValueError(f"the text does not define {function} as {plain.strip()}")

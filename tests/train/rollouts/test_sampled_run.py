@@ -11,6 +11,7 @@ import pytest
 
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer
+from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.setup import ready
 from killed_runs import same
@@ -129,6 +130,36 @@ def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_pat
     same(tmp_path / "straight", tmp_path / "stopped")
     # No answer was sampled or paid for twice.
     assert [call[1] for call in stopped.calls] == [call[1] for call in straight.calls]
+
+
+class Interrupting(Letters):
+    """Asks the run to stop while it awaits the rewards of a sampling, as Ctrl-C does."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.ending: Any = None
+
+    def __call__(self, prompts: Any, completions: Any, columns: Any, check: Any) -> np.ndarray:
+        if len(self.calls) == self.at:
+            self.ending.stop.asked = True
+        return super().__call__(prompts, completions, columns, check)
+
+
+def test_a_run_that_is_interrupted_amid_a_sampling_continues_with_the_same_bits(trainer_of, tmp_path, monkeypatch):
+    trainer_of("straight").run()
+    rewards = Interrupting(at=2)
+    plain = Ending.__enter__
+
+    def enter(ending: Ending) -> Ending:
+        rewards.ending = ending
+        return plain(ending)
+
+    monkeypatch.setattr(Ending, "__enter__", enter)
+    with pytest.raises(StoppedError, match="stopped after iteration 2 of 6"):
+        trainer_of("stopped", rewards).run()
+    trainer_of("stopped", resume=True).run()
+    same(tmp_path / "straight", tmp_path / "stopped")
 
 
 def test_ranks_sample_their_own_answers_and_continue(launch, options, tmp_path):
