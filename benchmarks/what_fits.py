@@ -117,7 +117,7 @@ def line(
             )
     rise = (second - first) / (lengths[1] - lengths[0])
     inputs = 2 * MODELS[name]["num_hidden_layers"] * MODELS[name]["hidden_size"]
-    return second - rise * lengths[1], rise, experts is not None or rise >= inputs
+    return second - rise * lengths[1], rise, experts is not None or rise >= 0.98 * inputs
 
 
 def cell(name: str, bits: int, device: str, memory: int, lengths: tuple[int, int], experts: int | None) -> str:

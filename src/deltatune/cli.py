@@ -23,6 +23,7 @@ from .commands import (
     plan,
     recipes,
     run,
+    runs,
     selftest,
     train,
 )
@@ -33,7 +34,7 @@ from .ops import IMPLEMENTATIONS
 from .options.values import short
 from .wrapping import for_stream
 
-COMMANDS = (train, plan, recipes, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
+COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:

@@ -1,8 +1,11 @@
 """The refusals of `deltatune generate` before it loads a model, and those that are only possible afterwards."""
 
 import io
+import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from added_ends import FIRST, LAST, with_first_token
 from console import called, deltatune, started
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
+from deltatune.data.chats.answer_parser import AnswerParser
 from deltatune.data.prompts import Question, prompt_tokens, text_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
@@ -127,10 +131,55 @@ def test_option_that_depends_on_the_model_is_refused_by_name(run, flag, value, m
     assert message in err
 
 
+TOOLS = [{"type": "function", "function": {"name": "open", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_tools_stand_in_the_prompt_of_generate_and_of_chat(tiny_checkpoint, tmp_path):
+    template = (Path(__file__).parents[1] / "data" / "templates" / "qwen3_5.jinja").read_text(encoding="utf-8")
+    model, file = tiny_checkpoint("qwen3", chat_template=template), tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    asked = [{"role": "user", "content": "when?"}]
+    tokenizer = load(model).tokenizer
+    prompt = tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True)
+    options = ["--model", model, "--max-tokens", 1, "--tools", file]
+    assert f"[{len(prompt)} prompt tokens" in called("generate", *options, "--prompt", "when?").stdout
+    talked = deltatune("chat", *options, input="when?\nand then?\n")
+    assert (talked.returncode, talked.stderr, len(talked.stdout.splitlines())) == (0, "", 3)
+    # The history of a conversation holds an answer as it does without tools.
+    variables = {"enable_thinking": True, "tools": TOOLS}
+    message = AnswerParser(tokenizer, variables).message("as asked\n</think>\n\nat nine")
+    assert message == {"role": "assistant", "reasoning_content": "as asked", "content": "at nine"}
+
+
+NO_TOOLS = {
+    "a missing file": (None, r"--tools tools.json: cannot be read \(.*\); give a JSON file"),
+    "no JSON": ("[{", r"--tools tools.json: 'tools': expected JSON, got str '\[\{'"),
+    "one tool alone": (json.dumps(TOOLS[0]), r"--tools tools.json: 'tools': expected a list, got str"),
+    "a model without tools": (json.dumps(TOOLS), "--tools: the model has no chat template that describes tools"),
+}
+
+
+@pytest.mark.bad_input("`--tools`: {what}")
+@pytest.mark.parametrize("what", NO_TOOLS)
+def test_tools_that_cannot_be_asked_with(run, tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    content, message = NO_TOOLS[what]
+    if content is not None:
+        Path("tools.json").write_text(content)
+    code, out, err = run("generate", "--model", MODEL, "--prompt", "hi", "--tools", "tools.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)
+
+
 @pytest.mark.bad_input("`generate --ignore-chat-template {flag} {value}`")
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--system-prompt", "be brief"), ("--prefill-response", "Yes"), ("--chat-template-config", "{}")],
+    [
+        ("--system-prompt", "be brief"),
+        ("--prefill-response", "Yes"),
+        ("--chat-template-config", "{}"),
+        ("--tools", "f.json"),
+    ],
 )
 def test_texts_that_only_a_template_places_are_refused_without_one(run, flag, value):
     code, out, err = run("generate", "--model", MODEL, "--prompt", "hi", "--ignore-chat-template", flag, value)

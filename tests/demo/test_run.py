@@ -43,8 +43,8 @@ def test_mlx_lm_alone_gives_the_same_answers(short):
 
 def test_the_command_to_try_next_runs(short, run):
     _, _, shown, _ = short
-    (line,) = re.findall(r"^ +try +(\S.*)$", shown, re.MULTILINE)
-    python, dash_m, program, *arguments = shlex.split(line)
+    (command,) = re.findall(r"^next:\n(.*?)\n\n", shown, re.MULTILINE | re.DOTALL)
+    python, dash_m, program, *arguments = shlex.split(command.replace(" \\\n", " "))
     assert (Path(python).resolve(), dash_m, program) == (Path(sys.executable).resolve(), "-m", "deltatune")
     code, answer, _ = run(*arguments)
     assert code == 0

@@ -26,13 +26,18 @@ def test_no_line_is_wider_than_the_screen(width):
     assert "(nothing)" in text
 
 
-def test_a_command_to_paste_stands_on_one_line():
-    file = io.StringIO()
-    command = 'python -m deltatune generate --prompt "' + "6 mochas " * 20 + '"'
+def test_a_command_can_be_pasted_from_a_narrow_terminal():
+    file, model = io.StringIO(), "model/" * 15
+    command = (
+        f'python -m deltatune generate --model {model} --adapter-path demo-out --prompt "6 mochas for Zelda, please."'
+    )
     DemoScreen(Console(file=file, width=80)).end("0.0%", "99.0%", "demo-out/" * 12 + "report.html", command, 99.4)
     lines = file.getvalue().splitlines()
-    assert f"     try     {command}" in lines
-    assert f"     report  {'demo-out/' * 12}report.html" in lines
+    at = lines.index("python -m deltatune generate \\")
+    assert lines[at + 1 : at + 3] == [
+        f"  --model {model} \\", '  --adapter-path demo-out --prompt "6 mochas for Zelda, please."',
+    ]  # fmt: skip
+    assert f"report: {'demo-out/' * 12}report.html" in lines
 
 
 def test_text_with_markup_is_shown_as_it_is():

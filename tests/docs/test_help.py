@@ -267,7 +267,7 @@ PICTURES = "train/reports/test_vision_samples::test_merged_and_whole_models_prep
 HINTS = f"{COLUMNS}::test_columns_of_other_names_are_answered_with_the_flags_that_read_them"
 SEVERAL = f"{CLI}::test_train_eval_generate_and_merge_work_together"
 ROLLOUTS = "train/rollouts/test_sampled_run"
-TRL = "oracle/test_rollouts_replay"
+TRL = "oracle/test_rollouts_replay::test_every_option_of_the_loss_is_in_a_case"
 SAMPLING = f"{GENERATE}::test_options_are_refused_before_the_model_is_looked_for"
 ELSEWHERE = {
     "--adapter-path": SEVERAL,
@@ -311,10 +311,13 @@ ELSEWHERE = {
     "--min-pixels": PICTURES,
     "--model": SEVERAL,
     "--neftune-noise-alpha": "train/saved/test_resume::test_a_resumed_run_draws_the_same_noise",
-    **dict.fromkeys(("--num-generations", "--max-completion-length", "--top-k"), f"{ROLLOUTS}::trainer_of"),
-    **dict.fromkeys(("--epsilon", "--epsilon-high", "--num-iterations"), f"{TRL}::differences"),
-    **dict.fromkeys(("--scale-rewards", "--mask-truncated-completions", "--sampler-correction"), f"{TRL}::differences"),
-    "--temperature": "train/policy_gradient/test_estimator::test_the_expected_gradient_is_the_exact_one",
+    **dict.fromkeys(("--num-generations", "--max-completion-length"), f"{ROLLOUTS}::trainer_of"),
+    **dict.fromkeys(("--epsilon", "--epsilon-high", "--num-iterations"), TRL),
+    **dict.fromkeys(("--scale-rewards", "--mask-truncated-completions", "--sampler-correction"), TRL),
+    **dict.fromkeys(
+        ("--temperature", "--top-k"), "models/test_sampled_policy::test_the_policy_is_that_of_its_definition"
+    ),
+    "--teacher": "train/distillation/test_run::distilling",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
     "--outtype": f"{GGUF}::test_types_that_the_converter_does_not_write_go_through_llama_quantize",
@@ -326,6 +329,7 @@ ELSEWHERE = {
     "--push-to-hub": "export/test_hub::push",
     "--quick": "selftest/test_checks::test_the_quick_selftest_passes_here",
     "--rank-pattern": "lora/test_rank_pattern::test_the_first_pattern_that_matches_sets_the_rank",
+    "--report": "train/reports/test_runs::test_several_runs_are_in_one_report",
     "--report-to": "train/saved/test_folder::test_loggers_are_checked_before_loading",
     "--resize-embeddings": "train/test_resized::train",
     "--reward-errors": "rewards/test_rewards::test_a_failure_is_named_with_its_row_and_stops_or_gives_none",
@@ -346,6 +350,7 @@ ELSEWHERE = {
     "--tasks": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--text-column": HINTS,
     "--to": f"{GGUF}::words",
+    "--tools": "commands/test_generate::test_tools_stand_in_the_prompt_of_generate_and_of_chat",
     "--top-p": f"{CLI}::test_generation_follows_seed_template_and_prefill",
     "--train": f"{CLI}::test_every_flag_of_mlx_lm_lora_is_taken_with_the_same_meaning",
     "--trust-remote-code": "models/test_load::test_code_in_a_checkpoint_runs_when_trusted",

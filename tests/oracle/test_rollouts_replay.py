@@ -7,6 +7,7 @@ import pytest
 from parity import rollouts
 from parity.rollouts import CASES
 
+from deltatune.options.conditions import changed_options
 from deltatune.train.policy_gradient import policy_loss
 
 RECORDED = rollouts.recorded()
@@ -26,6 +27,12 @@ def test_advantages_losses_and_gradients_are_those_of_trl(name):
     assert advantages < 2e-6
     assert loss < 1e-5
     assert gradients < 1e-5
+
+
+def test_every_option_of_the_loss_is_in_a_case():
+    names = {"loss_variant", "beta", "epsilon", "epsilon_high", "num_iterations", "temperature"}
+    names |= {"scale_rewards", "mask_truncated_completions", "sampler_correction"}
+    assert names <= {name for case in CASES.values() for name in changed_options(case.config)}
 
 
 def test_every_case_has_other_numbers():

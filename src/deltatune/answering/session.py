@@ -13,10 +13,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
+from ..data.chats.rendering import Renderer
+from ..data.rows.row_formats import tools_of
+from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import folder_of, load_with_adapter, put_adapter
+from ..models.adapted_base import folder_of, load, put_adapter
 from ..models.continuations import Likelihood, scored
 from ..models.early_refusal import refuse_unserved
 from ..models.generate import Sampling
@@ -106,6 +108,7 @@ class Session(Inference):
             refuse_unserved(folder, (INFERENCE,), image=media, trust_remote_code=options.trust_remote_code)
         loaded = _load(options, media)
         _check_tokens(options, loaded)
+        _check_tools(options, loaded.tokenizer, variables)
         return cls(loaded, options, chat=chat, template_options=variables)
 
     def __enter__(self) -> Session:
@@ -212,7 +215,7 @@ class Session(Inference):
 def _load(options: AnswerOptions, media: str | None) -> Loaded:
     """Load the model with its adapter; lazily and without it where memory is bounded."""
     bounded = options.memory is not None
-    return load_with_adapter(
+    return load(
         options.model,
         options.adapter_path,
         bare=bounded,
@@ -237,7 +240,25 @@ def _template_options(options: AnswerOptions) -> dict[str, Any]:
     """Return the variables of the chat template: those that the adapter was trained with, then those of the option."""
     text = options.chat_template_config
     asked = {} if text is None else parsed_options(text, "--chat-template-config", prompt=True)
+    if options.tools is not None:
+        source = f"--tools {options.tools}"
+        try:
+            content = Path(options.tools).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source}: cannot be read ({reason(error)}); give a JSON file.") from error
+        asked["tools"] = tools_of({"tools": content}, source)
     return template_options(options.adapter_path, asked)
+
+
+def _check_tools(options: AnswerOptions, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Refuse tools that the chat template would leave out."""
+    if options.tools is None:
+        return
+    template = Renderer(tokenizer).template(variables["tools"]) if tokenizer.has_chat_template else ""
+    if template is not None and "tools" not in template:
+        raise UserError(
+            "--tools: the model has no chat template that describes tools; write them into --system-prompt."
+        )
 
 
 def _check_tokens(options: AnswerOptions, loaded: Loaded) -> None:

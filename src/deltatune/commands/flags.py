@@ -212,6 +212,9 @@ def add_sampling(add: Any, max_tokens: int) -> None:
         help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
     )
     add(
+        "--tools", metavar="FILE.json", help="tools that the chat template describes to the model, as OpenAI lists them"
+    )
+    add(
         "--memory",
         type=size,
         metavar="SIZE",

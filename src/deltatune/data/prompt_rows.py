@@ -55,20 +55,24 @@ class PromptExample(Example):
         return json.dumps([self.question, self.columns], sort_keys=True, default=str).encode()
 
 
-def messages_to_answer(row: Any, source: str, features: Features) -> Messages | None:
-    """Return the messages of a row before its last answer; None for plain text.
+def messages_to_answer(row: Any, source: str, features: Features) -> tuple[Messages, Messages] | None:
+    """Return the messages of a row before its last answer, and those from there on; None for plain text.
 
     Raises:
         UserError: The row has no known format. The message names `source`.
     """
-    question = row.get(features.prompt) if isinstance(row, Mapping) else None
+    alone = isinstance(row, Mapping) and row.get(features.completion) is None
+    question = row.get(features.prompt) if alone else None
     if isinstance(question, str) and question.strip():
-        return [{"role": "user", "content": question}]
+        return [{"role": "user", "content": question}], []
     formats = RowFormats(Features(chat=features.prompt) if isinstance(question, list) else features)
     messages = formats.messages(row, source)
-    while messages and messages[-1]["role"] == ASSISTANT:
-        messages = messages[:-1]
-    return messages
+    if messages is None:
+        return None
+    asked = len(messages)
+    while asked and messages[asked - 1]["role"] == ASSISTANT:
+        asked -= 1
+    return messages[:asked], messages[asked:]
 
 
 def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, Any], source: str) -> list[int]:
@@ -87,27 +91,19 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
     return conversation_tokens(tokenizer, messages, f"change {source}", options)
 
 
-def _answer(row: Mapping[str, Any], features: Features) -> Any:
-    """Return the content of the answer that a row has; None without one."""
-    answer = row.get(features.completion, row.get(features.chat))
-    if isinstance(answer, list):
-        last = answer[-1] if answer else None
-        answer = last.get("content") if isinstance(last, Mapping) and last.get("role") == ASSISTANT else None
-    return answer
-
-
 def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
     """Return the prompt of a row with its other columns.
 
     Raises:
         UserError: The row has no known format, holds images, or no token is left of it.
     """
-    messages = messages_to_answer(row, source, features)
+    parts = messages_to_answer(row, source, features)
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
-    if messages is None:
+    if parts is None:
         question: str | Messages = RowFormats(features).text(row, source).text
         tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
     else:
+        messages, answers = parts
         if kind := media_kind(row, messages):
             raise UserError(f"{source}: this row has {kind}s, and loss: grpo answers texts alone; remove the row.")
         options = {**(config.chat_template_config or {}), **template_options_of(row, source)}
@@ -115,9 +111,8 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
         messages = join_text_parts(messages, source)
         tokens = tokens_to_answer(tokenizer, messages, options, source)
         question = row[features.prompt] if isinstance(row.get(features.prompt), str) else messages
-        answer = _answer(row, features)
-        if answer is not None:
-            columns.setdefault(ANSWER, answer)
+        if answers and answers[-1].get("content") is not None:
+            columns.setdefault(ANSWER, answers[-1]["content"])
     if not tokens:
         raise UserError(f"{source}: no token is left of the prompt; remove this row.")
     targets = np.zeros(len(tokens), bool)
@@ -128,5 +123,5 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
         question=question,
         columns=columns,
         most=config.max_completion_length,
-        plain=messages is None,
+        plain=parts is None,
     )

@@ -235,17 +235,17 @@ def _side_by_side(before: Score, after: Score) -> list[tuple[str, str, str, bool
 def _write_report(
     trainer: Trainer, config: TrainConfig, result: Result, before: Score, after: Score, same: str
 ) -> None:
-    rows = [
-        (item.message, old, new, "yes" if right else f"no, expected {item.answer}")
-        for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True)
-    ]
-    columns = ("message", "before", "after", "right")
+    expected = [item.answer for item in after.items]
+    messages = [item.message for item in after.items]
+    rows = list(zip(messages, before.answers, after.answers, expected, after.right, strict=True))
+    columns = ("message", "before", "after", "expected", "right")
     note = "Names and combinations that training never shows."
+    outputs = trainer.outputs
     description = RunDescription(
         trainer.about,
         tables=[
             ReportTable("Some held-out messages", columns, rows[:12], note),
-            ReportTable("All of them", columns, rows, folded=True),
+            ReportTable(f"All {len(rows):,} messages", columns, rows, folded=True),
         ],
         headline={
             "right before": f"{before.accuracy:.1%}",
@@ -253,6 +253,6 @@ def _write_report(
             "same through mlx-lm": same,
         },
         title="deltatune demo",
+        commands=[_again(outputs.directory)],
     )
-    outputs = trainer.outputs
     write_report(outputs.report, outputs.metrics, config, dataclasses.asdict(result), description)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..train.reports.columns import Record, duration
-from ..train.reports.screen import Fact, Screen
+from ..train.reports.screen import Fact, Screen, to_paste
 
 INDENT = 4
 WIDEST = 112
@@ -70,9 +70,9 @@ class DemoScreen(Screen):
         self.line(
             (before, "bold red"), "  →  ", (after, "bold green"), f"   exactly right, in {seconds:.0f} s all told"
         )
-        # A path or a command that is broken into lines cannot be pasted.
-        for name, text in (("report", report), ("try", again)):
-            self.console.print(Text.assemble(" " * (INDENT + 1), (f"{name:8}", "dim"), text), soft_wrap=True)
+        # A path that is broken into lines cannot be pasted.
+        for text in (f"report: {report}", f"next:\n{to_paste(again, self.console.width)}"):
+            self.console.print(Text(text), soft_wrap=True)
         self.console.print()
 
     def say(self, told: str | Fact) -> None:

@@ -160,9 +160,15 @@ def _bounds_memory(arguments: list[str]) -> bool:
     return False
 
 
-def queued(otherwise: Mapping[str, int] = PIECE) -> dict[str, int]:
-    """Return the most that a piece of work for a GPU has by the variables, where they are unset as in `otherwise`."""
-    return {name: _leading_number(name, size) for name, size in otherwise.items()}
+def queued() -> dict[str, int]:
+    """Return the most that a piece of work for an NVIDIA GPU has, by the variables' names, as in PIECE."""
+    return {name: _leading_number(name, size) for name, size in PIECE.items()}
+
+
+def queued_on_metal() -> dict[str, int]:
+    """Return the same for an Apple GPU. On Linux, where a plan for one may be made, the variables are NVIDIA's."""
+    read = sys.platform == "darwin"
+    return {name: _leading_number(name, size) if read else size for name, size in METAL_PIECE.items()}
 
 
 def _leading_number(name: str, otherwise: int) -> int:

@@ -38,6 +38,7 @@ class AnswerOptions:
     top_k: int = _number(0, least=0)
     seed: int | None = _number(None, least=0, most=2**64 - 1)
     chat_template_config: str | None = None
+    tools: str | None = None
     extra_eos_token: tuple[str, ...] = ()
     memory: int | None = _number(None, least=1, most=2**63 - 1)
     trust_remote_code: bool = False

@@ -46,7 +46,7 @@ def gpu_pace(piece: Mapping[str, int], *, reads_once: bool = False) -> Pace:
 # set the numbers of operations and elements are machine/environment.py's on CUDA, unless the user has set others.
 PACES = {
     "cpu": Pace(10, releases=True),
-    "metal": gpu_pace(environment.queued(environment.METAL_PIECE), reads_once=True),
+    "metal": gpu_pace(environment.queued_on_metal(), reads_once=True),
     "cuda": gpu_pace(environment.queued()),
 }
 

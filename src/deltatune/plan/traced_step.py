@@ -148,6 +148,7 @@ def _set_up(
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
         sums, moments = Sums(step.zeros(), mx.array(0.0), mx.array(0.0)), _leaves(optimizer.state)
         arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
+        arrays += [] if trained.teacher is None else _leaves(trained.teacher.state)
         yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
 
 

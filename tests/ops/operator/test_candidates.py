@@ -105,6 +105,20 @@ def test_the_fastest_right_one_serves_and_all_times_are_remembered(gpu, tmp_path
     assert chosen(causal=False) == "fused"
 
 
+def test_each_class_of_lengths_has_times_of_its_own(gpu, monkeypatch):
+    """MLX's own blocked attention may lose in short rows and win in long ones."""
+    timed = []
+    plain = choice.OPERATOR.timed_case_of
+    recorded = dataclasses.replace(choice.OPERATOR, timed_case_of=lambda shape: timed.append(shape) or plain(shape))
+    monkeypatch.setattr(trial_case, "_LONGEST_TIMED", 16)
+    for keys in (5, 3000, 2049, 9000):
+        k = mx.zeros((1, 1, keys, 8))
+        candidates.choose(recorded, call(k=k, v=k))
+    assert [shape.longer_than for shape in timed] == [0, 2048, 8192]
+    assert "causal, more than 2,048 keys" in call(k=mx.zeros((1, 1, 4096, 8))).words
+    assert call(k=mx.zeros((1, 1, 4096, 8))).shape_class("cuda").longer_than == 0
+
+
 def test_a_bad_moment_decides_for_the_first_start_alone(gpu, tmp_path):
     """Three processes take the time, and the shortest one stays; a later bad moment changes nothing either."""
     gpu.milliseconds["native"] = 100.0

@@ -114,6 +114,9 @@ def test_samples_are_sent_apart_from_numbers():
     assert service.sent == [("samples", samples, 3), ("log", {"loss": 1.0}, 4)]
 
 
+SAMPLE = {"prompt": "one\n*two*", "expected": "four", "answer": "three"}
+
+
 def test_services_get_samples_as_tables_and_texts(tmp_path, monkeypatch):
     calls: list = []
     wandb, swanlab = ModuleType("wandb"), ModuleType("swanlab")
@@ -139,13 +142,13 @@ def test_services_get_samples_as_tables_and_texts(tmp_path, monkeypatch):
     for name, content in stubs.items():
         monkeypatch.setitem(sys.modules, f"tensorboard.{name}", SimpleNamespace(**content))
     services = log.open_services("tensorboard,wandb,swanlab", tmp_path, "mine", {})
-    log.send({"iteration": 7, "samples": [{"prompt": "one\n*two*", "answer": "three"}]}, services)
+    log.send({"iteration": 7, "samples": [SAMPLE]}, services)
     for service in services:
         service.close()
-    table = (["iteration", "prompt", "answer"], [[7, "one\n*two*", "three"]])
+    table = (["iteration", "prompt", "expected", "answer"], [[7, "one\n*two*", "four", "three"]])
     assert ("wandb.log", ({"samples": table},), {"step": 7}) in calls
     assert ("swanlab.log", ({"samples": [("one\n*two*", "three")]},), {"step": 7}) in calls
-    assert ("event", (7, ("samples/1", "    one\n    *two*\n\n---\n\n    three"))) in calls
+    assert ("event", (7, ("samples/1", "    one\n    *two*\n\n---\n\n    four\n\n---\n\n    three"))) in calls
     assert [name for name, *_ in calls].count("close") == 2
 
 

@@ -1,6 +1,7 @@
 """Tests the HTML report: sound, self-contained, escaped, with the right curves, and reloading while a run goes on."""
 
 import base64
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -14,6 +15,8 @@ from html.parser import HTMLParser
 import pytest
 
 from console import SCRIPT, started
+from deltatune.cli import parser
+from deltatune.commands.flags import config_from
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -21,7 +24,7 @@ from deltatune.train.reports.report import (
     ReportTable,
     RunDescription,
     RunReport,
-    changed_options,
+    options_yaml,
     plots,
     read_metrics,
     render,
@@ -41,7 +44,7 @@ RESULT = {
 class Balanced(HTMLParser):
     """Parses HTML, and fails if a closing tag does not match the tag that is open."""
 
-    void = frozenset({"meta", "br"})
+    void = frozenset({"meta", "br", "img"})
 
     def __init__(self):
         super().__init__()
@@ -125,9 +128,11 @@ def test_the_curves_are_the_values_of_the_metrics():
         {"iteration": 2, "train_loss": None, "rewards/chosen": 1e-9},
         {"iteration": 2, "val_loss": 7},
     ]
-    loss, rewards = plots(metrics)
-    training = {"name": "training", "mark": "a", "dots": False, "points": [(1, 1.23457)]}
-    validation = {"name": "validation", "mark": "b", "dots": True, "points": [(2, 7.0)]}
+    loss, rewards = plots({"": metrics})
+    training = {"name": "training", "label": "training", "colour": 0, "dots": False, "best": False}
+    validation = {"name": "validation", "label": "validation", "colour": 1, "dots": True, "best": True}
+    training["points"] = [(1, 1.23457)]
+    validation["points"] = [(2, 7.0)]
     assert loss == {"title": "Loss per preference", "zero": False, "curves": [training, validation]}
     assert [(curve["name"], curve["points"]) for curve in rewards["curves"]] == [("chosen", [(1, -0.5), (2, 1e-9)])]
 
@@ -139,7 +144,7 @@ def test_a_page_reloads_itself_only_while_the_run_goes_on(tmp_path):
         write_report(report, metrics, TrainConfig(iters=60), RESULT, RunDescription({}, running=running))
         page = report.read_text(encoding="utf-8")
         assert ("http-equiv=refresh" in page) == running
-        assert ("<progress value=0.5000>" in page) == running
+        assert ("value=0.5000></progress>" in page) == running
         assert ("The curves begin with the first report" in page) == running
 
 
@@ -160,7 +165,7 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(checkpoint, tmp_
     assert "http-equiv=refresh" in pages[-1]
     assert drawn(pages[-1])[0]["curves"][0]["points"]
     stopped = report.read_text(encoding="utf-8")
-    assert re.search(r"[\d,]+ of 100,000 iterations of 4 rows; stopped", stopped)
+    assert re.search(r"[\d,]+ of 100,000 iterations of 4 rows; stopped: .*Run the same command with --resume", stopped)
     assert "http-equiv=refresh" not in stopped
 
 
@@ -171,7 +176,7 @@ def test_the_report_of_a_run_that_fails_no_longer_reloads(make_trainer, run_with
     with pytest.raises(UserError, match="failed here"):
         run_with(make_trainer(), fail)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "iterations of 4 rows; stopped" in page
+    assert "iterations of 4 rows; stopped: failed here" in page
     assert "http-equiv=refresh" not in page
 
 
@@ -231,9 +236,9 @@ def test_a_browser_draws_it_at_any_width_and_reads_its_values(page, tmp_path, wi
     # On the logarithmic axis that its button gives, equal quotients lie equally far apart.
     assert seen["moved"]
     xs, ys = zip(*seen["points"], strict=True)
-    assert (xs[0], xs[-1]) == (62, pytest.approx(seen["drawn"] - 18, abs=0.06))
+    assert (xs[0], xs[-1]) == (62, pytest.approx(seen["drawn"] - 10 * 6.2 - 12, abs=0.06))
     assert (ys[1] - ys[0]) / (ys[6] - ys[0]) == pytest.approx(math.log(6) / math.log(31), abs=0.002)
-    assert {"0", "iteration"} <= set(seen["labels"])
+    assert {"0", "iteration", "training", "validation", f"best {6 / 31:.5g}"} <= set(seen["labels"])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
@@ -244,7 +249,7 @@ def test_any_range_can_be_drawn(tmp_path):
         {"iteration": n} | {key: values[n] for key, values in zip(keys, ranges, strict=True) if n < len(values)}
         for n in range(2)
     ]
-    (tmp_path / "report.html").write_text(render(RunReport("ranges", metrics=metrics)), encoding="utf-8")
+    (tmp_path / "report.html").write_text(render(RunReport("ranges", runs={"": metrics})), encoding="utf-8")
     seen = in_browser(tmp_path, 1200)
     assert (len(seen["titles"]), seen["broken"]) == (7, False)
     # The last range needs a logarithmic axis.
@@ -256,15 +261,16 @@ def test_date_data_and_what_trained_are_there(page):
         assert shown in page
 
 
-def test_only_options_that_differ_are_listed():
-    assert changed_options(TrainConfig()) == []
-    config = TrainConfig(iters=5, optimizer_config={"adamw": {}}, lora_parameters=LoraConfig(rank=4, keys=["a"]))
-    assert changed_options(config) == [
-        ("optimizer_config", {"adamw": {}}),
-        ("lora_parameters.rank", 4),
-        ("lora_parameters.keys", ["a"]),
-        ("iters", 5),
-    ]
+def test_options_that_differ_are_a_file_with_which_the_run_is_repeated(tmp_path):
+    assert options_yaml(TrainConfig()) == ""
+    lora = LoraConfig(rank=4, keys=["a"])
+    config = TrainConfig(
+        iters=5, learning_rate=1e-5, optimizer_config={"adam": {"eps": 1e-7}}, lora_parameters=lora, resume=True
+    )
+    (tmp_path / "run.yaml").write_text(options_yaml(config))
+    arguments = parser("train").parse_args(["train", "-c", str(tmp_path / "run.yaml")])
+    assert config_from(arguments) == dataclasses.replace(config, resume=False)
+    assert "iters" not in options_yaml(dataclasses.replace(config, epochs=2.0))
 
 
 DAMAGED = {

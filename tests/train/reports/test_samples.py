@@ -1,6 +1,7 @@
 """Tests the answers that a run reports while it trains, and that they change nothing else of it."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,10 +15,12 @@ from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
 from deltatune.train.evaluation.samples import Samples
 from deltatune.train.progress import Progress
+from deltatune.train.reports.log import is_right
+from deltatune.train.reports.report import Pictured, RunReport, render, sample_tables
 from deltatune.train.reports.report import read_metrics as read_records
-from deltatune.train.reports.report import sample_tables
 from killed_runs import result
 
+TEMPLATE = Path(__file__).parents[2] / "data" / "templates" / "qwen3_5.jinja"
 PROMPT = "question 3 dog dog"
 
 
@@ -46,7 +49,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
     assert found[0] != found[4]
     assert f"Iter 4, sample 1: {PROMPT} -> " in screen_text.text()
     page = (tmp_path / "sampled" / "report.html").read_text()
-    assert "Sample 2: all 5 answers" in page
+    assert "All 10 answers" in page
     assert PROMPT in page
 
 
@@ -111,6 +114,52 @@ def test_prompts_are_asked_as_the_training_data_are(samples, loaded, tmp_path):
     assert [prompt.text for prompt in read] == ["why", *["system: be brief\nuser: why"] * 2, "why"]
 
 
+@pytest.fixture(scope="module")
+def with_tools(tiny_checkpoint):
+    return load(tiny_checkpoint("qwen3", chat_template=TEMPLATE.read_text(encoding="utf-8")))
+
+
+def test_the_answer_of_a_row_is_expected_as_training_teaches_it(with_tools, tmp_path):
+    """Of a call of a tool, too; the tools of the row stand in its prompt."""
+    called = {"function": {"name": "open", "arguments": {"day": "Monday"}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [called]}
+    asks = {"role": "user", "content": "when?"}
+    tools = [{"type": "function", "function": {"name": "open", "parameters": {"type": "object", "properties": {}}}}]
+    rows = [
+        {"prompt": "why", "completion": " so "},
+        {"messages": [asks, {"role": "assistant", "content": "no"}, asks, {"role": "assistant", "content": "at 9"}]},
+        {"messages": [asks, calls], "tools": tools},
+        {"prompt": "why"},
+    ]
+    file, tokenizer = tmp_path / "valid.jsonl", with_tools.tokenizer
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainConfig(sample_prompts=[str(file)], chat_template_config={"enable_thinking": False})
+    prompts = Samples(with_tools.model, tokenizer, config).prompts
+    call = "<tool_call>\n<function=open>\n<parameter=day>\nMonday\n</parameter>\n</function>\n</tool_call>"
+    assert [prompt.expected for prompt in prompts] == ["so", "at 9", call, None]
+    assert "# Tools" in tokenizer.decode(prompts[2].tokens)
+    assert all("# Tools" not in tokenizer.decode(prompt.tokens) for prompt in (*prompts[:2], prompts[3]))
+
+
+def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_text):
+    answers = {"so": " so\n", "at 9": "at 8", "call": "call", "none": "none"}
+    samples = [{"prompt": f"ask {text}", "answer": answer, "expected": text} for text, answer in answers.items()]
+    assert [is_right(sample) for sample in samples] == [True, False, True, True]
+    assert is_right({"prompt": "ask", "answer": "so"}) is None
+    screen_text.screen.samples({"iteration": 4, "samples": samples})
+    assert screen_text.text().splitlines() == [
+        "Iter 4, sample 1: ask so -> so (right)",
+        "Iter 4, sample 2: ask at 9 -> at 8 (expected at 9)",
+        "Iter 4, sample 3: ask call -> call (right)",
+        "Iter 4, samples: 3 of 4 right; 1 more in the report.",
+    ]
+    (table,) = sample_tables([{"iteration": 4, "samples": samples}], [["data:image/jpeg;base64,A"]])
+    assert (table.title, table.columns) == ("Samples: 3 of 4 right", ["prompt", "answer at 4", "expected", "right"])
+    assert list(table.rows[1][1:]) == ["at 8", "at 9", False]
+    page = render(RunReport("samples", tables=[table]))
+    assert '<td data-name="prompt"><img alt="" src="data:image/jpeg;base64,A">ask so</td>' in page
+
+
 def test_samples_are_due_at_their_interval_and_at_the_end(samples):
     every = samples("x", steps_per_sample=3)
     due = [n for n in range(9) if every.are_due(Progress(iteration=n), last=n == 8)]
@@ -168,9 +217,9 @@ def test_tables_show_the_first_and_the_last_answer():
         return [{"iteration": n, "samples": [{"prompt": "p", "answer": f"a{n}"}]} for n in range(count)]
 
     (two,) = sample_tables(records(2))
-    assert (two.note, list(two.rows)) == ("p", [(0, "a0"), (1, "a1")])
+    assert (two.columns, two.rows) == (["prompt", "answer at 0", "answer at 1"], [[Pictured("p", ()), "a0", "a1"]])
     ends, every = sample_tables([{"iteration": 0, "train_loss": 1.0}, *records(3)])
-    assert (list(ends.rows), every.folded, len(every.rows)) == ([(0, "a0"), (2, "a2")], True, 3)
+    assert (ends.rows[0][1:], every.folded, every.rows) == (["a0", "a2"], True, [(1, n, f"a{n}") for n in range(3)])
     assert sample_tables([]) == []
 
 

@@ -109,7 +109,7 @@ def test_every_line_fits_the_terminal_and_no_word_is_broken(terminal, width, mor
     screen.validation({"iteration": 0, "val_loss": 2.5, "val_time": 1.0} | evaluated, best=True)
     screen.training(RECORD | more, 20_000, 3723.0)
     screen.samples({"iteration": 12_000, "samples": [{"prompt": "what is this " * 30, "answer": "word " * 50}]})
-    screen.ended("", [("saved", "out")])
+    screen.ended("", [("saved", "out")], "deltatune chat --model m --adapter-path out")
     assert max(map(cell_len, lines())) <= width
     said = " ".join(" ".join(lines()).split())
     assert sentence in said

@@ -24,6 +24,15 @@ KINDS = {
         "pack": True,
         "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.1, "rank_pattern": {"mlp.*": 2, "o_proj": 1}},
     },
+    "sampled answers": {
+        "loss": "grpo",
+        "batch_size": 2,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "num_iterations": 2,
+        "temperature": 0.8,
+        "reward_funcs": ["regex:[a-m]$", "length:4"],
+    },
     "images": {"parts": "language,vision,projector"},
 }
 # Where a kill may come: after a number of iterations, halfway through a state file, or right after a file operation.

@@ -21,7 +21,8 @@ class AnswerParser:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
-        renderer = Renderer(tokenizer, options)
+        # Tools are no variable: the texts around an answer are the same without them.
+        renderer = Renderer(tokenizer, {name: value for name, value in (options or {}).items() if name != "tools"})
 
         def asked(messages: Messages) -> str:
             return renderer.text(messages, options={"add_generation_prompt": True})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,19 @@ from ...models.vision.inputs import Grid, Picture
 from ...models.vision.load import needs_torch
 from .image_files import file_content, image_file, name_of, open_image
 from .image_sizes import SizedImage, resized
+
+# The longer side of a thumbnail.
+_THUMBNAIL_PIXELS = 160
+
+
+def thumbnail(value: Any, folder: Path, source: str) -> str:
+    """Return a small JPEG of a row's image as a data URI; UserError, naming `source`, where it cannot be read."""
+    value = value.value if isinstance(value, SizedImage) else value
+    image = open_image(image_file(value, folder, source), source)
+    image.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 @dataclass(frozen=True, eq=False)

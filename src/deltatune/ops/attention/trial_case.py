@@ -17,8 +17,10 @@ from .tolerances import fused_bound
 Implementation = Callable[..., mx.array]
 # The length is more than two tiles of any kernel, the last one incomplete. Window and segments end inside tiles.
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
-# The timed runs have longer rows, of which a GPU has some milliseconds of work.
-_TIMED_LENGTH, _TIMED_KEY_HEADS = 1024, 4
+# The timed runs have longer rows, of which a GPU has some milliseconds of work; those of long calls have fewer heads.
+_TIMED_LENGTH, _TIMED_KEY_HEADS, _LONGEST_TIMED = 1024, 4, 8192
+# The fastest implementation differs with the length: calls with more keys than each of these are classes of their own.
+LENGTHS = (8192, 2048, 0)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class KernelShape:
         windowed: Whether a window hides keys.
         segmented: Whether the call has segments.
         with_sinks: Whether the call has sinks.
+        longer_than: One of LENGTHS, where implementations are timed: the calls have more keys than that.
     """
 
     machine: str
@@ -46,10 +49,12 @@ class KernelShape:
     windowed: bool = False
     segmented: bool = False
     with_sinks: bool = False
+    longer_than: int = 0
 
     def __str__(self) -> str:
         options = [name for name in ("grouped", "causal", "windowed", "segmented", "with_sinks") if getattr(self, name)]
         options = [option.replace("_", " ") for option in options]
+        options += [f"more than {self.longer_than:,} keys"] * (self.longer_than > 0)
         machine = [self.machine] if self.machine else []
         return ", ".join([*machine, self.dtype, f"heads of {self.size} x {self.value_size}", *options])
 
@@ -61,6 +66,8 @@ def trial_case(shape: KernelShape) -> Case[Implementation]:
 
 def timed_case(shape: KernelShape) -> Case[Implementation]:
     """Return the case on which implementations are timed."""
+    if shape.longer_than:
+        return case_of(shape, drawn(shape, min(2 * shape.longer_than, _LONGEST_TIMED), 1))
     return case_of(shape, drawn(shape, _TIMED_LENGTH, _TIMED_KEY_HEADS))
 
 

@@ -31,11 +31,15 @@ class Prompt(NamedTuple):
         tokens: Its tokens.
         pictures: Its images and videos; None without.
         text: Its text, as a report shows it.
+        expected: The answer of its row, as the chat template writes it; None without one.
+        thumbnails: Its images, small, as data URIs.
     """
 
     tokens: Sequence[int]
     pictures: PromptPictures | None = None
     text: str = ""
+    expected: str | None = None
+    thumbnails: Sequence[str] = ()
 
 
 class Inference:

@@ -14,9 +14,11 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ...data.chats.rendering import Renderer
 from ...data.prompt_rows import messages_to_answer, tokens_to_answer
 from ...data.prompts import Question, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
+    Conversation,
     Features,
     Messages,
     RowFormats,
@@ -25,7 +27,9 @@ from ...data.rows.row_formats import (
     tools_of,
 )
 from ...data.rows.sources import jsonl
+from ...data.vision.images import thumbnail
 from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
+from ...data.vision.videos import Video
 from ...errors import UserError
 from ...machine.environment import expanded
 from ...models.load import Loaded
@@ -100,7 +104,8 @@ class Samples:
             ended: Is called after each token; True ends the generation.
 
         Returns:
-            The `prompt` and the `answer` of each, or None if `ended` ended it.
+            The `prompt` and the `answer` of each, and the answer that is `expected` where its row has one; None if
+            `ended` ended it.
         """
         answers = []
         for prompt in self.prompts:
@@ -111,7 +116,8 @@ class Samples:
                     parts.append(piece.text)
                     if ended():
                         return None
-            answers.append({"prompt": prompt.text, "answer": "".join(parts)})
+            expected = {} if prompt.expected is None else {"expected": prompt.expected}
+            answers.append({"prompt": prompt.text, **expected, "answer": "".join(parts)})
         return answers
 
     def on_main(self, world: World, ending: Ending) -> list[dict[str, str]] | None:
@@ -144,17 +150,22 @@ class Samples:
         return [Prompt(tokens, text=entry)]
 
     def _row(self, row: Any, source: str, folder: Path) -> Prompt:
-        """Return the prompt of a row: its messages before the last answer. Its pictures are files below the folder."""
+        """Return the prompt of a row: its messages before the last answer, and that answer as the expected one.
+
+        Its pictures are files below the folder.
+        """
         named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
         features = Features(**{name: key for name, key in named.items() if key is not None})
-        messages = messages_to_answer(row, source, features)
-        if messages is None:
+        parts = messages_to_answer(row, source, features)
+        if parts is None:
             text = RowFormats(features).text(row, source).text
             return Prompt(text_tokens(self._tokenizer, text), text=text)
+        asked = len(parts[0])
+        messages = [*parts[0], *parts[1][:1]]
         options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
         options["tools"] = tools_of(row, source)
         if not (kind := media_kind(row, messages)):
-            return self._conversation(join_text_parts(messages, source), options, source)
+            return self._conversation(join_text_parts(messages, source), asked, options, source)
         if self._inference.loaded.processor is None:
             raise UserError(
                 f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
@@ -162,14 +173,31 @@ class Samples:
             )
         messages, values = place_media(messages, media_columns(row, source), source)
         pictures = self._inference.pictures(values, source, folder, vars(self._config))
-        prompt = self._conversation(write_videos(messages, pictures.video_texts), options, source)
+        prompt = self._conversation(write_videos(messages, pictures.video_texts), asked, options, source)
         return prompt._replace(
-            tokens=pictures.placed(prompt.tokens, source), pictures=pictures, text=_written(messages)
+            tokens=pictures.placed(prompt.tokens, source),
+            pictures=pictures,
+            text=_written(messages[:asked]),
+            thumbnails=[thumbnail(value, folder, source) for value in values if not isinstance(value, Video)],
         )
 
-    def _conversation(self, messages: Messages, options: dict[str, Any], source: str) -> Prompt:
-        tokens = tokens_to_answer(self._tokenizer, messages, options, source)
-        return Prompt(tokens, text=_written(messages))
+    def _conversation(self, messages: Messages, asked: int, options: dict[str, Any], source: str) -> Prompt:
+        """Return the prompt of the first messages, `asked` of them, and the answer that may stand behind them."""
+        tokens = tokens_to_answer(self._tokenizer, messages[:asked], options, source)
+        expected = self._expected(messages, options, source) if messages[asked:] else None
+        return Prompt(tokens, text=_written(messages[:asked]), expected=expected)
+
+    def _expected(self, messages: Messages, options: dict[str, Any], source: str) -> str:
+        """Return the last message as the chat template writes it behind its prompt, without the end of a turn."""
+        variables = {name: value for name, value in options.items() if name != "tools"}
+        last = len(messages) - 1
+        conversation = Conversation(messages, options["tools"], [last], False, source, variables)
+        row = Renderer(self._tokenizer).rows(conversation)[-1]
+        ((start, *_), end) = row.turns[-1]
+        text = row.text[start:end].rstrip()
+        tokenizer = self._inference.tokenizer
+        ends = map(tokenizer.decode, ([token] for token in tokenizer.eos_token_ids))
+        return next((text.removesuffix(mark) for mark in ends if mark and text.endswith(mark)), text)
 
 
 def _written(messages: Messages) -> str:

@@ -23,6 +23,17 @@ Record = dict[str, Any]
 SAMPLES = "samples"
 
 
+def is_right(sample: Record) -> bool | None:
+    """Return whether an answer is the expected one, but for white space around it; None where none is expected."""
+    return sample["answer"].strip() == sample["expected"].strip() if "expected" in sample else None
+
+
+def tally(samples: Sequence[Record]) -> str:
+    """Return how many answers are right, such as `2 of 3 right`; an empty text where none is expected."""
+    judged = [right for right in map(is_right, samples) if right is not None]
+    return f"{sum(judged):,} of {len(judged):,} right" if judged else ""
+
+
 class Service(Protocol):
     """A service that receives the metrics of a run."""
 
@@ -34,7 +45,7 @@ class Service(Protocol):
         """Send the metrics of an iteration."""
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
-        """Send the answers of an iteration, each with its prompt."""
+        """Send the answers of an iteration, each with its prompt and, where one is known, the expected answer."""
 
     def close(self) -> None:
         """Finish the run in the service."""
@@ -75,7 +86,7 @@ class TensorBoard:
             self._texts = files.EventFileWriter(self._folder)
         for number, sample in enumerate(samples, 1):
             # TensorBoard shows texts as Markdown, in which four spaces keep a line as it is.
-            parts = [_indented(sample[name]) for name in ("prompt", "answer")]
+            parts = [_indented(sample[name]) for name in ("prompt", "expected", "answer") if name in sample]
             summary = text_pb(f"samples/{number}", "\n\n---\n\n".join(parts))
             self._texts.add_event(events.Event(wall_time=time.time(), step=iteration, summary=summary))
         self._texts.flush()
@@ -105,8 +116,8 @@ class WandB:
         self._wandb.log(record, step=iteration)
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
-        rows = [[iteration, sample["prompt"], sample["answer"]] for sample in samples]
-        table = self._wandb.Table(columns=["iteration", "prompt", "answer"], data=rows)
+        rows = [[iteration, sample["prompt"], sample.get("expected"), sample["answer"]] for sample in samples]
+        table = self._wandb.Table(columns=["iteration", "prompt", "expected", "answer"], data=rows)
         self._wandb.log({"samples": table}, step=iteration)
 
     def close(self) -> None:

@@ -1,20 +1,32 @@
 "use strict";
-// Draws the curves whose points stand in the page, and shows the values under the pointer or the cursor keys.
+// Draws the curves that have their points in the page, and shows the values under the pointer or the cursor keys.
 const HEIGHT = 230, LEFT = 62, RIGHT = 18, TOP = 12, BOTTOM = 28;
+// A name at the end of a curve: the most letters of it, and the pixels of a letter and of a line.
+const LETTERS = 14, LETTER = 6.2, LINE = 13;
 const SVG = "http://www.w3.org/2000/svg";
 
-function make(name, attributes, text) {
-  const made = document.createElement(name);
+function make(name, attributes, text, made = document.createElement(name)) {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== undefined) made.textContent = text;
   return made;
 }
 
 function draw(name, attributes, text) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+  return make(name, attributes, text, document.createElementNS(SVG, name));
+}
+
+function short(name) {
+  return name.length > LETTERS ? name.slice(0, LETTERS - 1) + "…" : name;
+}
+
+// Returns the exponential mean of a curve up to each point, of which the first is not drawn towards zero.
+function smoothed(points, part) {
+  let sum = 0, weight = 0;
+  return points.map(([x, y]) => {
+    sum = part * sum + (1 - part) * y;
+    weight = part * weight + 1 - part;
+    return [x, sum / weight];
+  });
 }
 
 function number(value) {
@@ -60,7 +72,7 @@ function remember() {
   const folds = [...document.querySelectorAll("details")].map(fold => [heading(fold), fold.open]);
   const logarithmic = charts.filter(chart => chart.chosen !== undefined).map(chart => [chart.plot.title, chart.chosen]);
   const focused = charts.find(chart => chart.svg === document.activeElement);
-  const kept = {folds, logarithmic, focused: focused && focused.plot.title, at: focused && focused.at, y: scrollY};
+  const kept = {folds, logarithmic, smoothing: slider.value, focused: focused && focused.plot.title, at: focused && focused.at, y: scrollY};
   try {
     sessionStorage.setItem(CHOICES, JSON.stringify(kept));
   } catch {
@@ -78,7 +90,6 @@ class Chart {
     this.figure = make("figure", {});
     const caption = make("figcaption", {});
     caption.append(make("span", {class: "title"}, plot.title));
-    for (const curve of plot.curves) if (curve.name) caption.append(make("span", {class: `key ${curve.mark}`}, curve.name));
     this.button = make("button", {type: "button"}, "log axis");
     this.button.hidden = !plot.curves.some(curve => curve.points.some(([, y]) => y > 0));
     caption.append(this.button);
@@ -101,7 +112,7 @@ class Chart {
 
   point(event) {
     const box = this.svg.getBoundingClientRect();
-    const part = ((event.clientX - box.left) / box.width * this.width - LEFT) / (this.width - LEFT - RIGHT);
+    const part = ((event.clientX - box.left) / box.width * this.width - LEFT) / (this.width - LEFT - this.margin);
     this.at = Math.min(Math.max(part, 0), 1) * this.right;
     this.draw();
   }
@@ -154,7 +165,7 @@ class Chart {
   }
 
   across(x) {
-    return LEFT + x / this.right * (this.width - LEFT - RIGHT);
+    return LEFT + x / this.right * (this.width - LEFT - this.margin);
   }
 
   down(y) {
@@ -164,24 +175,57 @@ class Chart {
   draw() {
     this.axis();
     const curves = this.shown();
+    const longest = Math.max(0, ...curves.map(curve => short(curve.label).length));
+    this.margin = longest ? longest * LETTER + 12 : RIGHT;
     this.right = Math.max(1, ...curves.map(curve => curve.points[curve.points.length - 1][0]));
     this.width = Math.max(260, this.svg.clientWidth);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.svg.replaceChildren();
     this.grid();
+    const part = Number(slider.value);
     for (const curve of curves) {
-      const at = curve.points.map(([x, y]) => `${this.across(x).toFixed(1)},${this.down(y).toFixed(1)}`);
-      this.svg.append(draw("polyline", {class: `line ${curve.mark}`, points: at.join(" ")}));
+      const softened = part > 0 && !curve.dots && curve.points.length > 2;
+      this.line(curve, curve.points, softened ? "faint" : "");
+      curve.drawn = softened ? smoothed(curve.points, part) : curve.points;
+      if (softened) this.line(curve, curve.drawn, "");
       if (curve.dots || curve.points.length === 1) for (const point of curve.points) this.dot(curve, point, 3);
+      if (curve.best && curve.points.length > 1) this.best(curve);
     }
+    this.names(curves.filter(curve => curve.label));
     this.readOut(curves);
+  }
+
+  line(curve, points, more) {
+    const at = points.map(([x, y]) => `${this.across(x).toFixed(1)},${this.down(y).toFixed(1)}`);
+    this.svg.append(draw("polyline", {class: `line ${more} c${curve.colour % 6}`, points: at.join(" ")}));
+  }
+
+  // Marks the lowest point of a curve.
+  best(curve) {
+    const [x, y] = curve.points.reduce((a, b) => b[1] < a[1] ? b : a);
+    const across = this.across(x), down = this.down(y), late = across > (this.width - this.margin) * 0.7;
+    this.svg.append(draw("circle", {class: `ring c${curve.colour % 6}`, cx: across, cy: down, r: 5.5}));
+    const at = {class: "best", x: across + (late ? 4 : -4), y: Math.max(down - 10, TOP + 8), "text-anchor": late ? "end" : "start"};
+    this.svg.append(draw("text", at, `best ${number(y)}`));
+  }
+
+  // Writes the names of curves behind their ends, one below the other where these are close.
+  names(curves) {
+    const ends = curves.map(curve => [this.down(curve.drawn[curve.drawn.length - 1][1]) + 4, curve]).sort(([a], [b]) => a - b);
+    let next = Math.min(TOP, HEIGHT - BOTTOM - LINE * ends.length);
+    ends.forEach(([at, curve], place) => {
+      next = Math.min(Math.max(at, next), HEIGHT - BOTTOM - LINE * (ends.length - 1 - place));
+      const name = {class: `name c${curve.colour % 6}`, x: this.width - this.margin + 7, y: next};
+      this.svg.append(draw("text", name, short(curve.label)));
+      next += LINE;
+    });
   }
 
   grid() {
     const {width, low, high} = this;
     for (const y of this.logarithmic ? logTicks(Math.exp(low), Math.exp(high)) : roundTicks(low, high, 4)) {
       const at = this.down(y);
-      this.svg.append(draw("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: at, y2: at}));
+      this.svg.append(draw("line", {class: "grid", x1: LEFT, x2: width - this.margin, y1: at, y2: at}));
       this.svg.append(draw("text", {x: LEFT - 7, y: at + 4, "text-anchor": "end"}, number(y)));
     }
     for (const x of roundTicks(0, this.right, width / 110).filter(Number.isInteger)) {
@@ -194,7 +238,7 @@ class Chart {
   }
 
   dot(curve, [x, y], r) {
-    this.svg.append(draw("circle", {class: `dot ${curve.mark}`, cx: this.across(x), cy: this.down(y), r}));
+    this.svg.append(draw("circle", {class: `dot c${curve.colour % 6}`, cx: this.across(x), cy: this.down(y), r}));
   }
 
   // Shows each curve's value nearest to the chosen iteration, or its last one.
@@ -216,8 +260,15 @@ class Chart {
 
 const kept = recalled();
 const axes = new Map(kept.logarithmic), folds = new Map(kept.folds);
+const slider = make("input", {type: "range", min: 0, max: 0.98, step: 0.02, value: kept.smoothing ?? 0});
 const charts = JSON.parse(document.getElementById("curves").textContent).map(plot => new Chart(plot, axes.get(plot.title)));
-document.getElementById("figures").append(...charts.map(chart => chart.figure));
+const figures = document.getElementById("figures");
+if (charts.length) {
+  const smoothing = make("label", {class: "smoothing"}, "smoothing ");
+  smoothing.append(slider);
+  figures.append(smoothing, ...charts.map(chart => chart.figure));
+  slider.addEventListener("input", () => charts.forEach(chart => chart.draw()));
+}
 for (const fold of document.querySelectorAll("details")) fold.open = folds.get(heading(fold)) ?? fold.open;
 for (const chart of charts) chart.draw();
 const focused = charts.find(chart => chart.plot.title === kept.focused);

@@ -10,40 +10,38 @@ import base64
 import dataclasses
 import datetime
 import hashlib
-import html
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jinja2
+import yaml
 
 from ...machine import backend, packages
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from .columns import gigabytes
-from .log import SAMPLES
+from .log import SAMPLES, Record, is_right, tally
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One curve of a plot.
 
     Attributes:
         key: The name of its values in a record of metrics.jsonl.
-        name: Its name in the legend; empty for none.
-        mark: The page's colour for it, `a` or `b`.
-        dots: Whether every point gets a dot.
+        name: Its name; empty where it is the only one.
+        dots: Whether every point gets a dot, and the lowest one a mark.
     """
 
     key: str
     name: str = ""
-    mark: str = "a"
     dots: bool = False
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """One set of axes.
 
     Attributes:
@@ -58,12 +56,25 @@ class Plot:
 
 
 def _both(key: str, validation: str) -> list[Curve]:
-    return [Curve(key, "training"), Curve(validation, "validation", "b", dots=True)]
+    return [Curve(key, "training"), Curve(validation, "validation", dots=True)]
 
 
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 _PLOTS = (
-    Plot("Rewards", [Curve(_REWARDS[0], "chosen"), Curve(_REWARDS[1], "rejected", "b")]),
+    Plot("Reward of sampled answers", [Curve("reward", "mean"), Curve("reward_std", "deviation")]),
+    Plot("Share of exact answers", [Curve("rewards/exact")], zero=True),
+    Plot("Tokens of an answer", [Curve("completions/mean_length")], zero=True),
+    Plot("Entropy of a sampled token", [Curve("entropy")], zero=True),
+    Plot("Divergence from the reference", [Curve("kl")], zero=True),
+    Plot(
+        "Difference between sampler and training, in nats",
+        [
+            Curve("sampling/sampling_logp_difference/mean", "mean"),
+            Curve("sampling/sampling_logp_difference/max", "largest"),
+        ],
+    ),
+    Plot("Seconds of a sampling", [Curve("seconds/sampling", "answers"), Curve("seconds/rewards", "rewards")]),
+    Plot("Rewards", [Curve(_REWARDS[0], "chosen"), Curve(_REWARDS[1], "rejected")]),
     Plot("Margin of the chosen answer's reward", _both("rewards/margins", "val_rewards/margins")),
     Plot(
         "Share of pairs whose chosen answer has the larger reward",
@@ -78,28 +89,39 @@ _PLOTS = (
 )
 
 
-def plots(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the plots for which the records of a metrics.jsonl hold values, as report.js takes them.
+def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
+    """Return the plots for which the records of runs hold values, as report.js takes them.
+
+    Args:
+        runs: The records of each run's metrics.jsonl, by its name, which is empty where there is one run alone.
 
     Returns:
-        For each plot its `title`, `zero` and `curves`; for each of these `name`, `mark`, `dots` and `points`, which are
-        pairs of an iteration and a value.
+        For each plot its `title`, `zero` and `curves`; for each of these its `name`, the `label` at its end, the number
+        of its colour, `dots`, `best` for the loss of validation, and `points`: pairs of an iteration and a value.
     """
-    of_pairs = any(record.get(key) is not None for record in metrics for key in _REWARDS)
+    of_pairs = any(record.get(key) is not None for records in runs.values() for record in records for key in _REWARDS)
     loss = Plot(f"Loss per {'preference' if of_pairs else 'token'}", _both("train_loss", "val_loss"))
     drawn = []
     for plot in (loss, *_PLOTS):
         curves = [
-            {"name": curve.name, "mark": curve.mark, "dots": curve.dots, "points": points}
-            for curve in plot.curves
-            if (points := _points(metrics, curve.key))
+            {
+                "name": f"{run} {curve.name}".strip(),
+                "label": curve.name if not run else run * (place == 0),
+                "colour": number if run else place,
+                "dots": curve.dots,
+                "best": curve.key == "val_loss",
+                "points": points,
+            }
+            for number, (run, records) in enumerate(runs.items())
+            for place, curve in enumerate(plot.curves)
+            if (points := _points(records, curve.key))
         ]
         if curves:
             drawn.append({"title": plot.title, "zero": plot.zero, "curves": curves})
     return drawn
 
 
-def _points(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+def _points(metrics: Sequence[Record], key: str) -> list[tuple[int, float]]:
     # Six digits are more than a drawing shows.
     return [(record["iteration"], float(f"{record[key]:.6g}")) for record in metrics if record.get(key) is not None]
 
@@ -107,9 +129,15 @@ def _points(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, floa
 Row = Sequence[Any]
 # No figure of a run is larger; sums of larger ones could overflow in a plot.
 _LARGEST = 1e100
-_STYLE = Path(__file__).with_name("report.css")
-_SCRIPT = Path(__file__).with_name("report.js")
-_RELOADED_EVERY_SECONDS = 5
+_RELOAD_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A text in a cell of a table, behind images that are data URIs."""
+
+    text: str
+    pictures: Sequence[str]
 
 
 @dataclass
@@ -142,8 +170,10 @@ class RunReport:
         subtitle: The line below the heading.
         headline: The figures at the top, by name.
         notes: Sentences below the headline, on parts that the report lacks.
-        metrics: The records of metrics.jsonl, which are drawn as curves.
+        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
         tables: The tables in order; folded ones come below the curves, the others above.
+        options: The options of the run as YAML.
+        commands: The lines to type next.
         part_done: The part of the iterations that is done, while the run goes on; the page then reloads itself.
         written: When the report was written.
     """
@@ -152,13 +182,15 @@ class RunReport:
     subtitle: str = ""
     headline: dict[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    metrics: Sequence[dict[str, Any]] = ()
+    runs: Mapping[str, Sequence[Record]] = field(default_factory=dict)
     tables: Sequence[ReportTable] = ()
+    options: str = ""
+    commands: Sequence[str] = ()
     part_done: float | None = None
     written: str = ""
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_metrics(path: Path) -> tuple[list[Record], int]:
     """Read the records of a metrics.jsonl that may be damaged.
 
     Returns:
@@ -170,7 +202,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     return [record for record in records if record is not None], records.count(None)
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> Record | None:
     """Return the record in a line of a metrics.jsonl, or None if it holds none."""
     try:
         record = json.loads(line)
@@ -188,7 +220,8 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def _answers(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(sample, dict)
-        and {name: type(text) for name, text in sample.items()} == {"prompt": str, "answer": str}
+        and {"prompt", "answer"} <= sample.keys() <= {"prompt", "answer", "expected"}
+        and all(isinstance(text, str) for text in sample.values())
         for sample in value
     )
 
@@ -214,6 +247,8 @@ class RunDescription:
         title: The subject of training; the name of the model by default.
         state: How the run stands, in words.
         running: Whether the run goes on, so that the page is to reload itself.
+        thumbnails: The images of each sample prompt as data URIs.
+        commands: The lines to type next.
     """
 
     about: dict[str, str]
@@ -222,6 +257,8 @@ class RunDescription:
     title: str | None = None
     state: str = "ended"
     running: bool = False
+    thumbnails: Sequence[Sequence[str]] = ()
+    commands: Sequence[str] = ()
 
 
 def write_report(
@@ -253,19 +290,22 @@ def write_report(
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
         problems = [f"{what}; the curves show the records that are left: {len(records)}."]
     now = datetime.datetime.now().astimezone()
+    facts = packages.versions() | environment()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
     report = RunReport(
         title=f"{description.title or Path(config.model or '').name}: training report",
         subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size:,} rows; {description.state}",
         headline={**description.headline, **_headline(result)},
         notes=problems,
-        metrics=records,
+        runs={"": records},
         tables=[
-            *sample_tables(records),
+            *sample_tables(records, description.thumbnails),
             ReportTable("The run", ("what", "value"), list(run.items()), folded=True, shown=True),
             *description.tables,
-            *_facts(config),
+            ReportTable("Versions and machine", ("what", "value"), [*facts.items()], folded=True),
         ],
+        options=options_yaml(config),
+        commands=description.commands,
         part_done=result["iterations"] / max(config.iters, 1) if description.running else None,
         written=f"{now:%Y-%m-%d %H:%M:%S %Z}",
     )
@@ -274,52 +314,54 @@ def write_report(
     return problems
 
 
-def _facts(config: TrainConfig) -> list[ReportTable]:
-    """Return the tables of the options and of the machine."""
-    return [
-        ReportTable(
-            "Options that differ from their defaults",
-            ("option", "value"),
-            changed_options(config),
-            folded=True,
-            shown=True,
-        ),
-        ReportTable(
-            "Versions and machine", ("what", "value"), list((packages.versions() | environment()).items()), folded=True
-        ),
-    ]
+def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]] = ()) -> list[ReportTable]:
+    """Return the tables of the answers in the records of a metrics.jsonl.
 
+    The first has the first and the last answer to each prompt. If there are more, a folded one has all of them.
 
-def sample_tables(records: Sequence[dict[str, Any]]) -> list[ReportTable]:
-    """Return the tables of the answers in the records of a metrics.jsonl: one for each prompt.
-
-    Each shows the first answer and the last. If there are more, a folded table has all of them.
+    Args:
+        records: The records.
+        thumbnails: The images of each prompt as data URIs.
     """
-    answers: dict[tuple[int, str], list[Row]] = {}
-    for record in records:
-        for number, sample in enumerate(record.get(SAMPLES, ()), 1):
-            answers.setdefault((number, sample["prompt"]), []).append((record["iteration"], sample["answer"]))
-    tables, columns = [], ("iteration", "answer")
-    for (number, prompt), rows in answers.items():
-        title = f"Sample {number}"
-        ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
-        tables.append(ReportTable(title, columns, ends, note=prompt, folded=True, shown=True))
-        if len(rows) > 2:
-            tables.append(ReportTable(f"{title}: all {len(rows):,} answers", columns, rows, folded=True))
+    answered = [(record["iteration"], record[SAMPLES]) for record in records if record.get(SAMPLES)]
+    if not answered:
+        return []
+    (first, before), (last, now) = answered[0], answered[-1]
+    judges = any("expected" in sample for sample in now)
+    olds = [sample["answer"] for sample in before] if len(answered) > 1 and len(before) == len(now) else []
+    rows = []
+    for number, sample in enumerate(now):
+        pictures = thumbnails[number] if number < len(thumbnails) else ()
+        row = [Pictured(sample["prompt"], pictures), *olds[number : number + 1], sample["answer"]]
+        rows.append([*row, sample.get("expected"), is_right(sample)] if judges else row)
+    columns = ["prompt", *[f"answer at {first:,}"] * bool(olds), f"answer at {last:,}"]
+    columns += ["expected", "right"] if judges else []
+    title = f"Samples: {tally(now)}" if judges else "Samples"
+    tables = [ReportTable(title, columns, rows, folded=True, shown=True)]
+    every = [(number, at, one["answer"]) for at, samples in answered for number, one in enumerate(samples, 1)]
+    if len(answered) > 2:
+        every.sort(key=lambda row: row[0])
+        tables.append(ReportTable(f"All {len(every):,} answers", ("sample", "iteration", "answer"), every, folded=True))
     return tables
 
 
-def changed_options(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the name and the value of every option that differs from its default, those inside options too."""
-    changed: list[tuple[str, Any]] = []
-    for name, default in vars(type(config)()).items():
-        value = getattr(config, name)
-        if value == default:
-            continue
-        if dataclasses.is_dataclass(value):
-            changed += changed_options(value, f"{prefix}{name}.")
-        else:
-            changed.append((prefix + name, value))
+def options_yaml(config: TrainConfig) -> str:
+    """Return the options that differ from their defaults as YAML, with which `deltatune train -c` repeats the run."""
+    changed = _changed(config)
+    # A run that was given epochs has its number of iterations from them.
+    left_out = ("resume", "iters") if config.epochs is not None else ("resume",)
+    changed = {name: value for name, value in changed.items() if name not in left_out}
+    return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else ""
+
+
+def _changed(options: Any) -> dict[str, Any]:
+    changed = {}
+    for name, default in vars(type(options)()).items():
+        value = getattr(options, name)
+        if value != default:
+            # The name of data in memory is no plain text, which YAML alone can hold.
+            value = str(value) if isinstance(value, str) else value
+            changed[name] = _changed(value) if dataclasses.is_dataclass(value) else value
     return changed
 
 
@@ -343,76 +385,23 @@ def _minutes(seconds: float) -> str:
 
 def render(report: RunReport) -> str:
     """Return the HTML page."""
-    style, script = _STYLE.read_text(encoding="utf-8"), _SCRIPT.read_text(encoding="utf-8")
-    return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width,initial-scale=1'>"
-        f'<meta http-equiv=Content-Security-Policy content="{_policy(script)}">'
-        + (f"<meta http-equiv=refresh content={_RELOADED_EVERY_SECONDS}>" if report.part_done is not None else "")
-        + f"<title>{html.escape(report.title)}</title><style>{style}</style></head><body><main>"
-        f"<header><h1>{html.escape(report.title)}</h1><p>{html.escape(report.subtitle)}</p>"
-        + (f"<progress value={report.part_done:.4f}></progress>" if report.part_done is not None else "")
-        + f"</header>{_cards(report.headline)}"
-        + "".join(f"<p class=note>{html.escape(note[0].upper() + note[1:])}</p>" for note in report.notes)
-        + "".join(_table(table) for table in report.tables if not table.folded)
-        + _figures(report)
-        + "".join(_folded(table) for table in report.tables if table.folded)
-        + f"<footer>{html.escape(', '.join(filter(None, ('deltatune', report.written))))}</footer></main>"
-        f"<script>{script}</script></body></html>\n"
-    )
-
-
-def _policy(script: str) -> str:
-    """Return a content security policy under which the page runs `script` and no other, and loads nothing."""
+    folder = Path(__file__).parent
+    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    # The page runs this script and no other, and loads nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-
-
-def _cards(headline: Mapping[str, str]) -> str:
-    cards = "".join(
-        f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
-        for name, value in headline.items()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    pages = jinja2.Environment(autoescape=True, trim_blocks=True, loader=jinja2.FileSystemLoader(folder))
+    pages.filters["cell"] = shown
+    page = pages.get_template("report.html")
+    return page.render(
+        report=report, plots=plots(report.runs), style=style, script=script, policy=policy, reload=_RELOAD_SECONDS
     )
-    rows = -(-len(headline) // 6) or 1
-    across = -(-len(headline) // rows)
-    return f"<section class=cards style=--across:{across}>{cards}</section>"
 
 
-def _figures(report: RunReport) -> str:
-    """Return the place of the curves, which report.js fills, and their points."""
-    drawn = plots(report.metrics)
-    # Inside a script element, "</script" ends the text wherever it stands.
-    points = json.dumps(drawn).replace("<", "\\u003c")
-    data = f"<script type=application/json id=curves>{points}</script>"
-    if drawn:
-        scriptless = "<noscript><p class=note>The curves are drawn by a script, and scripts are off.</p></noscript>"
-        return f"<section class=figures id=figures></section>{scriptless}{data}"
-    begins = "The curves begin with the first report of the training loss."
-    empty = f"<p class=empty>{begins}</p>" if report.part_done is not None else ""
-    return f"<section id=figures>{empty}</section>{data}"
-
-
-def _table(table: ReportTable) -> str:
-    return f"<section><h2>{html.escape(table.title)}</h2>{_noted(table)}</section>"
-
-
-def _folded(table: ReportTable) -> str:
-    return f"<details{' open' * table.shown}><summary>{html.escape(table.title)}</summary>{_noted(table)}</details>"
-
-
-def _noted(table: ReportTable) -> str:
-    return (f"<p class=note>{html.escape(table.note)}</p>" if table.note else "") + _grid(table)
-
-
-def _grid(table: ReportTable) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
-    body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in table.rows)
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _cell(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the text of a cell."""
     if isinstance(value, bool) or value is None:
-        return f"<td>{ {True: 'yes', False: 'no', None: '–'}[value] }</td>"
+        return {True: "yes", False: "no", None: "–"}[value]
     if isinstance(value, int | float):
-        return f"<td class=number>{value:,.6g}</td>" if isinstance(value, float) else f"<td class=number>{value:,}</td>"
-    return f"<td>{html.escape(str(value))}</td>"
+        return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
+    return value.text if isinstance(value, Pictured) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import UserError
+from ...errors import UserError, reason
 from ...options.config import TrainConfig
 from ..preferences.objectives import means
 from ..progress import Progress, Result
@@ -37,15 +38,25 @@ class Reporting:
         screen: Where progress is printed.
         main: Whether this is rank 0.
         on_host: The bytes that MLX counts as its own, but are outside the device's memory.
+        thumbnails: The images of each sample prompt as data URIs.
 
     Attributes:
         about: The description of the run in its report, by name; empty before open().
         metrics: The run's metrics.jsonl, on rank 0 while it is open.
     """
 
-    def __init__(self, config: TrainConfig, outputs: Outputs, screen: Screen, main: bool, on_host: int = 0):
+    def __init__(
+        self,
+        config: TrainConfig,
+        outputs: Outputs,
+        screen: Screen,
+        main: bool,
+        on_host: int = 0,
+        thumbnails: Sequence[Sequence[str]] = (),
+    ):
         self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
         self._on_host = on_host
+        self._thumbnails = thumbnails
         self.about: dict[str, str] = {}
         self._tables: Sequence[ReportTable] = ()
         self.metrics: log.Metrics | None = None
@@ -90,8 +101,7 @@ class Reporting:
         A report of a running run is written once more.
         """
         with contextlib.ExitStack() as stack:
-            if self._running:
-                stack.callback(self._end, progress)
+            stack.callback(self._end, progress, sys.exc_info()[1])
             for opened in (self.metrics, *self._services):
                 if opened is not None:
                     stack.callback(opened.close)
@@ -121,8 +131,8 @@ class Reporting:
         """Return the seconds that the iterations which are left will take, if they are as quick as the last ones."""
         return self._mean_seconds * (self._config.iters - progress.iteration)
 
-    def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> None:
-        """Report the iterations since the last report.
+    def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> dict[str, Any]:
+        """Report the iterations since the last report, and return the record of it.
 
         Args:
             progress: The run's progress; its sums since the last report are taken and begin anew.
@@ -147,6 +157,7 @@ class Reporting:
         self._record(progress, record)
         self._renew(progress)
         self._screen.training(record, self._config.iters, self._left(progress))
+        return record
 
     def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
         """Report an evaluation, and whether it is the best so far."""
@@ -183,8 +194,15 @@ class Reporting:
         figures = dataclasses.asdict(result or Result.of(progress, self.peak_memory, stopped_early=False))
         outputs = self._outputs
         left = {"time left": duration(self._left(progress)) if self._recent else "–"}
+        commands = [] if running or not progress.iteration else outputs.commands()
         description = RunDescription(
-            self.about, self._tables, headline=left if running else {}, state=state, running=running
+            self.about,
+            self._tables,
+            headline=left if running else {},
+            state=state,
+            running=running,
+            thumbnails=self._thumbnails,
+            commands=commands,
         )
         for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
             self._screen.say(f"Report: {problem}")
@@ -196,9 +214,11 @@ class Reporting:
         if self._running and time.perf_counter() >= self._next_report:
             self.write(progress, "still training", running=True)
 
-    def _end(self, progress: Progress) -> None:
-        """Write that the run has stopped; the error that stopped it is more important than one of the report."""
+    def _end(self, progress: Progress, cause: BaseException | None) -> None:
+        """Write why the run has stopped; the error that stopped it is more important than one of the report."""
+        if not self._running and cause is None:
+            return
         try:
-            self.write(progress, "stopped", running=False)
+            self.write(progress, "stopped" if cause is None else f"stopped: {reason(cause)}", running=False)
         except UserError as error:
             self._screen.say(f"Report: {error}")

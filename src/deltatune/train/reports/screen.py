@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,12 @@ from rich.text import Text
 from ...wrapping import wrapped
 from ..preferences.objectives import line as figures_line
 from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
-from .log import SAMPLES
+from .log import SAMPLES, is_right, tally
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
 _SHOWN, _SHOWN_WHOLE = 100, 400
+# The answers of an iteration that are shown; the report has all of them.
+_SAMPLES = 3
 # No terminal needs longer lines, which would be hard to read.
 WIDEST = 120
 _GAUGE = 20
@@ -108,28 +111,35 @@ class Screen:
             self.say(validation_line(record))
 
     def samples(self, record: Record) -> None:
-        """Print the record of some answers."""
+        """Print the record of some answers: a few of them, and how many are right."""
         if not self._console.is_terminal:
             self.say(sample_lines(record))
             return
-        for sample in record[SAMPLES]:
-            table = Table.grid(padding=(0, 1, 0, 0))
-            table.add_column(width=7, justify="right", style="dim")
-            # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
-            table.add_column(overflow="fold")
-            for name, text in (("asked", sample["prompt"]), ("answer", sample["answer"])):
-                # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
-                table.add_row(name, Text(_beginning(text, _SHOWN_WHOLE)))
-            self._print(table)
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(width=8, justify="right", style="dim")
+        # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
+        table.add_column(overflow="fold")
+        for sample in record[SAMPLES][:_SAMPLES]:
+            right = is_right(sample)
+            style = {True: "green", False: "red", None: ""}[right]
+            # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
+            table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
+            if right is False:
+                table.add_row("expected", Text(_beginning(sample["expected"], _SHOWN_WHOLE)))
+            table.add_row("right" if right else "answer", Text(_beginning(sample["answer"], _SHOWN_WHOLE), style=style))
+        if summary := _summary(record[SAMPLES]):
+            table.add_row("", Text(summary, style="dim"))
+        self._print(table)
 
-    def ended(self, line: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal."""
+    def ended(self, line: str, rows: Sequence[tuple[str, str]], command: str) -> None:
+        """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal; then a command."""
         if not self._console.is_terminal:
-            self.say(line)
+            self.say(f"{line}\nNext: {command}")
             return
         for name, text in rows:
             # A path or a command that is broken into lines cannot be pasted.
             self._print(Text.assemble((f"{name:>7} ", "dim"), text))
+        self._print(Text.assemble(("Next:\n", "dim"), to_paste(command, self._console.width)))
 
     def start(self, done: int, total: int) -> None:
         """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
@@ -205,6 +215,20 @@ def panel(title: str, facts: Sequence[Fact], width: int, plain: bool = False) ->
     return Panel(table, title=Text(title, style="bold"), title_align="left", border_style="dim", width=width)
 
 
+def to_paste(command: str, width: int) -> str:
+    """Return a shell command in lines of a width where its words are so short; all but the last end with a backslash.
+
+    A line that the terminal breaks would be pasted with a break in it.
+    """
+    lines = [""]
+    for part in re.split(" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) + 3 > width:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n".join(lines)
+
+
 def gauge(share: float, plain: bool = False) -> Text:
     """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
@@ -244,11 +268,22 @@ def validation_line(record: Record) -> str:
 
 def sample_lines(record: Record) -> str:
     """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
-    return "\n".join(
-        f"Iter {record['iteration']:,}, sample {number}: {_beginning(sample['prompt'])} -> "
-        f"{_beginning(sample['answer'])}"
-        for number, sample in enumerate(record[SAMPLES], 1)
-    )
+    at, samples = f"Iter {record['iteration']:,}", record[SAMPLES]
+    lines = []
+    for number, sample in enumerate(samples[:_SAMPLES], 1):
+        right = is_right(sample)
+        judged = " (right)" if right else ""
+        if right is False:
+            judged = f" (expected {_beginning(sample['expected'])})"
+        lines.append(f"{at}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}")
+    summary = _summary(samples)
+    return "\n".join([*lines, f"{at}, samples: {summary}."] if summary else lines)
+
+
+def _summary(samples: Sequence[Record]) -> str:
+    """Say of more answers than one how many are right, and how many are in the report alone."""
+    more = f"{len(samples) - _SAMPLES:,} more in the report" if len(samples) > _SAMPLES else ""
+    return "; ".join(filter(None, (tally(samples) if len(samples) > 1 else "", more)))
 
 
 def _beginning(text: str, most: int = _SHOWN) -> str:

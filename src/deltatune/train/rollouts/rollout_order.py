@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +23,7 @@ from ...data.prompt_rows import PromptExample
 from ...data.rows.row_formats import ASSISTANT
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
+from ...rewards import Rewards
 from ..distributed import World
 from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
@@ -32,33 +33,6 @@ from .rollout_figures import figures, names_of
 
 # An advantage below this is rounding alone.
 _LEAST_ADVANTAGE = 1e-6
-
-
-class Rewards(Protocol):
-    """The reward functions of a run.
-
-    Attributes:
-        names: The name of each function.
-        weights: The factors of the functions' rewards, [functions].
-    """
-
-    names: Sequence[str]
-    weights: np.ndarray
-
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
-        check: Callable[[], None],
-    ) -> np.ndarray:
-        """Return the rewards [functions, N] of N answers, NaN where a function gives none.
-
-        Prompts and answers are texts or messages. `check` is called while rewards are awaited, and may raise.
-        """
-
-    def close(self) -> None:
-        """End the processes of the functions."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +77,8 @@ class Rollouts:
             named["log_probabilities"],
             named["entropies"],
         )
-        old, reference = named.get("old"), named.get("reference")
-        number = int(named["number"][0])
-        return cls(number, prompts, shares, answers, named["rewards"], old=old, reference=reference)
+        scores = named.get("old"), named.get("reference")
+        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], (0.0, 0.0), *scores)
 
 
 def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:

@@ -15,6 +15,7 @@ from ...lora.without import without_adapters
 from ...machine.numpy_arrays import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig
+from ...rewards import Rewards
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
 from ..distributed import World
@@ -23,7 +24,7 @@ from ..ending.interrupt import InterruptedSamplingError
 from ..evaluation.evaluate import evaluating
 from ..preferences.loss import TokenLosses
 from .answer_sampler import AnswerSampler
-from .rollout_order import Rewards, RolloutOrder, Scoring
+from .rollout_order import RolloutOrder, Scoring
 
 
 def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:

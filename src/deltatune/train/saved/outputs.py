@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import mlx.nn as nn
@@ -61,6 +62,16 @@ class Outputs:
             scratch_config = model_config if config.from_scratch else None
             self._checkpoint = TrainedCheckpoint(model, locate(config.model), scratch_config)
         self.note = None if self._checkpoint is None else self._checkpoint.note
+
+    def commands(self) -> list[str]:
+        """Return the commands to type next, which talk to the trained model, ask it, and merge an adapter into it."""
+        folder = quote(str(self.directory))
+        asked = f"--model {folder}"
+        if self._checkpoint is None:
+            asked = f"--model {quote(str(self._config.model))} --adapter-path {folder}"
+        chat = [f"deltatune chat {asked}"] if self._tokenizer.has_chat_template else []
+        merge = [] if self._checkpoint else [f"deltatune merge {asked} --save-path {quote(f'{self.directory}-merged')}"]
+        return [*chat, f'deltatune generate {asked} --prompt "Hello"', *merge]
 
     def prepare(self) -> None:
         """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
