@@ -104,7 +104,7 @@ class Metal:
 
     def _attached(self, header: str, launch: Any) -> list[mx.array]:
         if header not in self._machines:
-            text = self._host.with_rough_exponentials(header)
+            text = self._host.with_rough_exponentials(header, "exp2")
             self._machines[header] = self._host.HostMachine(self._folder, text, optimised=self._optimised)
         machine = self._machines[header]
         machine.compile([launch])
