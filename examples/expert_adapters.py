@@ -5,11 +5,10 @@ An expert that got no token in the whole run stays as it is, since weight decay,
     python examples/expert_adapters.py
 """
 
-import json
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import LoraConfig, PlannedRun, TrainConfig
+from deltatune import PlannedRun, TrainConfig
 from deltatune.demo.assets import MODEL  # A tiny mixture of 16 experts a layer. Put your own model here.
 
 import mlx.core as mx
@@ -26,16 +25,13 @@ LINES = [
 
 def main() -> None:
     """Adapt the experts alone, train a few steps, and count the experts that have changed."""
-    data = OUTPUT / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    (data / "train.jsonl").write_text("\n".join(map(json.dumps, LINES)) + "\n", encoding="utf-8")
-
-    config = TrainConfig(
-        model=str(MODEL),
-        data=str(data),
-        adapter_path=str(OUTPUT / "adapters"),
+    config = TrainConfig.of(
+        model=MODEL,
+        data=LINES,
+        adapter_path=OUTPUT / "adapters",
         # Patterns are matched against a module's full path, or its path within its layer.
-        lora_parameters=LoraConfig(rank=4, keys=["mlp.switch_mlp.*"]),
+        keys=["mlp.switch_mlp.*"],
+        rank=4,
         num_layers=1,
         optimizer_config={"adamw": {"weight_decay": 0.0}},
         learning_rate=1e-3,

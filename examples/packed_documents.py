@@ -6,12 +6,11 @@ packed document gets the gradients that it gets alone. The second half of this e
     python examples/packed_documents.py
 """
 
-import json
 import random
 from pathlib import Path
 
 # Import deltatune before mlx: on a Linux CPU it gives MLX a fast BLAS.
-from deltatune import TrainConfig, finetune, load, patched
+from deltatune import finetune, load, patched
 from deltatune.demo.assets import MODEL  # A tiny model that comes with the package. Put your own here.
 from deltatune.ops.segments import segments
 
@@ -21,22 +20,13 @@ OUTPUT = Path("example-out/packed_documents")
 SENTENCES = ("The oven is hot.", "The milk is gone.", "The door is open.", "A table by the window is free.")
 
 
-def write_documents(folder: Path, count: int) -> None:
-    """Write `count` documents of 1 to 14 sentences, one JSON object a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(SENTENCES, k=draw.randint(1, 14))) for _ in range(count)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def train() -> None:
-    """Fine-tune on packed rows of 256 tokens."""
-    write_documents(OUTPUT / "data", count=60)
-    config = TrainConfig(
-        model=str(MODEL),
-        data=str(OUTPUT / "data"),
-        adapter_path=str(OUTPUT / "adapters"),
+    """Fine-tune on packed rows of 256 tokens, made of 60 documents of 1 to 14 sentences."""
+    draw = random.Random(0)
+    finetune(
+        MODEL,
+        data=[{"text": " ".join(draw.choices(SENTENCES, k=draw.randint(1, 14)))} for _ in range(60)],
+        adapter_path=OUTPUT / "adapters",
         pack=True,
         max_seq_length=256,
         grad_checkpoint="auto",  # As few layers are recomputed as the memory allows; long rows may need them all.
@@ -45,7 +35,6 @@ def train() -> None:
         iters=4,
         steps_per_report=2,
     )
-    finetune(config)
 
 
 def show_that_documents_stay_apart() -> None:

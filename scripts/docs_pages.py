@@ -1,13 +1,15 @@
 """Makes tables of the documentation, such as that of the options, from the code when the site is built.
 
 MkDocs calls `on_page_markdown` for every page (`hooks` in mkdocs.yml). A line `<!-- made here: NAME -->` in a page is
-replaced by what `PARTS[NAME]` returns. `on_page_content` keeps flags such as `--grad-checkpoint` in one line.
+replaced by what `PARTS[NAME]` returns. `on_page_content` and `on_post_page` prepare the page for narrow screens,
+keyboards and screen readers.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,9 @@ from deltatune.options.config import LoraConfig
 
 MARKER = re.compile(r"^<!-- made here: (\w+) -->$", re.MULTILINE)
 _CODE = re.compile(r"<code>[^<]*</code>")
+_TABLE = re.compile("<table>.*?</table>", re.DOTALL)
+#: The pages for those who change deltatune.
+DEVELOPERS = ("decisions/", "reference/checks.md", "how/code.md", "how/trace.md", "how/kernels.md", "how/patches.md")
 _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
@@ -59,14 +64,36 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     raise LookupError("the command line has no commands")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace every marker of a page."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace every marker of a page, and keep the pages for developers out of the readers' search."""
+    if page.file.src_uri.startswith(DEVELOPERS):
+        page.meta["search"] = {"exclude": True}
     return MARKER.sub(lambda match: PARTS[match[1]](), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark the flags within code, which docs/extra.css keeps whole: browsers end a line behind any hyphen."""
-    return _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+    """Mark the flags within code, and name the column in each cell.
+
+    docs/extra.css keeps a flag whole, since browsers end a line behind any hyphen, and lays the cells of a row one
+    below the other where a table of three columns or more finds no room.
+    """
+    html = _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+    return _TABLE.sub(lambda table: _with_names(table[0]), html).replace("<th></th>", "<td></td>")
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Give the dialog of the search its name, which the theme leaves out."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+
+
+def _with_names(table: str) -> str:
+    """Return a table of three columns or more with the name of its column in each cell, any other as it is."""
+    names = [re.sub("<[^>]*>", "", name) for name in re.findall("<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+    if len(names) < 3:
+        return table
+    columns = itertools.cycle(names)
+    table = re.sub(r"<td(?=[ >])", lambda _: f'<td data-name="{next(columns)}"', table)
+    return table.replace("<table>", "<table data-wide>")
 
 
 def _title(group: str) -> str:

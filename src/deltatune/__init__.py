@@ -14,15 +14,18 @@ from .ops import IMPLEMENTATIONS as _IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from .answering.dialogue import generate
+    from .commands.export import export_adapter
     from .data import load_datasets
     from .lora import convert_to_lora
-    from .models.load import load
+    from .models.adapted_base import load
+    from .models.merged_checkpoint import merge_checkpoint
     from .ops.attention import attention
     from .ops.gated_delta import gated_delta
     from .options.config import LoraConfig, TrainConfig
     from .patches import patched
-    from .plan.planned_run import PlannedRun, finetune
+    from .plan.planned_run import PlannedRun, finetune, plan_run
     from .train import Trainer
+    from .train.callbacks import StopTraining
 
 _startup.prepare(_IMPLEMENTATIONS)
 
@@ -30,31 +33,39 @@ _startup.prepare(_IMPLEMENTATIONS)
 _MODULES = {
     "LoraConfig": "options.config",
     "PlannedRun": "plan.planned_run",
+    "StopTraining": "train.callbacks",
     "TrainConfig": "options.config",
     "Trainer": "train",
     "attention": "ops.attention",
     "convert_to_lora": "lora",
+    "export_adapter": "commands.export",
     "finetune": "plan.planned_run",
     "gated_delta": "ops.gated_delta",
     "generate": "answering.dialogue",
-    "load": "models.load",
+    "load": "models.adapted_base",
     "load_datasets": "data",
+    "merge_checkpoint": "models.merged_checkpoint",
     "patched": "patches",
+    "plan_run": "plan.planned_run",
 }
 
 __all__ = [
     "LoraConfig",
     "PlannedRun",
+    "StopTraining",
     "TrainConfig",
     "Trainer",
     "attention",
     "convert_to_lora",
+    "export_adapter",
     "finetune",
     "gated_delta",
     "generate",
     "load",
     "load_datasets",
+    "merge_checkpoint",
     "patched",
+    "plan_run",
 ]
 
 

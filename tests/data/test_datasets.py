@@ -104,6 +104,14 @@ def test_a_damaged_file_is_named(tokenizer, folder, tmp_path):
         load_datasets(config, tokenizer)
 
 
+@pytest.mark.bad_input("a row of a CSV file that cannot be read")
+def test_a_row_of_a_file_is_counted_from_one(tokenizer, folder, tmp_path):
+    file = tmp_path / "faq.csv"
+    file.write_text("prompt,completion\na,\nb,c\n")
+    with pytest.raises(UserError, match=rf"^{file} row 1: 'completion' is null"):
+        load_datasets(dataclasses.replace(folder(train=TEXT), data=str(file)), tokenizer)
+
+
 @pytest.mark.bad_input("a file of an unknown kind as data")
 def test_a_file_of_another_kind_is_refused(tokenizer, folder, tmp_path):
     (tmp_path / "notes.docx").write_text("a text")

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -53,7 +54,8 @@ def test_json_lines_are_json(block):
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_runs_on_the_bundled_model(block, tmp_path):
+def test_python_runs_on_the_bundled_model(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     line = {"prompt": "What is in the oven?", "completion": "Bread."}
     (tmp_path / "train.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
     q = k = v = mx.random.normal((1, 8, 2, 4)) / 4
@@ -120,3 +122,20 @@ def _is_help(command, string):
     option = string.removeprefix("--").removeprefix("no-").replace("-", "_")
     options = {field.name for field in option_fields()}
     return string in ("-h", "--help") or (command in ("train", "plan") and option in options)
+
+
+def test_a_cell_names_its_column_where_a_table_has_three_or_more():
+    head, row = "<tr><th></th><th>b</th><th><em>c</em></th></tr>", "<tr><td>1</td><td>2</td><td>3</td></tr>"
+    named = '<tr><td data-name="">1</td><td data-name="b">2</td><td data-name="c">3</td></tr>'
+    page = docs_pages.on_page_content(f"<table>{head}{row}{row}</table>")
+    assert page == f"<table data-wide>{head.replace('<th></th>', '<td></td>')}{named}{named}</table>"
+    two = "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>"
+    assert docs_pages.on_page_content(two) == two
+
+
+def test_pages_for_developers_are_out_of_the_search():
+    for name, excluded in {"decisions/memory.md": True, "how/memory.md": False}.items():
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
+        docs_pages.on_page_markdown("", page=page)
+        assert page.meta == ({"search": {"exclude": True}} if excluded else {})
+    assert all((DOCS / name).exists() for name in docs_pages.DEVELOPERS)

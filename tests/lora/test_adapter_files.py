@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from console import called
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import (
     LoRALinear,
@@ -202,6 +205,44 @@ def test_adapter_of_another_number_of_experts(tiny_checkpoint, tmp_path):
     ):
         load_adapters(other, tmp_path)
     assert not adapters(other)
+
+
+ADAPTER = {
+    "PEFT's for MLX's": (
+        "generate --prompt a --adapter-path peft",
+        "peft: this is PEFT's; .* deltatune import --peft peft",
+    ),
+    "a file for its folder": (
+        "generate --prompt a --adapter-path mlx/a.safetensors",
+        "this is a file; give its folder, mlx",
+    ),
+    "a folder for its file": (
+        "train --data d --resume-adapter-file mlx",
+        "it is a folder; give mlx/adapters.safetensors",
+    ),
+    "an adapter for a model": ("generate --prompt a --model mlx", "it holds an adapter; give it as --adapter-path"),
+    "MLX's for PEFT's": ("import --save-path new --peft mlx", "not an adapter of PEFT. MLX's needs no import"),
+    "a file for PEFT's folder": (
+        "import --save-path new --peft mlx/a.safetensors",
+        "this is a file; give its folder, mlx",
+    ),
+}
+
+
+@pytest.mark.bad_input("an adapter: {what}")
+@pytest.mark.parametrize("what", ADAPTER)
+def test_an_adapter_of_another_kind_is_answered_with_the_right_one(tmp_path, what):
+    for folder, content in {"mlx": {"fine_tune_type": "lora"}, "peft": {"peft_type": "LORA"}}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(content))
+        (tmp_path / folder / "a.safetensors").touch()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.jsonl").write_text('{"text": "a"}\n' * 4)
+    words, message = ADAPTER[what]
+    command, *flags = words.split()
+    done = called(command, *(() if "--model" in flags else ("--model", MODEL)), *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert re.search(message, done.stderr)
 
 
 def test_damaged_adapters(tiny_checkpoint, tmp_path):

@@ -99,6 +99,8 @@ def test_without_mlx_help_and_version_work_and_an_import_fails(without_mlx):
         assert (done.returncode, done.stderr) == (0, "")
     script = python("-c", "try:\n import deltatune\nexcept ImportError as error: print(error)", PYTHONPATH=without_mlx)
     assert script.stdout.startswith("MLX cannot be loaded")
+    # Before a traceback, if there is one.
+    assert script.stderr.startswith("deltatune: MLX cannot be loaded")
 
 
 @pytest.mark.parametrize(

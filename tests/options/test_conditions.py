@@ -30,6 +30,7 @@ FULL = {"fine_tune_type": "full"}
 SCHEDULE = {"name": "cosine_decay", "arguments": [1e-4, 10]}
 ADAFACTOR = {"optimizer": "adafactor"}
 GRPO = {"loss": "grpo"}
+DISTILL = {"loss": "distill", "teacher": "t"}
 SAMPLED = {"val_batches": 0, "sample_prompts": ["a"]}
 RATE = {"optimizer_config": {"adafactor": {"relative_step": False}}}
 # For each option: its value, with which others it is read, and with which it is not.
@@ -49,7 +50,8 @@ CASES = {
     ],
     "num_generations": [(8, GRPO, {})],
     "max_completion_length": [(100, GRPO, {})],
-    "temperature": [(0.7, GRPO, {"loss": "dpo"})],
+    "teacher": [("t", DISTILL, {})],
+    "temperature": [(0.7, GRPO, {"loss": "dpo"}), (0.7, DISTILL, {})],
     "top_p": [(0.9, GRPO, {})],
     "top_k": [(5, GRPO, {})],
     "min_p": [(0.1, GRPO, {})],
@@ -60,7 +62,7 @@ CASES = {
     "sampler_correction": [("none", GRPO, {})],
     "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
     "pack": [(True, {}, GRPO)],
-    "memory": [("4GB", {}, GRPO)],
+    "memory": [("4GB", {}, GRPO), ("4GB", {}, DISTILL)],
     "test": [(True, {}, GRPO)],
     "val_batches": [(3, {}, GRPO)],
     "mask_prompt": [(True, {}, GRPO)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def test_names_of_other_trainers_are_answered_with_ours(option):
         assert nearest(name, fields) == f" (did you mean {meant!r}?)"
         flag = f"--{option.replace('_', '-')}"
         assert nearest(f"--{name.replace('_', '-')}", [flag, "--other"]) == f" (did you mean {flag!r}?)"
+
+
+@pytest.mark.bad_input("`fine_tune_type: qlora`, as a key and as a flag")
+def test_qlora_is_answered_with_how_it_is_asked_for_here(run):
+    meant = "load a model in 4 bits (mlx_lm.convert -q) and use lora"
+    with pytest.raises(UserError, match=re.escape(meant)):
+        build(TrainConfig, {"fine_tune_type": "qlora"}, "c.yaml")
+    assert meant in run("train", "--fine-tune-type", "qlora")[2]
 
 
 def test_an_option_of_adapters_at_the_top_of_a_file_is_sent_to_its_place():

@@ -18,7 +18,7 @@ from ..data.rows.row_formats import tools_of
 from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import folder_of, load_with_adapter, put_adapter
+from ..models.adapted_base import folder_of, load, put_adapter
 from ..models.continuations import Likelihood, scored
 from ..models.early_refusal import refuse_unserved
 from ..models.generate import Sampling
@@ -215,7 +215,7 @@ class Session(Inference):
 def _load(options: AnswerOptions, media: str | None) -> Loaded:
     """Load the model with its adapter; lazily and without it where memory is bounded."""
     bounded = options.memory is not None
-    return load_with_adapter(
+    return load(
         options.model,
         options.adapter_path,
         bare=bounded,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..machine import startup
+from ..options.values import unknown_names
 from ..wrapping import say
 from .flags import add_ends, add_model
 
@@ -59,6 +60,44 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export as the arguments say and return exit code 0."""
     startup.leave_torch_out()
+    for line in _exported(arguments):
+        # A command is left whole, so that it can be copied.
+        print(line) if line.startswith("  ") else say(line)
+    return 0
+
+
+def export_adapter(
+    to: str, model: str, adapter_path: str | Path, save_path: str | Path, **options: str | list[str]
+) -> list[str]:
+    """Write an adapter, or the model that it makes, for other programs, as `deltatune export` does.
+
+    Args:
+        to: The kind of the result: peft, mlx, merged, gguf or gguf-adapter.
+        model: The base model's folder, or its name on the Hugging Face hub.
+        adapter_path: The folder of the adapter.
+        save_path: The new folder or, for GGUF, the new file.
+        options: base_model, llama_cpp, outtype, data, push_to_hub and extra_eos_token, as the flags have them.
+
+    Returns:
+        The lines that the command prints.
+
+    Raises:
+        UserError: The target does not exist, has no use for an option, or cannot express the adapter.
+
+    Example:
+        >>> export_adapter("peft", "path/to/model", "adapters", "adapters-peft")
+    """
+    flags = dict.fromkeys(("base_model", "llama_cpp", "outtype", "data", "push_to_hub", "extra_eos_token"))
+    if unknown := unknown_names(options, [*flags], "export_adapter"):
+        raise UserError("\n".join(unknown))
+    if to not in TARGETS:
+        raise UserError(f"export_adapter: expected one of {', '.join(TARGETS)}, got {to!r}.")
+    paths = {"model": str(model), "adapter_path": str(adapter_path), "save_path": str(save_path)}
+    return _exported(argparse.Namespace(to=to, **paths, **flags | options))
+
+
+def _exported(arguments: argparse.Namespace) -> list[str]:
+    """Export as the arguments say; return the lines that say it."""
     from ..export import hub
     from ..export.model_card import CARD, write_card
 
@@ -71,12 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.to.startswith("gguf"):
         card = write_card(path, arguments.to, base, Path(arguments.adapter_path), notes)
         lines.append(f"The model card is {card}: read it before you publish it.")
-    for line in [*lines, *notes]:
-        # A command is left whole, so that it can be copied.
-        print(line) if line.startswith("  ") else say(line)
+    lines += notes
     if arguments.push_to_hub:
-        say(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
-    return 0
+        lines.append(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
+    return lines
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..machine.environment import expanded
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
+from ..options.data_in_memory import DataInMemory
 from ..options.values import unknown_names
 from .batches.example_stream import ExampleStream, StreamedSplits
 from .batches.packing import pack, row_capacity
@@ -29,7 +30,7 @@ from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.row_streams import JsonLines, hugging_face_streams
-from .rows.sources import DataTable, hugging_face, is_format, is_saved_dataset, json_file, jsonl
+from .rows.sources import DataTable, hugging_face, in_memory, is_format, is_saved_dataset, json_file, jsonl
 from .vision.messages import VIDEO, media_kind
 from .vision.preparation import VisionProcessors
 
@@ -229,6 +230,13 @@ def _data_tables(
     if config.data is None:
         raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
     features = _features(vars(config))
+    if isinstance(config.data, DataInMemory):
+        if open_jsonl is not jsonl:
+            raise UserError("streaming reads rows from files, and these are in memory; leave streaming out.")
+        if unknown := [name for name in config.data.splits if not any(name in names for names in _SPLITS.values())]:
+            raise UserError(f"data: expected a list of rows, or lists under train, valid and test, got {unknown[0]!r}.")
+        tables = {name: in_memory(label, rows) for name, (label, rows) in config.data.splits.items()}
+        return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
     folder = expanded(config.data)
     if folder.is_file():
         return _file_table(config, folder, needed, open_jsonl, open_dataset)

@@ -27,6 +27,7 @@ QUANTIZER = "llama-quantize"
 _QUANTIZED = re.compile(r"i?q[1-8]_\w+|tq[12]_0|mxfp4\w*", re.IGNORECASE)
 # Where a build of llama.cpp leaves its programs.
 _BUILT = ("", "build/bin", "bin")
+_INSTALL = "install llama.cpp" + " (brew install llama.cpp)" * (sys.platform == "darwin")
 # How much of the converter's output a message quotes.
 _LAST_LINES = 5
 
@@ -45,10 +46,7 @@ def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
     if folder is None:
         program = shutil.which(name)
         if program is None:
-            raise UserError(
-                f"--to gguf: no {name} on PATH; install llama.cpp (brew install llama.cpp), or give the path of "
-                "its folder as --llama-cpp."
-            )
+            raise UserError(f"--to gguf: no {name} on PATH; {_INSTALL}, or give the path of its folder as --llama-cpp.")
         return [program]
     path = expanded(folder)
     path = (path if path.is_dir() else path.parent) / name
@@ -83,7 +81,7 @@ def quantizer_command(llama_cpp: str | None, outtype: str) -> list[str] | None:
     if on_path is None:
         raise UserError(
             f"--outtype {outtype}: {QUANTIZER} makes this type, and there is none on PATH"
-            f"{'' if llama_cpp is None else f' or built in {llama_cpp}'}; install llama.cpp (brew install llama.cpp), "
+            f"{'' if llama_cpp is None else f' or built in {llama_cpp}'}; {_INSTALL}, "
             "or take q8_0, which needs none."
         )
     return [on_path]

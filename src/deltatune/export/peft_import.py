@@ -136,10 +136,13 @@ def install(model: nn.Module, imported: ImportedAdapter, where: Path) -> None:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """Read the two files of a PEFT adapter. UserError where it is something else."""
     if not (folder / PEFT_CONFIG).is_file():
-        raise UserError(f"adapter {folder}: no {PEFT_CONFIG} in it; expected a folder that PEFT wrote.")
+        hint = f"this is a file; give its folder, {folder.parent}" if folder.is_file() else f"no {PEFT_CONFIG} in it"
+        raise UserError(f"adapter {folder}: {hint}; expected a folder that PEFT wrote.")
     config = read_json(folder / PEFT_CONFIG, "PEFT's adapter_config.json")
     if "peft_type" not in config:
-        raise UserError(f"{folder / PEFT_CONFIG}: no peft_type in it; this is not an adapter of PEFT.")
+        raise UserError(
+            f"{folder / PEFT_CONFIG}: no peft_type in it; this is not an adapter of PEFT. MLX's needs no import."
+        )
     if config["peft_type"] != "LORA":
         raise UserError(f"{folder / PEFT_CONFIG}: peft_type {config['peft_type']!r}; only LORA can be imported.")
     for key, plain in _PLAIN_OPTIONS.items():

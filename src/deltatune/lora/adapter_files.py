@@ -230,9 +230,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read the adapter_config.json in `directory`.
 
     Raises:
-        UserError: The file is missing, is not a JSON object, or holds a field of a wrong type.
+        UserError: The file is missing, is not a JSON object, holds a field of a wrong type, or is PEFT's.
     """
     path = directory / CONFIG
+    if directory.is_file():
+        raise UserError(f"adapter {directory}: this is a file; give its folder, {directory.parent}.")
     if not directory.is_dir():
         raise UserError(f"adapter {directory}: no such directory; expected one written by deltatune or mlx_lm.lora.")
     if not path.is_file() and (directory / "config.json").is_file():
@@ -244,7 +246,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(
             f"adapter {directory}: no {CONFIG} in it; expected a directory written by deltatune or mlx_lm.lora."
         )
-    return read_json(path)
+    content = read_json(path)
+    if "peft_type" in content:
+        raise UserError(
+            f"adapter {directory}: this is PEFT's; write it as MLX's first, and give that folder: deltatune import "
+            f"--peft {directory} --model MODEL --save-path NEW."
+        )
+    return content
 
 
 def options_of(directory: Path) -> dict[str, Any]:
@@ -299,7 +307,8 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         UserError: The file is missing, damaged or empty, or a tensor holds NaN or infinity.
     """
     if not path.is_file():
-        raise UserError(f"adapter {path}: no such file.")
+        hint = f"it is a folder; give {path / WEIGHTS}" if path.is_dir() else "no such file"
+        raise UserError(f"adapter {path}: {hint}.")
     if not read_header(path).tensors:
         raise UserError(f"adapter {path}: holds no tensor.")
     try:

@@ -44,6 +44,8 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
             _start_mlx()
     except UserError as error:
         if not _is_command_line():
+            # The lines of a traceback would stand before the remedy.
+            sys.stderr.write(f"deltatune: {error}\n")
             raise
         _problem = error
 

@@ -10,7 +10,8 @@ import mlx.nn as nn
 from ..lora import load_adapters
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
 from ..lora.parts import part_of
-from .load import Loaded, load, load_model, load_vision_tower, locate
+from .load import Loaded, load_model, load_vision_tower, locate
+from .load import load as load_checkpoint
 from .trained_checkpoint import is_trained_checkpoint
 from .vision.split import has_vision
 
@@ -42,24 +43,37 @@ def load_base(path: Path, adapter_path: Path) -> nn.Module:
 
 
 def folder_of(model: str | Path | None, adapter_path: str | None) -> Path:
-    """Return the folder that load_with_adapter() reads: the adapter's, where a run trained the whole model."""
+    """Return the folder that load() reads: the adapter's, where a run trained the whole model."""
     if adapter_path and is_trained_checkpoint(Path(adapter_path)):
         return Path(adapter_path)
     return locate(model)
 
 
-def load_with_adapter(
-    model: str | Path | None, adapter_path: str | None, *, bare: bool = False, **options: Any
-) -> Loaded:
-    """Load a model with models.load.load and `options`, and the adapter of `adapter_path` if one is given.
+def load(model: str | Path | None, adapter: str | Path | None = None, *, bare: bool = False, **options: Any) -> Loaded:
+    """Load a model with its tokenizer, and an adapter of it.
 
-    Where a run trained the whole model, that folder holds the model itself. If `bare`, an adapter is left out.
+    Args:
+        model: A checkpoint folder, or a name on the Hugging Face hub of the form owner/model.
+        adapter: The folder of a run. Where that trained the whole model, it holds the model itself.
+        bare: Whether an adapter is left out.
+        options: trust_remote_code, lazy, from_scratch, seed and image, as models.load.load() takes them.
+
+    Returns:
+        The model in inference mode, its tokenizer, its config and its folder.
+
+    Raises:
+        UserError: The checkpoint or the adapter is missing, damaged or of an unknown kind, they do not fit, or the
+            checkpoint would run code.
+
+    Example:
+        >>> loaded = load("path/to/model", adapter="adapters")
+        >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
     """
-    if adapter_path and is_trained_checkpoint(Path(adapter_path)):
-        return load(Path(adapter_path), **options)
-    loaded = load(model, **options)
-    if adapter_path and not bare:
-        put_adapter(loaded, adapter_path)
+    if adapter and is_trained_checkpoint(Path(adapter)):
+        return load_checkpoint(Path(adapter), **options)
+    loaded = load_checkpoint(model, **options)
+    if adapter and not bare:
+        put_adapter(loaded, adapter)
         loaded.model.eval()
     return loaded
 

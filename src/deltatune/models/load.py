@@ -219,7 +219,9 @@ def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
 def plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """config.json after the checks that hold for models of mlx-lm and of mlx-vlm alike."""
     if not (path / "config.json").is_file():
-        raise UserError(f"model {path}: no config.json in it; expected the folder of a checkpoint.")
+        adapter = "it holds an adapter; give it as --adapter-path, and its base here"
+        hint = adapter if (path / "adapter_config.json").is_file() else "expected the folder of a checkpoint"
+        raise UserError(f"model {path}: no config.json in it; {hint}.")
     check_config(path, read_json(path / "config.json"), trust_remote_code)
     if (path / "generation_config.json").is_file():
         read_json(path / "generation_config.json")

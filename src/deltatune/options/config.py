@@ -5,13 +5,15 @@ Names are those of `mlx_lm.lora` for every option that it has; docs/guides/from-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import UserError
 from .chat_template import checked_options
+from .data_in_memory import DataInMemory
 from .lora_parameters import LoraConfig
-from .values import FINITE, Range, build, fix, nearest, option
+from .values import FINITE, Range, build, fix, nearest, option, unknown_names
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
@@ -74,9 +76,9 @@ class TrainConfig:
     loss: str = option(
         "sft",
         _LOSS,
-        "what is learnt: sft imitates the data; grpo learns from rewards of answers that the model samples; the others "
-        "learn which of two answers is better, kto whether one answer is good",
-        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo", "grpo"),
+        "what is learnt: sft imitates the data; grpo learns from rewards of answers that the model samples; distill "
+        "learns a teacher's probabilities; the others learn which of two answers is better, kto whether one is good",
+        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo", "grpo", "distill"),
     )
     loss_variant: str | None = option(
         None,
@@ -89,8 +91,12 @@ class TrainConfig:
         None,
         _LOSS,
         "factor of the rewards of a preference loss, orpo's weight of the odds ratio, and grpo's weight of the "
-        "divergence from the model without its adapter; default: 0.1, and 0 for grpo; the authors of simpo use 2.0",
+        "divergence from the model without its adapter; default: 0.1, and 0 for grpo; the authors of simpo use 2.0. "
+        "With distill, the divergence: forward at 0, reverse at 1, the default, and Jensen-Shannon's between them",
         range=Range(least=0),
+    )
+    teacher: str | None = option(
+        None, _LOSS, "the teacher of distill: folder or name of a model with the same vocabulary"
     )
     gamma: float = option(
         0.5, _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
@@ -105,7 +111,10 @@ class TrainConfig:
         512, _ROLLOUTS, "largest number of tokens in a sampled answer", range=Range(least=1)
     )
     temperature: float = option(
-        1.0, _ROLLOUTS, "temperature of the sampled policy, which the loss has too", range=Range(above=0)
+        1.0,
+        _ROLLOUTS,
+        "temperature of the sampled policy, which the loss has too; with distill, of both models",
+        range=Range(above=0),
     )
     top_p: float = option(
         1.0,
@@ -184,7 +193,7 @@ class TrainConfig:
     learning_rate: float = option(
         None,
         _OPTIMIZER,
-        "largest learning rate; default: 2e-4, or 1e-5 with another loss than sft; in full fine-tuning a tenth of that",
+        "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
         range=Range(above=0),
     )
     loraplus_lr_ratio: float | None = option(
@@ -416,8 +425,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.data, Iterable) and not isinstance(self.data, str):
+            vars(self).update(data=DataInMemory.of(self.data))
         if self.learning_rate is None:
-            rate = 2e-4 if self.loss == "sft" else 1e-5
+            rate = 2e-4 if self.loss in ("sft", "distill") else 1e-5
             is_full = self.fine_tune_type == "full" and not self.from_scratch
             vars(self).update(learning_rate=rate / 10 if is_full else rate)
         fix(self)
@@ -437,6 +448,8 @@ class TrainConfig:
                 f"max_completion_length: expected less than max_seq_length, which is {self.max_seq_length}, since a "
                 f"row holds a prompt and its answer; got {self.max_completion_length}."
             )
+        if self.loss == "distill":
+            self._check_distillation()
         if self.resume and self.overwrite:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
@@ -449,6 +462,22 @@ class TrainConfig:
             vars(self).update(fine_tune_type="full", num_layers=-1)
         if self.memory is not None:
             vars(self).update(grad_checkpoint=True)
+
+    @classmethod
+    def of(cls, **options: Any) -> TrainConfig:
+        """Return the options of a run by name, those of adapters among them, as flags have them: rank=8, iters=300.
+
+        Raises:
+            UserError: A name is unknown, or a value is not one that the option may have.
+        """
+        of_adapters = {field.name: options.pop(field.name) for field in fields(LoraConfig) if field.name in options}
+        if of_adapters and "lora_parameters" in options:
+            raise UserError(f"lora_parameters holds {', '.join(of_adapters)} already; give them in one place.")
+        # A name of another trainer is answered by `rank`, not by its place in a file.
+        known = [field.name for kind in (cls, LoraConfig) for field in fields(kind) if field.name != "lora_parameters"]
+        if unknown := unknown_names([name for name in options if name != "lora_parameters"], known, ""):
+            raise UserError("\n".join(unknown))
+        return cls(**{"lora_parameters": of_adapters} | options)
 
     @property
     def trains_base(self) -> str | None:
@@ -463,7 +492,7 @@ class TrainConfig:
     @property
     def has_preferences(self) -> bool:
         """Whether the loss learns from answers that the data judge."""
-        return self.loss not in ("sft", "grpo")
+        return self.loss not in ("sft", "grpo", "distill")
 
     @property
     def reward_factor(self) -> float:
@@ -482,11 +511,18 @@ class TrainConfig:
         """The parts of a vision model to train, as convert_to_lora takes them."""
         return [part.strip() for part in self.parts.split(",") if part.strip()]
 
+    def _check_distillation(self) -> None:
+        """Refuse options with which no teacher can be imitated."""
+        if self.teacher is None:
+            raise UserError("loss: distill needs a teacher; name one with teacher, a folder or a name on the hub.")
+        if self.beta is not None and self.beta > 1:
+            raise UserError(f"beta: expected a number from 0 to 1 with loss distill, got {self.beta:g}.")
+
     def _check_streaming(self) -> None:
         """Refuse options that have no meaning for streamed data."""
         if not self.streaming:
             return
-        if self.loss != "sft":
+        if self.loss not in ("sft", "distill"):
             raise UserError(
                 f"streaming: the loss {self.loss} reads its whole data set before the first step, so it cannot be "
                 "streamed; leave streaming out."

@@ -34,6 +34,7 @@ NAMES = {
     "loss": "stage rl",
     "loss_variant": "loss_type pref_loss",
     "beta": "rl_beta dpo_beta orpo_alpha pref_beta",
+    "teacher": "teacher_model_name_or_path teacher_model",
     "gamma": "simpo_gamma",
     "label_smoothing": "dpo_label_smoothing",
     "router_aux_loss_coef": "moe_aux_loss_coef",
@@ -53,6 +54,8 @@ NAMES = {
     "early_stopping": "early_stopping_patience",
     "project_name": "wandb_project",
 }
+#: By a choice of another trainer that is none of ours: how it is asked for here.
+CHOICES = {"qlora": "load a model in 4 bits (mlx_lm.convert -q) and use lora"}
 OPTIONS = {name: option for option, names in NAMES.items() for name in names.split()}
 #: The options of a file that stand under lora_parameters.
 OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "rslora", "init")

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
-from .other_names import option_meant
+from .other_names import CHOICES, option_meant
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
@@ -142,6 +142,8 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
+    if word in CHOICES and "lora" in known:
+        return f" ({CHOICES[word]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
     by_name = {name.lstrip("-"): name for name in known}
@@ -249,8 +251,9 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     scalar = _scalar(value, outer, metadata)
     if scalar is None:
         before = {bool: "true, false or ", dict: "a mapping or "}
+        hint = f" ({CHOICES[value]})" if isinstance(value, str) and value in CHOICES else ""
         words = "".join(before[typing.get_origin(other) or other] for other in others)
-        raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}.")
+        raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}{hint}.")
     if metadata.get("range") and metadata["range"].size and 0 < scalar < _LEAST_SIZE:
         raise UserError(f"{name}: {scalar} counts bytes; write {scalar}GB if gigabytes are meant.")
     return scalar

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
+from ..errors import UserError
 from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..rewards import Rewards
 from ..train import Result, Trainer
+from ..train.callbacks import Callbacks
 from ..train.distributed import World
 from ..train.options_check import check_options
 from ..train.reports.log import check_services
@@ -17,8 +24,10 @@ from ..train.saved.folder import RunFolder
 from ..train.saved.outputs import Outputs
 from ..train.saving import kept_choices
 from ..train.setup import Run, ready
-from .fit import check
+from .fit import check, examine
 from .placement import Placed, placed
+from .screen import PlanLines
+from .search import RunForecast
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,15 @@ class PlannedRun(Run):
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
 
-    def trainer(self, folder: RunFolder | None = None, rewards: Rewards | None = None) -> Trainer:
+    def trainer(
+        self, folder: RunFolder | None = None, rewards: Rewards | None = None, callbacks: Callbacks | None = None
+    ) -> Trainer:
         """Plan the run's largest step, and return the trainer of the run.
 
         Args:
             folder: The folder of the run, if it is taken already.
             rewards: The reward functions of a run that samples its answers.
+            callbacks: Functions that the run calls.
 
         Raises:
             UserError: The run does not fit in memory; the message names changes with which it fits.
@@ -77,35 +89,60 @@ class PlannedRun(Run):
         bounds = check(self) if self.placed is None else self.placed.bounds(self)
         for fact in bounds.said:
             self.screen.say(fact)
-        return Trainer.of(self, self.screen, folder, bounds, rewards)
+        return Trainer.of(self, self.screen, folder, bounds, rewards, callbacks)
 
 
-def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Result]:
+def finetune(
+    model: TrainConfig | str | PathLike[str],
+    data: Any = None,
+    *,
+    verbose: bool = False,
+    on_report: Callable[[dict[str, Any]], object] | None = None,
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    on_save: Callable[[Path], object] | None = None,
+    **options: Any,
+) -> tuple[Loaded, Result]:
     """Carry out a whole run as `deltatune train` does: load the model, add adapters, plan, train, save and test.
 
+    A callback may end the run in order by raising StopTraining. Several ranks call it alike.
+
     Args:
-        config: The options of the run.
+        model: The folder of the model or its name on the Hugging Face hub; or all options of the run, alone.
+        data: A list of dicts, a data set of the datasets library, either of these by split ({"train": ..., "valid":
+            ...}), or a file, a folder or a name, as for --data.
         verbose: Whether to name every patch that is applied.
+        on_report: Is called with the record of each training report.
+        on_evaluation: Is called with the record of each evaluation.
+        on_save: Is called with the output folder after each save.
+        options: The other options by their names, adapters' among them, as flags have them: rank=8, iters=300.
 
     Returns:
-        The trained model with its tokenizer, as load() returns them, and the final figures. Layers that `memory` left
-        on the disk are read when the model is next used, all of them. The adapter is in `config.adapter_path`.
+        The trained model with its tokenizer, as load() returns them, and the final figures, which a notebook shows as
+        the run's report. Layers that `memory` left on the disk are read when the model is next used, all of them. The
+        adapter is in `adapter_path`.
 
     Raises:
         UserError: For anything in the options, the model or the data that the user can correct.
         StoppedError: After Ctrl-C or SIGTERM, with the state saved.
 
     Example:
-        loaded, result = finetune(TrainConfig(model="path/to/model", data="path/to/data", memory="12GB"))
+        rows = [{"prompt": "When do you open?", "completion": "At eight."}] * 40
+        loaded, result = finetune("path/to/model", rows, rank=8, iters=50)
         print(result.train_loss, generate(loaded, "When do you open?"))
     """
+    if isinstance(model, TrainConfig):
+        if data is not None or options:
+            raise UserError("finetune: a TrainConfig holds all options; give the others to it.")
+        config = model
+    else:
+        config = TrainConfig.of(model=model, data=data, **options)
     world = World()
     with RunFolder(config, world) as folder, kept_choices(config), contextlib.ExitStack() as stack:
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
         # A file of reward functions with a mistake is refused before the model is loaded.
         rewards = stack.enter_context(Rewards(config)) if config.loss == "grpo" else None
         run = PlannedRun.of(config, world=world, verbose=verbose)
-        trainer = run.trainer(folder, rewards)
+        trainer = run.trainer(folder, rewards, Callbacks(on_report, on_evaluation, on_save))
         result = trainer.run()
     best = _best(result, trainer.outputs)
     report = str(trainer.outputs.report)
@@ -113,6 +150,21 @@ def finetune(config: TrainConfig, *, verbose: bool = False) -> tuple[Loaded, Res
     line = f"Saved in {config.adapter_path}; {best}report: {report}"
     run.screen.ended(line, [row for row in rows if row[1]], trainer.outputs.commands()[0])
     return run.loaded, result
+
+
+def plan_run(config: TrainConfig) -> RunForecast:
+    """Print the plan of a run as `deltatune plan` does, and return it.
+
+    Args:
+        config: The options of the run, such as TrainConfig.of(model="path/to/model", data=rows, rank=8).
+
+    Returns:
+        The forecast of the largest step, the limits of the device, and the largest batch, length and rank that fit.
+
+    Raises:
+        UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
+    """
+    return examine(config, shown=PlanLines(partial(print, flush=True)))
 
 
 def _best(result: Result, outputs: Outputs) -> str:

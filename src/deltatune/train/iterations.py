@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 
@@ -17,6 +18,7 @@ from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from .by_layer.layer_passes import LayerPasses
 from .by_layer.store import Store
+from .callbacks import Callbacks, StopTraining
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import InterruptedSamplingError
@@ -50,6 +52,7 @@ class Parts:
         samples: The prompts that are answered on the way.
         reporting: The reports of the run.
         weights: The store of the layers' weights, where `config.memory` bounds the run.
+        callbacks: The functions of the caller.
     """
 
     model: nn.Module
@@ -61,6 +64,7 @@ class Parts:
     samples: Samples
     reporting: Reporting
     weights: Store | None
+    callbacks: Callbacks
 
 
 class Iterations:
@@ -99,6 +103,7 @@ class Iterations:
         evaluate = None if passes is None else passes.evaluate
         figures, layers = trained.figures, trained.layers
         self._evaluation = Evaluation(parts.model, trained.loss, parts.world, figures, evaluate, layers, parts.weights)
+        self._stopped = False
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
 
@@ -112,7 +117,7 @@ class Iterations:
             asked = asked or (stop.asked and self.parts.world.size == 1)
             if not asked and self._evaluation_is_due():
                 asked = not self._evaluate()
-            done = progress.iteration >= config.iters or self.out_of_patience()
+            done = progress.iteration >= config.iters or self.ended_early()
             if not asked and self.parts.samples.are_due(progress, last=done):
                 asked = not self._sample()
             if asked and not done:
@@ -124,10 +129,15 @@ class Iterations:
                 return
             if self._save_is_due():
                 self._save()
+            before = progress.iteration
             asked = self._iterate()
+            # A sampling that was left makes no iteration.
+            if progress.iteration == before:
+                continue
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
                 rate = self.state.step.optimizer.learning_rate.item()
-                self.parts.reporting.training(progress, rate, self._figures)
+                record = self.parts.reporting.training(progress, rate, self._figures)
+                self._call(self.parts.callbacks.on_report, record)
 
     def _save_is_due(self) -> bool:
         at = self.progress.iteration
@@ -162,6 +172,7 @@ class Iterations:
         # Without a target to count, the loss is NaN, which is no best.
         best = not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss)
         parts.reporting.validation(progress, record, best=best)
+        self._call(parts.callbacks.on_evaluation, record)
         if best:
             progress.best_loss, progress.evaluations_without_gain = loss, 0
             progress.best_iteration = progress.iteration
@@ -203,6 +214,25 @@ class Iterations:
         if parts.world.main:
             parts.reporting.samples(self.progress, answers)
         return True
+
+    def _call(self, callback: Callable[[Any], object] | None, value: Any) -> None:
+        """Call a function of the caller; the run ends where it raises StopTraining on any rank."""
+        if callback is None:
+            return
+        stops = False
+        try:
+            callback(value)
+        except StopTraining:
+            stops = True
+        if self.parts.world.sum_numbers(float(stops))[0] and not self._stopped:
+            self._stopped = True
+            self.parts.screen.say(
+                f"Stopping early after iteration {self.progress.iteration:,}: a callback ends the run."
+            )
+
+    def ended_early(self) -> bool:
+        """Whether the run ends before its last iteration, by a callback or since the loss stopped improving."""
+        return self._stopped or self.out_of_patience()
 
     def out_of_patience(self) -> bool:
         """Whether so many evaluations in a row were no better that the run ends (config.early_stopping)."""
@@ -254,6 +284,8 @@ class Iterations:
         if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
         due = [config.save_every]
+        if parts.callbacks.on_report is not None:
+            due.append(config.steps_per_report)
         if parts.valid_order is not None and config.val_batches:
             due.append(config.steps_per_eval)
         if parts.samples.prompts:
@@ -262,6 +294,7 @@ class Iterations:
 
     def _save(self, *, finished: bool = False, stopping: bool = False) -> None:
         self._on_every_rank(lambda: self._saving.save(finished=finished, stopping=stopping))
+        self._call(self.parts.callbacks.on_save, self.parts.outputs.directory)
 
     def _on_every_rank(self, action: Callable[[], None]) -> None:
         """Do an action that raises a UserError on every rank if it raises one on any."""

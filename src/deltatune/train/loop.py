@@ -32,6 +32,7 @@ from ..options.config import TrainConfig
 from ..rewards import Rewards
 from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
+from .callbacks import Callbacks
 from .distributed import World
 from .ending.early_end import Ending
 from .engines.early_engine import engine_of, starts_early
@@ -89,6 +90,7 @@ class Trainer:
         processor: mlx-vlm's processor of a model that is trained on images; sample_prompts need it.
         bounds: The plan of the run, with which `config.memory` or `grad_checkpoint` auto is followed.
         rewards: The reward functions of a run that samples its answers.
+        callbacks: Functions that the run calls.
 
     Attributes:
         model, splits: The arguments.
@@ -121,12 +123,9 @@ class Trainer:
         processor: Any = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ):
-        if bounds is None and config.memory is not None:
-            raise UserError(
-                "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
-                "memory out."
-            )
+        _check_arguments(config, bounds, rewards)
         self._bounds = bounds or Bounds()
         weights = self._bounds.weights
         world = world or World()
@@ -142,6 +141,8 @@ class Trainer:
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
         plain = splits.plain_text
         samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
+        thumbnails = [prompt.thumbnails for prompt in samples.prompts]
+        on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
         self._facts = content.facts(model, config, model_config, weights)
@@ -152,12 +153,7 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        if rewards is None and config.loss == "grpo":
-            raise UserError(
-                "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
-            )
         self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
-        on_host = 0 if weights is None else weights.on_host
         self.parts = Parts(
             model=model,
             config=config,
@@ -166,10 +162,9 @@ class Trainer:
             outputs=outputs,
             valid_order=batch_order(splits.valid, config, world) if splits.valid else None,
             samples=samples,
-            reporting=Reporting(
-                config, outputs, screen, world.main, on_host, [one.thumbnails for one in samples.prompts]
-            ),
+            reporting=Reporting(config, outputs, screen, world.main, on_host, thumbnails),
             weights=weights,
+            callbacks=callbacks or Callbacks(),
         )
 
     @classmethod
@@ -180,11 +175,12 @@ class Trainer:
         folder: RunFolder | None = None,
         bounds: Bounds | None = None,
         rewards: Rewards | None = None,
+        callbacks: Callbacks | None = None,
     ) -> Trainer:
         """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "rewards": rewards}
-        return cls(*from_run, world=run.world, screen=screen, folder=folder, bounds=bounds, **more)
+        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
+        return cls(*from_run, screen=screen, folder=folder, bounds=bounds, rewards=rewards, callbacks=callbacks, **more)
 
     def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
@@ -241,8 +237,11 @@ class Trainer:
             parts.screen.start(progress.iteration, config.iters)
             with ending.rescue(saving):
                 iterations.run()
-            result = Result.of(progress, parts.reporting.peak_memory, iterations.out_of_patience())
-            ended = "ended early, since the validation loss no longer fell" if result.stopped_early else "ended"
+            report = str(parts.outputs.report) if parts.world.main else None
+            result = Result.of(progress, parts.reporting.peak_memory, iterations.ended_early(), report)
+            ended = "ended early" if result.stopped_early else "ended"
+            if iterations.out_of_patience():
+                ended += ", since the validation loss no longer fell"
             parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
@@ -305,6 +304,19 @@ class Trainer:
             parts.screen.say(announce.nothing_to_resume(config))
         about = announce.about(parts.model, config, self.splits, trained)
         parts.reporting.open(self.progress, about, announce.layer_table(trained))
+
+
+def _check_arguments(config: TrainConfig, bounds: Bounds | None, rewards: Rewards | None) -> None:
+    """Refuse options that need an argument of the Trainer which it did not get."""
+    if bounds is None and config.memory is not None:
+        raise UserError(
+            "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
+            "memory out."
+        )
+    if rewards is None and config.loss == "grpo":
+        raise UserError(
+            "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
+        )
 
 
 def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:

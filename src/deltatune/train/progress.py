@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ops.recomputation import Checkpoints
@@ -120,7 +122,9 @@ class Result:
         seconds: The time spent training, over all parts of a resumed run.
         tokens_per_second: The training speed over that time.
         peak_memory: The peak memory of this process, in GB.
-        stopped_early: Whether the validation loss had stopped improving.
+        stopped_early: Whether the run ended before its last iteration: the validation loss had stopped improving, or a
+            callback ended it.
+        report: The path of the run's report, which a notebook shows; None on ranks other than 0.
     """
 
     iterations: int
@@ -132,9 +136,17 @@ class Result:
     peak_memory: float
     stopped_early: bool
     best_iteration: int | None = None
+    report: str | None = None
+
+    def _repr_html_(self) -> str | None:
+        """Return the report as a notebook shows it, or None, for the figures as text, where there is none."""
+        if self.report is None or not Path(self.report).is_file():
+            return None
+        page = html.escape(Path(self.report).read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     @classmethod
-    def of(cls, progress: Progress, peak_memory: float, stopped_early: bool) -> Result:
+    def of(cls, progress: Progress, peak_memory: float, stopped_early: bool, report: str | None = None) -> Result:
         """Take the figures from `progress`; the peak of memory is in GB."""
         return cls(
             iterations=progress.iteration,
@@ -146,4 +158,5 @@ class Result:
             peak_memory=peak_memory,
             stopped_early=stopped_early,
             best_iteration=progress.best_iteration if progress.best_iteration >= 0 else None,
+            report=report,
         )

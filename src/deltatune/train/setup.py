@@ -27,7 +27,7 @@ from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import load_with_adapter
+from ..models.adapted_base import load
 from ..models.document_isolation import check_packing
 from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
@@ -44,6 +44,8 @@ from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .batch_loss import Arrays, LossFunction, chunked_loss, full_loss
+from .distillation.distillation_loss import distillation_loss
+from .distillation.teacher import checked_teacher, teacher_of
 from .distributed import World
 from .learned_positions import check_positions
 from .options_check import check_options
@@ -69,6 +71,7 @@ class Run:
         world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
         notes: Notes on known faults of the model that the rows reach.
+        teacher: The model that the loss imitates, where it imitates one.
     """
 
     config: TrainConfig
@@ -77,6 +80,7 @@ class Run:
     world: World
     image: str | None
     notes: list[str]
+    teacher: nn.Module | None
 
     @property
     def model(self) -> nn.Module:
@@ -125,11 +129,12 @@ def ready(
     if not config.force:
         refuse_unserved(path, uses(config), image=image, trust_remote_code=config.trust_remote_code)
     loaded = load_model(config, path, image=image, lazy=lazy, adapter_path=adapter_path)
+    teacher = checked_teacher(config, loaded) if config.loss == "distill" else None
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
     notes = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
-    return Run(config, loaded, splits, world or World(), image, notes)
+    return Run(config, loaded, splits, world or World(), image, notes, teacher)
 
 
 def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
@@ -156,7 +161,7 @@ def load_model(
 
     `image` says where the first image of the data is; None for text. The others are as in ready().
     """
-    loaded = load_with_adapter(
+    loaded = load(
         path or config.model,
         adapter_path,
         bare=lazy,
@@ -324,6 +329,7 @@ class Training:
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
         by_layers: Computes a loss of a batch without a gradient, where weights are not all in memory.
+        teacher: The model that the loss imitates, where it imitates one.
     """
 
     loss: LossFunction
@@ -335,6 +341,7 @@ class Training:
     token_losses: TokenLosses | None = None
     figures: tuple[str, ...] = ()
     by_layers: Callable[[Arrays, LossFunction], Any] | None = None
+    teacher: nn.Module | None = None
 
 
 @contextlib.contextmanager
@@ -357,6 +364,8 @@ def training(
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
         report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=config.batch_size))
+        if config.loss == "distill":
+            stack.enter_context(patched(teacher_of(config), strict=not config.force, uses=uses(config)))
         layers = describe(model)
         if config.pack and compare:
             check_packing(model, row_capacity(config))
@@ -380,6 +389,11 @@ def with_loss(
     if config.loss == "sft":
         return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
     parts, kind = _parts(model, compare)
+    if config.loss == "distill":
+        teacher = teacher_of(config)
+        loss = distillation_loss(_needed(parts, kind, config), teacher, config, compare=compare)
+        words = f"divergence from {config.teacher}, {kind}"
+        return Training(loss, words, layers, patches, compiled, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
         of_policy = _policy_losses(parts, kind, config)
@@ -392,11 +406,16 @@ def with_loss(
 
 def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
     """Return the tokens' losses under the policy that samples answers."""
-    if parts is None:
-        raise UserError(f"loss: grpo scores tokens a chunk at a time, and the loss of this model is {kind}")
-    backbone, head = parts
+    backbone, head = _needed(parts, kind, config)
     policy = SampledPolicy.of(config)
     return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
+
+
+def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:
+    """Return the backbone and the head; UserError for a model without them."""
+    if parts is None:
+        raise UserError(f"loss: {config.loss} scores tokens a chunk at a time, and the loss of this model is {kind}")
+    return parts
 
 
 def _checkpoints(layers: int, config: TrainConfig, chosen: Checkpoints | None) -> Checkpoints:

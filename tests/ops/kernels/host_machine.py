@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from deltatune.ops.gated_delta.fused_channel import FILES
-from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch, header
+from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch, header, on
 
 TYPES = {
     mx.float32: "float",
@@ -55,6 +55,8 @@ UNROLLED = re.compile(r'_Pragma\("unroll[^"]*"\)')
 WATCHED, WATCH = ["-DDELTATUNE_WATCH"], ["-fsanitize-coverage=edge,trace-loads,trace-stores"]
 # The same for every kernel. Hopper's reads threadgroup memory for the lanes, and so is watched as they are.
 RUNTIME, RUNTIME_OF_HOPPER = "host_runtime.cpp", "hopper_runtime.cpp"
+# After so many compilations of a text its header is compiled with it.
+FEW = 4
 INCLUDED = re.compile(r'#include "(\w+\.h)"\n')
 
 
@@ -205,6 +207,7 @@ class HostMachine:
         # A loop that is not unrolled compiles sooner.
         self.text = UNROLLED.sub("", header("metal", FILES) if text is None else text)
         self.entries: dict[str, ctypes._CFuncPtr] = {}
+        self._libraries = 0
 
     def compile(self, launches: Iterable[Launch]) -> None:
         """Compile the launches that are not compiled yet, into one library."""
@@ -215,37 +218,65 @@ class HostMachine:
         spaceless = [] if self.cuda else without_address_space(self.text)
         if spaceless:
             raise HostError(f"no address space: {'; '.join(spaceless)}")
-        library = ctypes.CDLL(str(self._library('#line 1 "kernel.metal"\n' + self.text + "".join(needed.values()))))
+        library = ctypes.CDLL(str(self._library("".join(needed.values()))))
+        self._libraries += 1
         for entry in needed:
             function = getattr(library, entry)
             function.restype = ctypes.c_char_p
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_uint64]
             self.entries[entry] = function
 
-    def _library(self, source: str) -> Path:
+    def foresee(self, call: Callable[[], object]) -> None:
+        """Compile the kernels that a call launches at once, with zeros for their results: the text is read once."""
+        launches: list[Launch] = []
+
+        def noted(launch: Launch) -> list[mx.array]:
+            launches.append(launch)
+            return [mx.zeros(shape, dtype) for shape, dtype in launch.outputs.values()]
+
+        with on(noted):
+            mx.eval(call())
+        self.compile(launches)
+
+    def _library(self, entries: str) -> Path:
         # The header, and what runs the lanes, are more than half of what a kernel would take to compile.
-        header = self._compiled(whole("host.h"), "h", "pch", self.flags, "-x", "c++-header")
+        header, text = whole("host.h"), f'#line 1 "kernel.metal"\n{self.text}\n'
+        # So is the text: where a few kernels were compiled, others will be, and a planted text has a few alone.
+        if self._libraries >= FEW:
+            header, text = header + text, f'#line {self.text.count(chr(10)) + 2} "kernel.metal"\n'
+        compiled = self._compiled(header, "h", "pch", self.flags, "-x", "c++-header")
         runtime = [self._compiled(whole(RUNTIME), "cpp", "o", self.flags_of_runtime, "-c")]
         if self.cuda:
             flags = self.flags_of_runtime + WATCH * self.watch
             runtime.append(self._compiled(whole(RUNTIME_OF_HOPPER), "cpp", "o", flags, "-c"))
         # The key knows all that the header was compiled from, but for the C library's headers, which may be touched.
-        included = ["-fno-validate-pch", "-include-pch", str(header)]
+        included = ["-fno-validate-pch", "-include-pch", str(compiled)]
         flags = [*self.flags, *(word for flag in included for word in ("-Xclang", flag))]
+        # A kernel is the same whether its text came with the header or not.
+        known = [whole("host.h"), self.text, entries, *self.flags, *map(str, runtime)]
         if not linked_by_us():
-            return self._compiled(source, "cpp", "so", [*flags, "-shared", *map(str, runtime)])
+            return self._compiled(text + entries, "cpp", "so", [*flags, "-shared", *map(str, runtime)], known=known)
         link = [str(zig()), "ld.lld", "-shared", "-z", "now", *map(str, runtime), *libraries()]
-        return self._compiled(source, "cpp", "so", flags, "-c", link=link)
+        return self._compiled(text + entries, "cpp", "so", flags, "-c", link=link, known=known)
 
     def _compiled(
-        self, source: str, kind: str, made: str, flags: list[str], *more: str, link: Sequence[str] = ()
+        self,
+        source: str,
+        kind: str,
+        made: str,
+        flags: list[str],
+        *more: str,
+        link: Sequence[str] = (),
+        known: Sequence[str] = (),
     ) -> Path:
         """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there.
 
         `link` is the command that makes it of the object file that is compiled, if it is not the object file itself.
+        `known` is all that decides the result, the source and the commands by default.
         """
         command = [*compiler(), *flags, *more]
-        key = hashlib.sha256("\n".join([source, *command, *link, version()]).encode()).hexdigest()[:16]
+        decides = [*(known or [source, *command, *link]), version()]
+        key = hashlib.sha256("\n".join(decides).encode()).hexdigest()[:16]
         result = self.folder / f"{key}.{made}"
         if not result.exists():
             # The files carry the process's number: another process may be compiling the same text.

@@ -50,9 +50,12 @@ def run(oracle, make):
             if hopper not in machines:
                 machines[hopper] = make(HOPPER, hopper=True)
             machine = machines[hopper]
+        differentiated = partial(
+            oracle.differentiate, attention_fused, case, dtype, machine="hopper" if hopper else "metal"
+        )
+        machine.foresee(lambda: differentiated()[0])
         with on(partial(machine.run, seed=seed)):
-            name = "hopper" if hopper else "metal"
-            return oracle.norms(*oracle.differentiate(attention_fused, case, dtype, machine=name))
+            return oracle.norms(*differentiated())
 
     return differentiate
 

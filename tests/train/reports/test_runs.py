@@ -37,9 +37,8 @@ def test_runs_are_listed_with_their_lowest_loss(folder):
     assert (done.returncode, done.stderr) == (0, "")
     rows = [re.split("  +", line) for line in done.stdout.splitlines()]
     assert rows[0] == ["folder", "date", "model", "data", "rate", "iterations", "best loss"]
-    rate = f"{TrainConfig.learning_rate:.6g}"
     assert [row[:1] + row[2:] for row in rows[1:]] == [
-        ["below/a", "some/model", "other", rate, "3", "2.25"],
+        ["below/a", "some/model", "other", f"{TrainConfig().learning_rate:.6g}", "3", "2.25"],
         ["b", "some/model", "my <data>", "0.0002", "2", "2"],
     ]
     assert rows[1][1].startswith("2001-09-")

@@ -75,7 +75,8 @@ def test_samples_are_what_generate_answers_and_change_no_bit(model, folder, runs
     asked = [("why", ()), ("<image>which?", (str(folder / "asked" / "own.png"),)), ("which?", ())]
     for sample, (shown, images) in zip(samples[3], asked, strict=True):
         prompt = shown.removeprefix("<image>")
-        answer = generate(GenerateOptions(str(model), prompt, image=images, **base))
+        # mlx-vlm leaves out bytes that are no text, and mlx-lm, which answers without pictures, has a mark for them.
+        answer = generate(GenerateOptions(str(model), prompt, image=images, **base)).replace("\ufffd", "")
         expected = {"expected": "green"} if shown.startswith("<") else {}
         assert sample == {"prompt": shown, "answer": answer, **expected}
     (picture,) = re.findall('<img alt="" src="data:image/jpeg;base64,(.*?)">', (sampled / "report.html").read_text())

@@ -61,6 +61,19 @@ def jsonl(path: Path) -> DataTable:
     )
 
 
+def in_memory(name: str, rows: Any) -> DataTable:
+    """Open rows that are in memory: a data set of the datasets library, or a list; messages call them `name`."""
+    if hasattr(rows, "with_format"):
+        undecoded = rows.with_format(None)
+        leave_undecoded(undecoded.features)
+        return _table(name, undecoded, 0)
+
+    def numbered() -> Rows:
+        return ((f"{name}[{number}]", row) for number, row in enumerate(rows))
+
+    return DataTable(name, len(rows), numbered, numbered, None)
+
+
 def file_digest(path: Path) -> bytes:
     """Return a digest of a file's content."""
     with path.open("rb") as file:
@@ -116,7 +129,9 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
         UserError: There is no such data set, split or option, or reading it could run code.
     """
     loaded = load_hugging_face(name, split, options or {})
-    return {key: _table(f"{name} [{key}]", dataset) for key, dataset in loaded.items()}
+    # The rows of a file are counted as lines are, and those of a data set as the library counts them.
+    is_file = expanded(name).is_file()
+    return {key: _table(name if is_file else f"{name} [{key}]", rows, int(is_file)) for key, rows in loaded.items()}
 
 
 def load_hugging_face(
@@ -212,10 +227,10 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     )
 
 
-def _table(name: str, dataset: Any) -> DataTable:
-    """Return the rows of a loaded data set as a table."""
+def _table(name: str, dataset: Any, begin: int) -> DataTable:
+    """Return the rows of a loaded data set as a table; they are counted from `begin`."""
 
-    def rows_of(part: Any, first: int = 0) -> Rows:
+    def rows_of(part: Any, first: int = begin) -> Rows:
         read = first - 1
         try:
             for read, row in enumerate(part, first):
@@ -229,7 +244,7 @@ def _table(name: str, dataset: Any) -> DataTable:
         first = 0
         for table in _arrow_tables(dataset):
             if may_hold_media(table):
-                yield from rows_of(dataset.select(range(first, first + len(table))), first)
+                yield from rows_of(dataset.select(range(first, first + len(table))), begin + first)
             first += len(table)
 
     return DataTable(name, len(dataset), lambda: rows_of(dataset), candidates, lambda: _arrow_digest(dataset))

@@ -183,6 +183,9 @@ def say_loss(
     Raises:
         NoResultError: The loss is not finite.
     """
+    if config.loss == "distill":
+        # A test set measures what all runs measure, the cross-entropy of its answers.
+        config = dataclasses.replace(config, loss="sft")
     # Nothing is differentiated, so nothing needs to be recomputed.
     with (
         training(model, config, compare=weights is None, checkpoints=Checkpoints()) as trained,

@@ -131,8 +131,8 @@ class Reporting:
         """Return the seconds that the iterations which are left will take, if they are as quick as the last ones."""
         return self._mean_seconds * (self._config.iters - progress.iteration)
 
-    def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> None:
-        """Report the iterations since the last report.
+    def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> dict[str, Any]:
+        """Report the iterations since the last report, and return the record of it.
 
         Args:
             progress: The run's progress; its sums since the last report are taken and begin anew.
@@ -157,6 +157,7 @@ class Reporting:
         self._record(progress, record)
         self._renew(progress)
         self._screen.training(record, self._config.iters, self._left(progress))
+        return record
 
     def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
         """Report an evaluation, and whether it is the best so far."""

@@ -22,6 +22,8 @@ COLUMNS = ("folder", "date", "model", "data", "rate", "iterations", "best loss")
 # A report holds the options of its run in this element (report.html).
 _OPTIONS = re.compile(r"<pre id=options>(.*?)</pre>", re.DOTALL)
 _METRICS = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl")
+# The options on which the learning rate depends.
+_OF_RATE = ("learning_rate", "fine_tune_type", "from_scratch", "loss")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class PastRun:
         date = datetime.datetime.fromtimestamp((self.folder / "metrics.jsonl").stat().st_mtime)
         done = max((record["iteration"] for record in self.records), default=0)
         data = self.options.get("data") or self.options.get("hf_dataset")
-        rate = self.options.get("learning_rate", TrainConfig.learning_rate) if self.options else None
+        named = {name: self.options[name] for name in _OF_RATE if name in self.options}
+        rate = TrainConfig(**named).learning_rate if self.options else None
         return self.folder, f"{date:%Y-%m-%d %H:%M}", self.options.get("model"), data, rate, done, best
 
     def _losses(self, name: str) -> list[float]:

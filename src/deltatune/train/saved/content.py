@@ -17,6 +17,7 @@ import xxhash
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
 from ..by_layer.store import Store
+from ..distillation.teacher import teacher_of
 from ..tree import leaves
 
 # The keys of config.json that say who wrote it, and change nothing that is computed.
@@ -32,11 +33,13 @@ def facts(
     `weights` reads those of the model's arrays that stay on the disk.
     """
     adapter = config.resume_adapter_file
+    teacher = teacher_of(config) if config.loss == "distill" else None
     return {
         "model_tensors": structure(model),
         "model_config": None if model_config is None else config_digest(model_config),
         "model_content": weights_digest(model, config, weights),
         "adapter_weights": None if adapter is None else file_digest(adapter),
+        "teacher_content": None if teacher is None else weights_digest(teacher, TrainConfig()),
     }
 
 

@@ -34,6 +34,7 @@ FREE_OPTIONS = {
     "data",
     "hf_dataset",
     "resume_adapter_file",
+    "teacher",
     "grad_checkpoint",
     "train",
     "test",
@@ -71,7 +72,8 @@ _MODEL = {
     "model_tensors": "other tensors, or others that train",
     "model_content": "other numbers in its weights",
 }
-_ADAPTER = "adapter_weights"
+# The digests of other weights, and the options that name them.
+_BESIDE = {"adapter_weights": "resume_adapter_file", "teacher_content": "teacher"}
 
 
 def state_path(directory: str | Path) -> Path:
@@ -237,10 +239,10 @@ def _decayed_norms(saved: dict[str, Any]) -> bool:
 
 def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:
     """Return a line on each option that differs, and one on the model; `before` and `now` are the model's names."""
-    options = {key: values for key, values in changed.items() if key not in (*_MODEL, _ADAPTER)}
+    options = {key: values for key, values in changed.items() if key not in _MODEL | _BESIDE}
     lines = [f"{key}: was {was!r}, now {is_now!r}" for key, (was, is_now) in options.items()]
-    if _ADAPTER in changed:
-        lines.append("resume_adapter_file: other weights than those that the run began with")
+    named = [option for key, option in _BESIDE.items() if key in changed]
+    lines += [f"{option}: other weights than those that the run began with" for option in named]
     model = [words for key, words in _MODEL.items() if key in changed]
     # Options decide which tensors train, so where options differ, that is no sign of another model.
     if model and not (lines and model == [_MODEL["model_tensors"]]):

@@ -1,0 +1,58 @@
+"""Makes the loss of distillation, the divergence of the model from the teacher on the answers of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import UserError
+from ...models.head import split_head
+from ...ops.divergence import linear_divergence
+from ...ops.tracing import side_outputs
+from ...options.config import TrainConfig
+from ..batch_loss import LossFunction
+
+
+def distillation_loss(
+    student: tuple[Callable[..., mx.array], nn.Module], teacher: nn.Module, config: TrainConfig, *, compare: bool
+) -> LossFunction:
+    """Make the loss; its gradient does not reach the teacher, and no logits of all tokens exist, of either model.
+
+    Args:
+        student: The backbone and the head of the model that learns (models/head.py).
+        teacher: The teacher, patched as the model is.
+        config: The options of the run: beta and temperature.
+        compare: Whether to check by computing that the teacher's parts agree with the whole; its weights are then read.
+
+    Raises:
+        UserError: The teacher cannot be split before its head, or has another number of logits.
+    """
+    backbone, head = student
+    split = split_head(teacher, compare=compare)
+    if split.backbone is None or split.head is None:
+        raise UserError(f"teacher {config.teacher}: {split.reason}")
+    teacher_backbone, teacher_head = split.backbone, split.head
+    tokens = mx.zeros((1, 1), mx.int32)
+    # MLX is lazy, so asking for shapes alone computes nothing.
+    ours, theirs = (parts[1](parts[0](tokens)).shape[-1] for parts in (student, (teacher_backbone, teacher_head)))
+    if ours != theirs:
+        raise UserError(
+            f"teacher {config.teacher}: expected as many logits as the model has, which are {ours:,}, got {theirs:,}; "
+            "give a teacher of the model's family."
+        )
+    if compare:
+        mx.eval(teacher.parameters())
+
+    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        hidden = backbone(inputs)
+        # The sums that the model's routers collect are not for the teacher's.
+        with side_outputs.collecting(False):
+            known = mx.stop_gradient(teacher_backbone(inputs))
+        beta = 1.0 if config.beta is None else config.beta
+        return linear_divergence(
+            head, hidden, (teacher_head, known), weights, beta=beta, temperature=config.temperature
+        )
+
+    return loss
