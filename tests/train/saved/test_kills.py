@@ -80,10 +80,9 @@ def of_kind(options, request, tmp_path):
 
 
 # A state has the same files whatever the model is, and a stopped run on images goes on to the same bits too.
-WEEKLY = ("experts", "images")
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.weekly] * (kind in WEEKLY)) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.weekly] * (kind in ("experts", "images"))) for kind in KINDS]
+)
 def test_killed_at_random_points_the_run_ends_with_the_same_bits(of_kind, kind, tmp_path, request):
     wanted = request.config.getoption("--kills") or 1
     values, file = of_kind(kind), tmp_path / "run.yaml"
