@@ -12,6 +12,8 @@ from deltatune.data.example import Example
 class UnsavedTokenizer:
     """Stands for the tokenizer that a run saves beside its model."""
 
+    has_chat_template = False
+
     def save_pretrained(self, folder: str) -> None:
         """Nothing to write."""
 

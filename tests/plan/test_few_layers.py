@@ -42,9 +42,7 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     few, layout, paths = few_layers(model, checkpoints), ArrayLayout.measured(), list(map(id, model.layers))
     assert len(few.chosen) <= 8
     active = mx.get_active_memory()
-    whole, planned = (
-        forecast_step(model, config, BatchShape(1, 192), layout, checkpoints, few=layers) for layers in (None, few)
-    )
+    whole, planned = (forecast_step(model, config, BatchShape(1, 192), layout, layers) for layers in (checkpoints, few))
     assert list(map(id, model.layers)) == paths
     assert mx.get_active_memory() - active < 1 << 16, "nothing is computed"
     # MLX's order differs from layer to layer by a few arrays, a hundredth of the memory of so small a model.
@@ -72,7 +70,7 @@ from deltatune.train.setup import prepare
 model, config = new_model(json.loads(sys.argv[1]), lazy=True), TrainConfig(from_scratch=True)
 prepare(model, config)
 few = few_layers(model, Checkpoints())
-plan = forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured(), Checkpoints(), few=few)
+plan = forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured(), few)
 taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 print(json.dumps([plan.sizes["parameters"], plan.bytes.amount, taken]))
 """

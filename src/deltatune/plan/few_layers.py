@@ -28,7 +28,7 @@ _FEWEST = 5
 _FORWARD, _LOSS, _BACKWARD, _UPDATE = "forward", "loss", "backward", "update"
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """A part of a step: its phase, the position of a layer, and the parameter that was read last."""
 
     phase: str
@@ -61,11 +61,13 @@ class FewLayers(NamedTuple):
         kinds: The kind of each layer of the model.
         chosen: The positions of the layers that are kept.
         gradients: The gradients of one layer, by kind.
+        recomputed: The checkpoints of the whole model.
     """
 
     kinds: list[int]
     chosen: list[int]
     gradients: dict[int, Amount]
+    recomputed: Checkpoints
 
     @property
     def kept(self) -> list[int]:
@@ -77,10 +79,11 @@ class FewLayers(NamedTuple):
         """Whether all layers are kept."""
         return len(self.chosen) == len(self.kinds)
 
-    def checkpoints(self, of_all: Checkpoints) -> Checkpoints:
+    @property
+    def checkpoints(self) -> Checkpoints:
         """The checkpoints of the kept layers."""
-        layers = [at for at, whole in enumerate(self.chosen) if whole in of_all.layers]
-        return Checkpoints(layers, of_all.operators)
+        layers = [at for at, whole in enumerate(self.chosen) if whole in self.recomputed.layers]
+        return Checkpoints(layers, self.recomputed.operators)
 
     def like(self, at: int) -> int:
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
@@ -107,7 +110,7 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     chosen = _chosen([(layer.kind, layer.experts) for layer in layers], kinds)
     if _held(model) is None:
         chosen = list(range(len(kinds)))
-    return FewLayers(kinds, chosen, gradients)
+    return FewLayers(kinds, chosen, gradients, checkpoints)
 
 
 def _trained(layer: LayerInfo) -> Amount:
@@ -151,7 +154,7 @@ def only(model: nn.Module, few: FewLayers) -> Iterator[None]:
         held[:] = layers
 
 
-def serves(few: FewLayers, places: Sequence[Place]) -> bool:
+def serves(few: FewLayers, places: Sequence[StepPlace]) -> bool:
     """Whether every kept layer was seen in a forward pass, and the last in a backward pass."""
     seen = {(place.phase, place.layer) for place in places}
     needed = [(_FORWARD, at) for at in range(len(few.chosen))]
@@ -159,8 +162,8 @@ def serves(few: FewLayers, places: Sequence[Place]) -> bool:
 
 
 def of_all_layers(
-    few: FewLayers, places: Sequence[Place], machine: Simulation, unqueued: Simulation, given: Amount
-) -> dict[Place, Amount]:
+    few: FewLayers, places: Sequence[StepPlace], machine: Simulation, unqueued: Simulation, left_out: Amount
+) -> dict[StepPlace, Amount]:
     """Return the largest amounts of memory by their places, as they are with all layers.
 
     Args:
@@ -168,21 +171,21 @@ def of_all_layers(
         places: The places of the primitives of their step.
         machine: The simulated step.
         unqueued: The simulated step, each operation waiting for the one before.
-        given: What the layers left out hold at any time: weights, sums of gradients, moments.
+        left_out: What the layers left out hold at any time: weights, sums of gradients, moments.
     """
     saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
 
-    def offset(place: Place, layer: int) -> Amount:
+    def offset(place: StepPlace, layer: int) -> Amount:
         """What the layers left out hold while the model is at `layer` and the few at `place`."""
         before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
-        total = given
+        total = left_out
         for amounts, whole, part in zip((saved, behind), before, after, strict=True):
             for kind in whole.keys() | part.keys():
                 total = total.plus(amounts[kind], whole[kind] - part[kind])
         return total
 
-    largest: dict[Place, Amount] = {}
+    largest: dict[StepPlace, Amount] = {}
     layers: dict[int, list[int]] = defaultdict(list)
     for at in range(len(few.kinds)):
         layers[few.like(at)].append(at)
@@ -202,7 +205,7 @@ def _around(kinds: Sequence[int], phase: str, layer: int) -> tuple[Counter[int],
     return (Counter(kinds[:layer]), Counter(kinds[layer + 1 :])) if phase == _BACKWARD else (Counter(), Counter(kinds))
 
 
-def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) -> list[Place]:
+def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) -> list[StepPlace]:
     """Return the places in a step by the number of primitives that were evaluated before, from 0 on.
 
     A layer begins where one of its parameters, or a view of one, meets another array for the first time. Layers begin
@@ -212,12 +215,12 @@ def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) ->
     layer_of = dict.fromkeys(names, -1)
     for position, path in enumerate(paths):
         layer_of |= {at: position for at, name in names.items() if name.startswith(f"{path}.")}
-    place = Place(_FORWARD, -1, "")
+    place = StepPlace(_FORWARD, -1, "")
     places = [place]
     for at, node in enumerate(evaluated):
         known = [source.address for source in node.inputs if source.address in names]
         if at == built.update_from:
-            place = Place(_UPDATE, 0, "")
+            place = StepPlace(_UPDATE, 0, "")
         elif known and len(known) == len(node.inputs):
             for output in node.outputs():
                 names[output.address] = names[known[0]]
@@ -231,20 +234,20 @@ def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) ->
     return places
 
 
-def _next(place: Place, layer: int, layers: int, *, forward: bool) -> Place:
+def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPlace:
     """The place after a parameter of a layer was read, or one outside of the layers, which has the position -1."""
     if forward and place.phase == _FORWARD:
         if layer == place.layer + 1:
-            return Place(_FORWARD, layer, "")
-        return Place(_LOSS, 0, "") if layer == -1 and place.layer == layers - 1 else place
+            return StepPlace(_FORWARD, layer, "")
+        return StepPlace(_LOSS, 0, "") if layer == -1 and place.layer == layers - 1 else place
     if not forward and layer >= 0:
         first = place.phase != _BACKWARD and layer == layers - 1
         if first or (place.phase == _BACKWARD and layer == place.layer - 1):
-            return Place(_BACKWARD, layer, "")
+            return StepPlace(_BACKWARD, layer, "")
     return place
 
 
-def _peaks(places: Sequence[Place], machine: Simulation) -> dict[Place, Amount]:
+def _peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
     """The largest amounts at every place."""
     sizes, counts = [0] * (len(places) + 2), [0] * (len(places) + 2)
     for record in machine.records.values():
@@ -252,20 +255,20 @@ def _peaks(places: Sequence[Place], machine: Simulation) -> dict[Place, Amount]:
         for changes, amount in ((sizes, record.buffer.size), (counts, 1)):
             changes[record.buffer.born] += amount
             changes[end + 1] -= amount
-    largest: dict[Place, Amount] = {}
+    largest: dict[StepPlace, Amount] = {}
     for place, size, count in zip(places, accumulate(sizes), accumulate(counts), strict=False):
         before = largest.get(place, Amount(0, 0))
         largest[place] = Amount(max(before.bytes, size), max(before.buffers, count))
     return largest
 
 
-def _saved(few: FewLayers, places: Sequence[Place], unqueued: Simulation) -> dict[int, Amount]:
+def _saved(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
     """What a layer of each kind holds when the backward pass begins, its input included."""
     turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
     return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
 
 
-def _left(few: FewLayers, places: Sequence[Place], unqueued: Simulation) -> dict[int, Amount]:
+def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
     """What a layer of each kind holds after its backward pass: gradients, and tensors that late ones wait for."""
     lowest = min(place.layer for place in places if place.phase == _BACKWARD)
     end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
@@ -275,7 +278,7 @@ def _left(few: FewLayers, places: Sequence[Place], unqueued: Simulation) -> dict
     return few.gradients | _of_kinds(few.kept, far)
 
 
-def _held_by_layers(places: Sequence[Place], unqueued: Simulation, moment: int) -> dict[int, Amount]:
+def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: int) -> dict[int, Amount]:
     """What the layers hold at a moment, by their positions."""
     held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
     for record in unqueued.records.values():

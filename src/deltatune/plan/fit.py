@@ -85,10 +85,8 @@ class Planner(NamedTuple):
         if checkpoints is None:
             checkpoints = self.every_layer if config.grad_checkpoint else Checkpoints()
         # Pictures enter some layers alone, and a step by layers has evaluations of its own.
-        few = None if batch.images or layer_inputs else few_layers(model, checkpoints)
-        forecast = forecast_step(
-            model, config, batch, self.layout, checkpoints, layer_inputs=layer_inputs, brake=self.brake, few=few
-        )
+        layers = checkpoints if batch.images or layer_inputs else few_layers(model, checkpoints)
+        forecast = forecast_step(model, config, batch, self.layout, layers, layer_inputs=layer_inputs, brake=self.brake)
         return with_sampling(forecast, model, config)
 
     @property

@@ -92,11 +92,10 @@ def forecast_step(
     config: TrainConfig,
     shape: BatchShape,
     layout: ArrayLayout,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpoints | FewLayers | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
     brake: Brake | None = None,
-    few: FewLayers | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -105,17 +104,18 @@ def forecast_step(
         config: The run.
         shape: The shape of the batch.
         layout: How the loaded MLX stores its arrays.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
+        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; with a few
+            layers that stand for all of them, these alone are traced.
         layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
         brake: From how many bytes on MLX waits for queued work; None where it does not.
-        few: The layers that stand for all of them; None to trace all.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
         forecast = None
-        if few is not None and not few.all:
-            forecast = _planned_by_few(model, config, shape, layout, checkpoints or Checkpoints(), brake, few)
+        if isinstance(checkpoints, FewLayers):
+            few, checkpoints = checkpoints, checkpoints.recomputed
+            forecast = None if few.all else _planned_by_few(model, config, shape, layout, few, brake)
         if forecast is None:
             built = trace_step(model, config, shape, layout, checkpoints, layer_inputs=layer_inputs)
             forecast = _planned(built, config, layout, brake)
@@ -134,22 +134,21 @@ def _planned_by_few(
     config: TrainConfig,
     shape: BatchShape,
     layout: ArrayLayout,
-    checkpoints: Checkpoints,
-    brake: Brake | None,
     few: FewLayers,
+    brake: Brake | None,
 ) -> Forecast | None:
     """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
-    paths, kept = [layer.path for layer in describe(model)], few.checkpoints(checkpoints)
-    of_all, arrays = before_step(model, config, layout, checkpoints)
+    paths = [layer.path for layer in describe(model)]
+    of_all, arrays = before_step(model, config, layout, few.recomputed)
     with only(model, few):
-        of_few, _ = before_step(model, config, layout, kept)
-        built = trace_step(model, config, shape, layout, kept)
+        of_few, _ = before_step(model, config, layout, few.checkpoints)
+        built = trace_step(model, config, shape, layout, few.checkpoints)
         machines = simulate_step(built, layout), simulate_step(built, layout, 0)
         places = places_of(built, machines[0].evaluated, model)
     if not serves(few, places):
         return None
-    given = Amount(of_all.live_bytes - of_few.live_bytes, of_all.live - of_few.live)
-    queued, waiting = (of_all_layers(few, places, machine, machines[1], given) for machine in machines)
+    left_out = Amount(of_all.live_bytes - of_few.live_bytes, of_all.live - of_few.live)
+    queued, waiting = (of_all_layers(few, places, machine, machines[1], left_out) for machine in machines)
     largest, most = (max(queued, key=lambda place: queued[place][amount]) for amount in range(2))
     amount, limit = queued[largest].bytes, None
     if brake is not None:
