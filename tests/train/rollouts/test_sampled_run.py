@@ -14,6 +14,7 @@ from deltatune.train import Trainer
 from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.setup import ready
+from families import VOCABULARY
 from killed_runs import same
 
 
@@ -97,6 +98,26 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["clip_ratio/region_mean"] == 0
     assert record["sampling/sampling_logp_difference/max"] < 1e-3
     assert record["sampling/outside"] == 0
+
+
+class LowTokens:
+    """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
+
+    names = ("low",)
+    weights = np.ones(1)
+
+    def __call__(self, _prompts: Any, _completions: Any, columns: dict[str, Any], _check: Any) -> np.ndarray:
+        return np.array([[np.mean(np.array(tokens) < VOCABULARY // 4) for tokens in columns["completion_ids"]]])
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+def test_a_run_learns(trainer_of, tmp_path):
+    trainer_of(rewards=LowTokens(), iters=24, batch_size=4, num_generations=8, steps_per_report=4).run()
+    rewards = [record["reward"] for record in records(tmp_path / "out")]
+    assert rewards[0] < 0.45
+    assert rewards[-1] > rewards[0] + 0.2
 
 
 OTHERS = {
