@@ -270,6 +270,7 @@ def test_options_that_differ_are_a_file_with_which_the_run_is_repeated(tmp_path)
     (tmp_path / "run.yaml").write_text(options_yaml(config))
     arguments = parser("train").parse_args(["train", "-c", str(tmp_path / "run.yaml")])
     assert config_from(arguments) == dataclasses.replace(config, resume=False)
+    assert "data: data in memory\n" in options_yaml(TrainConfig(data=[{"text": "a"}]))
     assert "iters" not in options_yaml(dataclasses.replace(config, epochs=2.0))
 
 

@@ -350,7 +350,8 @@ def options_yaml(config: TrainConfig) -> str:
     changed = _changed(config)
     # A run that was given epochs has its number of iterations from them.
     left_out = ("resume", "iters") if config.epochs is not None else ("resume",)
-    changed = {name: value for name, value in changed.items() if name not in left_out}
+    # Rows in memory and functions stand for themselves by their names.
+    changed = json.loads(json.dumps({name: changed[name] for name in changed if name not in left_out}, default=str))
     return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else ""
 
 
