@@ -169,6 +169,17 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(checkpoint, tmp_
     assert "http-equiv=refresh" not in stopped
 
 
+def test_an_error_before_a_run_is_not_its_own(make_trainer, tmp_path):
+    try:
+        raise ValueError("an earlier attempt")
+    except ValueError:
+        make_trainer().run()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "iterations of 4 rows; ended<" in page
+    assert "an earlier attempt" not in page
+    assert "deltatune chat --model" in page
+
+
 def test_the_report_of_a_run_that_fails_no_longer_reloads(make_trainer, run_with, tmp_path):
     def fail(iterations, batch):
         raise UserError("failed here")

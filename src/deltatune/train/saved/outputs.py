@@ -69,7 +69,8 @@ class Outputs:
         asked = f"--model {folder}"
         if self._checkpoint is None:
             asked = f"--model {quote(str(self._config.model))} --adapter-path {folder}"
-        chat = [f"deltatune chat {asked}"] if self._tokenizer.has_chat_template else []
+        # A tokenizer that is not mlx-lm's wrapper does not know whether it has a template.
+        chat = [f"deltatune chat {asked}"] if getattr(self._tokenizer, "has_chat_template", False) else []
         merge = [] if self._checkpoint else [f"deltatune merge {asked} --save-path {quote(f'{self.directory}-merged')}"]
         return [*chat, f'deltatune generate {asked} --prompt "Hello"', *merge]
 
