@@ -114,4 +114,5 @@ def same(one: Path, other: Path) -> None:
     ours, theirs = result(one), result(other)
     names = {name for name in theirs if not name[0].isdigit()}
     assert "optimizer/step" in names
-    assert {name for name in names if ours[name] != theirs[name]} == set()
+    different = {name for name in names if ours[name] != theirs[name]}
+    assert different == set()

@@ -118,7 +118,7 @@ def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, 
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
     loaded = load(MODEL)
     loaded.tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    monkeypatch.setattr(session, "load_with_adapter", lambda *_, **__: loaded)
+    monkeypatch.setattr(session, "load", lambda *_, **__: loaded)
     variables = {"enable_thinking": thinking}
     chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables)))
     history = [

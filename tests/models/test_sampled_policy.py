@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
+from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
 from deltatune.models.batch_decoder import BatchDecoder
@@ -97,3 +98,24 @@ def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):
             np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
             np.testing.assert_allclose(figures[:, 1], entropy, atol=2e-4)
     assert EXCLUDED < -1e20
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "cohere", "jamba", "nemotron_h", "rwkv7"])
+def test_models_without_gated_delta_layers_are_sampled_too(family, other_model):
+    model = other_model(family).eval()
+    assert batch_decoder.has_row_caches(model)
+    assert not batch_decoder.is_covered(model)
+    policy = SampledPolicy()
+    prompts = [[3, 5, 8, 9, 1], [7, 2], [7, 2], [11] * 7]
+    with patched():
+        for answer in BatchDecoder(model, 4, (), 6).answers(prompts, policy.sampler(mx.random.key(0))):
+            logits = model(mx.array([[*answer.prompt, *answer.tokens][:-1]]))[0, len(answer.prompt) - 1 :]
+            log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
+            log_p = np.array(mx.take_along_axis(log_p, mx.array(answer.tokens)[:, None], axis=-1)[:, 0])
+            np.testing.assert_allclose(np.stack(answer.figures)[:, 0], log_p, atol=2e-4)
+
+
+@pytest.mark.bad_input("a model whose layers ask for mlx-lm's own caches, of which answers cannot be sampled")
+def test_a_layer_that_leaves_its_state_unwritten_is_named(other_model):
+    with patched(), pytest.raises(UserError, match=r"mlx_lm.models.mamba: a layer writes its state to caches"):
+        BatchDecoder(other_model("mamba").eval(), 1, (), 3).run([[3, 5]])

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from deltatune.lora.new_rows import grown_tables
+from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model
 from deltatune.models.vocabulary import resize_embeddings
-from deltatune.train.setup import load_with_adapter
 from new_tokens import TOKENS, write_data
 
 LAST = 308  # The tokens of the base have the ids below; the rows from here on are spare.

@@ -10,7 +10,7 @@ from mlx.utils import tree_map
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.lora.tensor_files import read_header
-from deltatune.models.adapted_base import load_with_adapter
+from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import Loaded, load, load_model, load_vision_tower
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.trained_checkpoint import TrainedCheckpoint, is_trained_checkpoint

@@ -12,11 +12,11 @@ from adapter_checks import float64
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.new_rows import GrownEmbedding, GrownTable, grown_tables
 from deltatune.lora.weights import dense_weight
+from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model
 from deltatune.options.config import TrainConfig
 from deltatune.plan import fit
 from deltatune.plan.search import Largest
-from deltatune.train.setup import load_with_adapter
 from last_place import assert_same, largest_move
 from new_tokens import TOKENS, with_new_tokens, write_data
 

@@ -62,7 +62,7 @@ def test_a_run_learns_and_answers(tiny_vision_checkpoint, folder, tmp_path, fami
     said = capsys.readouterr().out
 
     # The same prompt is given to the forward pass of training, whose most likely token must begin the answer.
-    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
+    loaded = setup.load(path, str(tmp_path / "a"), image="a test")
     row = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "x"}]}
     row |= {"video": frames, "fps": 1}
     target = tmp_path / "data"

@@ -71,7 +71,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
     measured = [line["val_loss"] for line in losses if "val_loss" in line]
     assert measured[-1] < 0.9 * measured[0]
 
-    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
+    loaded = setup.load(path, str(tmp_path / "a"), image="a test")
     config = TrainConfig(data=str(folder), batch_size=4)
     examples = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train
     plain = load(path, image="a test")
@@ -82,7 +82,7 @@ def test_a_run_learns_and_mlx_vlm_loads_the_adapter(tiny_vision_checkpoint, fold
         assert mx.abs(ours - logits(plain.model, example)).max() > 1e-2
 
     # A prompt without images is answered without the tower, and without what the adapter changes there.
-    text = setup.load_with_adapter(path, str(tmp_path / "a"))
+    text = setup.load(path, str(tmp_path / "a"))
     example = next(example for example in examples if not example.pictures.values)
     assert mx.allclose(text.model(mx.array(example.tokens[None])), logits(loaded.model, example), atol=1e-4)
 
@@ -116,7 +116,7 @@ def test_an_adapter_that_mlx_vlm_refuses_is_announced_and_merges(tiny_vision_che
     path = tiny_vision_checkpoint("qwen3_vl_moe")
     assert train(path, folder, tmp_path / "a", parts="language,vision", iters=2) == 0
     assert "it cannot load this adapter" in capsys.readouterr().out
-    loaded = setup.load_with_adapter(path, str(tmp_path / "a"), image="a test")
+    loaded = setup.load(path, str(tmp_path / "a"), image="a test")
     merge_checkpoint(path, tmp_path / "a", tmp_path / "merged")
     config = TrainConfig(data=str(folder), batch_size=4)
     example = load_datasets(config, loaded.tokenizer, setup.vision_processors(loaded)).train[2]

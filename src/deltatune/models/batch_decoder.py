@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ..errors import NotFiniteError
+from ..errors import NotFiniteError, UserError
 from ..layers import gated_delta_layers, logits_of
 from ..machine import backend
 from ..machine.compiling import without_kernels
@@ -47,12 +47,17 @@ Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
 
 
 def is_covered(model: nn.Module) -> bool:
-    """Whether BatchDecoder can keep the caches of a hybrid gated-delta model's layers: states, or keys and values.
+    """Whether BatchDecoder answers prompts in the place of mlx-lm: for hybrid gated-delta models, where it is fast."""
+    return bool(gated_delta_layers(model)) and has_row_caches(model)
+
+
+def has_row_caches(model: nn.Module) -> bool:
+    """Whether BatchDecoder can keep the caches of a model's layers: states, or keys and values of whole rows.
 
     Models of mlx-vlm take positions besides. Windows have caches of other kinds, and latent attention reads the mask of
     a token in a way of its own.
     """
-    if not type(model).__module__.startswith("mlx_lm.") or not gated_delta_layers(model):
+    if not type(model).__module__.startswith("mlx_lm."):
         return False
     kinds = {type(cache) for cache in make_prompt_cache(model)}
     latent = any(name.startswith("kv_a_proj") for module in model.modules() for name in module.children())
@@ -99,7 +104,7 @@ class BatchDecoder:
     Use it within `patched()`, with a model in inference mode.
 
     Args:
-        model: A model that `is_covered`.
+        model: A model that `has_row_caches`.
         rows: How many prompts are continued at a time.
         ends: The tokens that end an answer.
         max_tokens: The largest number of tokens in an answer.
@@ -126,8 +131,10 @@ class BatchDecoder:
         self._trains = trains
         self._kinds = [type(cache) for cache in make_prompt_cache(model)]
         self._clear(rows)
-        # Whether prompts of different lengths can be read together; None until that was tried.
-        self._padding_is_right: bool | None = None
+        # Whether prompts of different lengths can be read together; None until that was tried. Other recurrences than
+        # gated-delta ones may take the padding for tokens.
+        recurrent = ArraysCache in self._kinds and not gated_delta_layers(model)
+        self._padding_is_right: bool | None = False if recurrent else None
         self._trained: Any = {}
         self._step = _step_of(model, self._kinds, trains)
         if compiled:
@@ -353,6 +360,12 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> Step:
                 logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
         finally:
             model.update(before)
+        for cache, layer_arrays in zip(caches, arrays, strict=True):
+            if any(new is old for new, old in zip(cache.handed, layer_arrays, strict=True)):
+                raise UserError(
+                    f"{type(model).__module__}: a layer writes its state to caches of mlx-lm's own class alone, so "
+                    "answers to many prompts cannot be sampled at once."
+                )
         return logits, [cache.handed for cache in caches], offset + 1
 
     return step

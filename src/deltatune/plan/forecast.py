@@ -9,16 +9,18 @@ from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
 
+from ..layers import describe
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .device_limits import Brake
+from .few_layers import Amount, FewLayers, of_all_layers, only, places_of, serves
 from .graph import Node
 from .primitives import without_rule
 from .simulate import Peak, Simulation
 from .traced_layers import InputsPlace
-from .traced_step import BatchShape, TracedStep, simulate_step, simulate_tower, trace_step
+from .traced_step import BatchShape, TracedStep, before_step, simulate_step, simulate_tower, trace_step
 
 _SHOWN = 5
 _SEARCHED = 400
@@ -94,6 +96,7 @@ def forecast_step(
     *,
     layer_inputs: InputsPlace | None = None,
     brake: Brake | None = None,
+    few: FewLayers | None = None,
 ) -> Forecast:
     """Forecast a training step; nothing is evaluated and the model is left unchanged.
 
@@ -105,13 +108,18 @@ def forecast_step(
         checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
         layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
         brake: From how many bytes on MLX waits for queued work; None where it does not.
+        few: The layers that stand for all of them; None to trace all.
     """
     collects, started = gc.isenabled(), time.monotonic()
     gc.disable()
     try:
-        built = trace_step(model, config, shape, layout, checkpoints, layer_inputs=layer_inputs)
-        forecast = _planned(built, config, layout, brake)
-        del built
+        forecast = None
+        if few is not None and not few.all:
+            forecast = _planned_by_few(model, config, shape, layout, checkpoints or Checkpoints(), brake, few)
+        if forecast is None:
+            built = trace_step(model, config, shape, layout, checkpoints, layer_inputs=layer_inputs)
+            forecast = _planned(built, config, layout, brake)
+            del built
     finally:
         # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects made
         # while the collector waited are young, so that all others need not be looked through.
@@ -119,6 +127,46 @@ def forecast_step(
         if collects:
             gc.enable()
     return replace(forecast, seconds=time.monotonic() - started)
+
+
+def _planned_by_few(
+    model: nn.Module,
+    config: TrainConfig,
+    shape: BatchShape,
+    layout: ArrayLayout,
+    checkpoints: Checkpoints,
+    brake: Brake | None,
+    few: FewLayers,
+) -> Forecast | None:
+    """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
+    paths, kept = [layer.path for layer in describe(model)], few.checkpoints(checkpoints)
+    of_all, arrays = before_step(model, config, layout, checkpoints)
+    with only(model, few):
+        of_few, _ = before_step(model, config, layout, kept)
+        built = trace_step(model, config, shape, layout, kept)
+        machines = simulate_step(built, layout), simulate_step(built, layout, 0)
+        places = places_of(built, machines[0].evaluated, model)
+    if not serves(few, places):
+        return None
+    given = Amount(of_all.live_bytes - of_few.live_bytes, of_all.live - of_few.live)
+    queued, waiting = (of_all_layers(few, places, machine, machines[1], given) for machine in machines)
+    largest, most = (max(queued, key=lambda place: queued[place][amount]) for amount in range(2))
+    amount, limit = queued[largest].bytes, None
+    if brake is not None:
+        least = max(amount.bytes for amount in waiting.values())
+        limit = brake.limit(int(least))
+        amount = min(amount, max(least, limit))
+    return Forecast(
+        shape.rows,
+        shape.length,
+        config.lora_parameters.rank,
+        Moment(int(queued[most].buffers), most.words(paths), []),
+        Moment(int(amount), largest.words(paths), []),
+        {name: count for name, (count, _) in arrays.items()},
+        {name: size for name, (_, size) in arrays.items()},
+        without_rule(machines[0].evaluated),
+        memory_limit=limit,
+    )
 
 
 def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake: Brake | None) -> Forecast:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from ..machine.compiling import without_kernels
-from ..models.batch_decoder import ROWS, is_covered
+from ..models.batch_decoder import ROWS, has_row_caches
 from ..models.generate import begun, cache_bytes
 from ..options.config import TrainConfig
 from ..patches import patched
@@ -32,7 +32,7 @@ def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> 
         model: The model, with its adapters.
         config: The options of the run.
     """
-    if config.loss != "grpo" or not is_covered(model):
+    if config.loss != "grpo" or not has_row_caches(model):
         return forecast
     rows = min(ROWS, forecast.rows * config.grad_accumulation_steps)
     with without_kernels(), patched(), inferring(model):

@@ -294,4 +294,4 @@ def _counts(plan: Forecast) -> str:
 
 def _alive(moment: Moment) -> str:
     shown = ", ".join(f"{kind.kind} {size(kind.bytes)} in {kind.buffers:,}" for kind in moment.alive)
-    return f"; most of it from {shown}" if shown else "; nothing else is alive"
+    return f"; most of it from {shown}" if shown else ""

@@ -61,10 +61,14 @@ class Peak:
 
 @dataclass
 class Record:
-    """One buffer of the run; `died` counts the primitives before it was freed, None where it outlives the run."""
+    """One buffer of the run; `died` counts the primitives before it was freed, None where it outlives the run.
+
+    `reads` counts the primitives before each one that read it, with that one.
+    """
 
     buffer: Buffer
     died: int | None = None
+    reads: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -145,6 +149,8 @@ class Simulation:
         self.evaluated.append(node)
         queue = self._queue
         inputs = [self.stored[source.address] for source in node.inputs]
+        for one in inputs:
+            self.records[one.buffer].reads.append(len(self.evaluated))
         outputs = node.outputs()
         outputs_stored = run_primitive(self, node, inputs)
         for output, stored in zip(outputs, outputs_stored, strict=True):

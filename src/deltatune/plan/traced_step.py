@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +34,7 @@ from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Simulation
-from .traced_layers import InputsPlace, noted_passes, parts_read
+from .traced_layers import InputsPlace, NotedPasses, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -122,6 +122,52 @@ def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
     return RolloutBatch(ones[:, 0], ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
 
 
+class _Start(NamedTuple):
+    """A step that was not traced yet; `arrays` exist before it, in buffers that some share."""
+
+    step: Step
+    optimizer: Any
+    traced: NotedPasses
+    sums: Sums
+    moments: list[mx.array]
+    arrays: list[mx.array]
+    shared_buffers: list[list[int]]
+
+
+@contextlib.contextmanager
+def _set_up(
+    model: nn.Module,
+    config: TrainConfig,
+    layout: ArrayLayout,
+    checkpoints: Checkpoints | None,
+    layer_inputs: InputsPlace | None,
+) -> Iterator[_Start]:
+    with contextlib.ExitStack() as stack:
+        trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
+        traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
+        step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
+        sums, moments = Sums(step.zeros(), mx.array(0.0), mx.array(0.0)), _leaves(optimizer.state)
+        arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
+        arrays += [] if trained.teacher is None else _leaves(trained.teacher.state)
+        yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
+
+
+def before_step(
+    model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None
+) -> tuple[Simulation, dict[str, tuple[int, int]]]:
+    """Return the arrays that exist before a step, and the number and bytes of parameters, gradients and moments."""
+    with _set_up(model, config, layout, checkpoints, None) as start:
+        machine = Simulation(layout, backend.here(PACES))
+        machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
+        shared = sum(len(group) - 2 for group in start.shared_buffers)
+        parameters = [array for _, array in leaves(model.parameters())]
+        groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
+        return machine, {
+            name: (len(arrays) - shared * (name == "parameters"), sum(array.nbytes for array in arrays))
+            for name, arrays in groups.items()
+        }
+
+
 def trace_step(
     model: nn.Module,
     config: TrainConfig,
@@ -135,23 +181,17 @@ def trace_step(
 
     `checkpoints` and `layer_inputs` are as in forecast_step(). UserError where options of `config` conflict.
     """
-    with contextlib.ExitStack() as stack:
-        trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
-        traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
-        step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
-        before, moments = _leaves(model.trainable_parameters()), _leaves(optimizer.state)
-        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+    with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
+        step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
-        joined, shared_buffers = step.joined, _shared_buffers(step, model, layout)
-        existing_arrays = [*_leaves(model.state), *joined, *moments, *_leaves(sums), *step.random]
-        existing_arrays += [] if trained.teacher is None else _leaves(trained.teacher.state)
+        existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
         if config.loss == "grpo":
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        first, second, gradients = _outputs(step, model, optimizer, sums, batch)
+        first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
-        phases = _gradient_phases(layout, [*traced.noted, first], existing)
+        phases = _gradient_phases(layout, [*start.traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
         evaluated = existing | {node.address for node in graphs}
         # Nodes without a kind pass through unchanged.
@@ -164,7 +204,7 @@ def trace_step(
         phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
         forward = _forward(phases, layout.address(first[0]))
         update_from = sum(len(phase.order) for phase in phases)
-        replaced = [*before, *joined, *moments, *_leaves(gradients)]
+        replaced = [*before, *step.joined, *moments, *_leaves(gradients)]
         phases.append(_phase("update", update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
     return TracedStep(
@@ -173,7 +213,7 @@ def trace_step(
         sum(array.nbytes for _, array in leaves(model.parameters())),
         sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
         shape.rows, shape.length, [*existing_arrays, *first, *second, *_leaves(batch), *features],
-        tower, tower_reads, traced.inputs.bytes,
+        tower, tower_reads, start.traced.inputs.bytes,
     )  # fmt: skip
 
 

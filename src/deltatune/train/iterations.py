@@ -129,7 +129,11 @@ class Iterations:
                 return
             if self._save_is_due():
                 self._save()
+            before = progress.iteration
             asked = self._iterate()
+            # A sampling that was left makes no iteration.
+            if progress.iteration == before:
+                continue
             if progress.iteration % config.steps_per_report == 0 or progress.iteration >= config.iters:
                 rate = self.state.step.optimizer.learning_rate.item()
                 record = self.parts.reporting.training(progress, rate, self._figures)

@@ -56,7 +56,7 @@ WATCHED, WATCH = ["-DDELTATUNE_WATCH"], ["-fsanitize-coverage=edge,trace-loads,t
 # The same for every kernel. Hopper's reads threadgroup memory for the lanes, and so is watched as they are.
 RUNTIME, RUNTIME_OF_HOPPER = "host_runtime.cpp", "hopper_runtime.cpp"
 # After so many compilations of a text its header is compiled with it.
-FEW = 2
+FEW = 4
 INCLUDED = re.compile(r'#include "(\w+\.h)"\n')
 
 
@@ -252,20 +252,31 @@ class HostMachine:
         # The key knows all that the header was compiled from, but for the C library's headers, which may be touched.
         included = ["-fno-validate-pch", "-include-pch", str(compiled)]
         flags = [*self.flags, *(word for flag in included for word in ("-Xclang", flag))]
+        # A kernel is the same whether its text came with the header or not.
+        known = [whole("host.h"), self.text, entries, *self.flags, *map(str, runtime)]
         if not linked_by_us():
-            return self._compiled(text + entries, "cpp", "so", [*flags, "-shared", *map(str, runtime)])
+            return self._compiled(text + entries, "cpp", "so", [*flags, "-shared", *map(str, runtime)], known=known)
         link = [str(zig()), "ld.lld", "-shared", "-z", "now", *map(str, runtime), *libraries()]
-        return self._compiled(text + entries, "cpp", "so", flags, "-c", link=link)
+        return self._compiled(text + entries, "cpp", "so", flags, "-c", link=link, known=known)
 
     def _compiled(
-        self, source: str, kind: str, made: str, flags: list[str], *more: str, link: Sequence[str] = ()
+        self,
+        source: str,
+        kind: str,
+        made: str,
+        flags: list[str],
+        *more: str,
+        link: Sequence[str] = (),
+        known: Sequence[str] = (),
     ) -> Path:
         """Compile `source`, in a file that ends in `kind`, to one that ends in `made`, unless it is there.
 
         `link` is the command that makes it of the object file that is compiled, if it is not the object file itself.
+        `known` is all that decides the result, the source and the commands by default.
         """
         command = [*compiler(), *flags, *more]
-        key = hashlib.sha256("\n".join([source, *command, *link, version()]).encode()).hexdigest()[:16]
+        decides = [*(known or [source, *command, *link]), version()]
+        key = hashlib.sha256("\n".join(decides).encode()).hexdigest()[:16]
         result = self.folder / f"{key}.{made}"
         if not result.exists():
             # The files carry the process's number: another process may be compiling the same text.

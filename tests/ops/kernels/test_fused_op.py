@@ -12,10 +12,12 @@ import pytest
 
 from deltatune.machine import nvidia
 from deltatune.ops.checkpoint import checkpoint
-from deltatune.ops.gated_delta import fused_op, gated_delta_chunk
-from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
+from deltatune.ops.gated_delta import fused_op, gated_delta_chunk, trial_case
+from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of, tiling_on
 from deltatune.ops.gated_delta.fused_pieces import Cut, cut_of
-from deltatune.ops.kernels.launch import on
+from deltatune.ops.gated_delta.trial_case import ShapeClass
+from deltatune.ops.kernels.launch import header, on
+from deltatune.ops.operator.case import judged
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
@@ -262,3 +264,13 @@ def test_uncovered_calls_are_refused_by_name(changes, said, on_machine):
     with pytest.raises(ValueError, match=said):
         function(**arguments() | changes)
     assert not launched
+
+
+def test_gates_near_1_pass_their_trial_with_exponentials_as_rough_as_metal_allows(host_folder, host_module):
+    """The errors of a row's gates multiply."""
+    text = host_module.with_rough_exponentials(header("metal", host_module.FILES), "exp", "exp2")
+    case = trial_case.trial_case(ShapeClass(1, 2, 64, 64, "float32", segmented=True))
+    fused = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "metal"))
+    with on(host_module.HostMachine(host_folder, text).run):
+        verdict = judged(case, fused, "fused")
+    assert verdict.passed, verdict

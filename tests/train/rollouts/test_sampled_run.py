@@ -11,8 +11,10 @@ import pytest
 
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer
+from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.setup import ready
+from families import VOCABULARY
 from killed_runs import same
 
 
@@ -98,6 +100,26 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["sampling/outside"] == 0
 
 
+class LowTokens:
+    """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
+
+    names = ("low",)
+    weights = np.ones(1)
+
+    def __call__(self, _prompts: Any, _completions: Any, columns: dict[str, Any], _check: Any) -> np.ndarray:
+        return np.array([[np.mean(np.array(tokens) < VOCABULARY // 4) for tokens in columns["completion_ids"]]])
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+def test_a_run_learns(trainer_of, tmp_path):
+    trainer_of(rewards=LowTokens(), iters=24, batch_size=4, num_generations=8, steps_per_report=4).run()
+    rewards = [record["reward"] for record in records(tmp_path / "out")]
+    assert rewards[0] < 0.45
+    assert rewards[-1] > rewards[0] + 0.2
+
+
 OTHERS = {
     "several passes over accumulated batches": {"num_iterations": 2, "grad_accumulation_steps": 2, "iters": 8},
     "the model without its adapter": {"beta": 0.1, "grad_accumulation_steps": 2},
@@ -129,6 +151,36 @@ def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_pat
     same(tmp_path / "straight", tmp_path / "stopped")
     # No answer was sampled or paid for twice.
     assert [call[1] for call in stopped.calls] == [call[1] for call in straight.calls]
+
+
+class Interrupting(Letters):
+    """Asks the run to stop while it awaits the rewards of a sampling, as Ctrl-C does."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.ending: Any = None
+
+    def __call__(self, prompts: Any, completions: Any, columns: Any, check: Any) -> np.ndarray:
+        if len(self.calls) == self.at:
+            self.ending.stop.asked = True
+        return super().__call__(prompts, completions, columns, check)
+
+
+def test_a_run_that_is_interrupted_amid_a_sampling_continues_with_the_same_bits(trainer_of, tmp_path, monkeypatch):
+    trainer_of("straight").run()
+    rewards = Interrupting(at=2)
+    plain = Ending.__enter__
+
+    def enter(ending: Ending) -> Ending:
+        rewards.ending = ending
+        return plain(ending)
+
+    monkeypatch.setattr(Ending, "__enter__", enter)
+    with pytest.raises(StoppedError, match="stopped after iteration 2 of 6"):
+        trainer_of("stopped", rewards).run()
+    trainer_of("stopped", resume=True).run()
+    same(tmp_path / "straight", tmp_path / "stopped")
 
 
 def test_ranks_sample_their_own_answers_and_continue(launch, options, tmp_path):

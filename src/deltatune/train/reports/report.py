@@ -360,6 +360,8 @@ def _changed(options: Any) -> dict[str, Any]:
     for name, default in vars(type(options)()).items():
         value = getattr(options, name)
         if value != default:
+            # The name of data in memory is no plain text, which YAML alone can hold.
+            value = str(value) if isinstance(value, str) else value
             changed[name] = _changed(value) if dataclasses.is_dataclass(value) else value
     return changed
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...data.prompt_rows import PromptExample
 from ...errors import UserError
 from ...machine.compiling import without_kernels
-from ...models.batch_decoder import ROWS, BatchDecoder, is_covered
+from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
 from ...models.load import Loaded
 from ...models.sampled_policy import SampledPolicy
 from ...options.config import TrainConfig
@@ -105,10 +105,9 @@ def check_covered(model: Any) -> None:
     Raises:
         UserError: It does not.
     """
-    if not is_covered(model):
+    if not has_row_caches(model):
         name = f"{type(model).__module__}.{type(model).__name__}"
         raise UserError(
             f"loss: grpo samples answers to many prompts at once, which {name} cannot yet: it takes a language model "
-            "with gated-delta layers, and attention without windows and latent keys, such as qwen3_5, qwen3_5_moe, "
-            "qwen3_next or olmo_hybrid."
+            "of mlx-lm without windows or latent keys in its attention."
         )

@@ -89,6 +89,15 @@ template <bool Condition, typename X, typename Y> struct Choose { using type = X
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
 
+// exp(x) of a gate, x <= 0. Gates near 1 are multiplied along a row, and Metal's exp may be off by 4 units in the last
+// place; Taylor's series is off by half of one there.
+inline float exp_of_gate(float x) {
+  if (x < -0.25f) return DELTATUNE_EXP(x);
+  float sum = metal::fma(x, 1.0f / 720.0f, 1.0f / 120.0f);
+  sum = metal::fma(x, sum, 1.0f / 24.0f);
+  sum = metal::fma(x, sum, 1.0f / 6.0f);
+  return metal::fma(x, metal::fma(x, metal::fma(x, sum, 0.5f), 1.0f), 1.0f);
+}
 // The gate of position i of a chunk: exp(log_g), 1 where the step is not live, 0 where a document starts.
 template <bool Segmented, typename Live, typename L, typename Z>
 inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, int heads, int t0, int length) {
@@ -96,7 +105,7 @@ inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, i
   if (t >= length) return 1.0f;
   const long at = (long)row * length + t;
   if (Segmented && t > 0 && segments[at] != segments[at - 1]) return 0.0f;
-  return live(i) ? DELTATUNE_EXP(static_cast<float>(log_g[at * heads + head])) : 1.0f;
+  return live(i) ? exp_of_gate(static_cast<float>(log_g[at * heads + head])) : 1.0f;
 }
 
 // D in shared memory: a full table for each tile on the diagonal. Between different tiles it is the product of

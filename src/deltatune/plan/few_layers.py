@@ -1,0 +1,299 @@
+"""Computes the memory of a step of all layers from that of a few of them, among which is one of every kind.
+
+At any moment the layers that have run hold the tensors saved for the backward pass, and those that the backward pass
+has left hold their gradients. So the memory of the whole is that of the few, and these for each layer left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+import mlx.nn as nn
+
+from ..layers import LayerInfo, describe
+from ..ops.recomputation import Checkpoints
+from ..train.by_layer.layer_functions import signature
+from ..train.tree import leaves
+from .graph import Node
+from .simulate import Simulation
+from .traced_step import TracedStep
+
+# Fewer layers than these have none between the first and the last.
+_FEWEST = 5
+_FORWARD, _LOSS, _BACKWARD, _UPDATE = "forward", "loss", "backward", "update"
+
+
+class Place(NamedTuple):
+    """A part of a step: its phase, the position of a layer, and the parameter that was read last."""
+
+    phase: str
+    layer: int
+    parameter: str
+
+    def words(self, paths: Sequence[str]) -> str:
+        """The place in words, with the layer of those at `paths`."""
+        if self.phase == _UPDATE:
+            return "the update"
+        near = f", near {paths[self.layer]}.{self.parameter}" if self.parameter else ""
+        return f"the {_BACKWARD if self.phase == _BACKWARD else _FORWARD} pass{near}"
+
+
+class Amount(NamedTuple):
+    """Bytes and buffers, of one moment."""
+
+    bytes: float
+    buffers: float
+
+    def plus(self, other: Amount, times: float = 1) -> Amount:
+        """Add so many times another amount."""
+        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
+
+
+class FewLayers(NamedTuple):
+    """A choice of a model's layers that stand for all of them.
+
+    Attributes:
+        kinds: The kind of each layer of the model.
+        chosen: The positions of the layers that are kept.
+        gradients: The gradients of one layer, by kind.
+    """
+
+    kinds: list[int]
+    chosen: list[int]
+    gradients: dict[int, Amount]
+
+    @property
+    def kept(self) -> list[int]:
+        """The kinds of the layers that are kept."""
+        return [self.kinds[at] for at in self.chosen]
+
+    @property
+    def all(self) -> bool:
+        """Whether all layers are kept."""
+        return len(self.chosen) == len(self.kinds)
+
+    def checkpoints(self, of_all: Checkpoints) -> Checkpoints:
+        """The checkpoints of the kept layers."""
+        layers = [at for at, whole in enumerate(self.chosen) if whole in of_all.layers]
+        return Checkpoints(layers, of_all.operators)
+
+    def like(self, at: int) -> int:
+        """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
+        kind = self.kinds[at]
+        same = [position for position, other in enumerate(self.kept) if other == kind]
+        before, behind = self.kinds[:at].count(kind), self.kinds[at + 1 :].count(kind)
+        return same[-1 - behind] if behind < (len(same) + 1) // 2 else same[min(before, len(same) // 2)]
+
+
+def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
+    """Choose layers of every kind, the last of the kind of the model's last layer.
+
+    A model may give its layers masks by their positions, so the kept layers have mixers in the order of its first ones.
+
+    Args:
+        model: The model, prepared for training.
+        checkpoints: Which of its layers are recomputed.
+    """
+    layers = describe(model)
+    signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
+    kinds = [numbers[kind] for kind in signatures]
+    gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
+    chosen = _chosen([(layer.kind, layer.experts) for layer in layers], kinds)
+    if _held(model) is None:
+        chosen = list(range(len(kinds)))
+    return FewLayers(kinds, chosen, gradients)
+
+
+def _trained(layer: LayerInfo) -> Amount:
+    arrays = [array for _, array in leaves(layer.module.trainable_parameters())]
+    return Amount(sum(array.nbytes for array in arrays), len(arrays))
+
+
+def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int]) -> list[int]:
+    chosen: list[int] = []
+    lacking = set(kinds)
+    first = 0
+    while lacking or len(chosen) < min(_FEWEST, len(kinds)) or kinds[chosen[-1]] != kinds[-1]:
+        able = [at for at in range(first, len(kinds)) if mixers[at] == mixers[len(chosen)]]
+        if not able:
+            return list(range(len(kinds)))
+        wanted = next((at for at in able if kinds[at] in lacking), able[0])
+        at = able[0] if lacking & set(kinds[able[0] : wanted]) else wanted
+        chosen.append(at)
+        lacking.discard(kinds[at])
+        first = at + 1
+    return chosen
+
+
+def _held(model: nn.Module) -> list[nn.Module] | None:
+    """The list in which a model holds its layers; None if it holds them otherwise."""
+    layers = list(map(id, model.layers))
+    lists = (value for module in model.modules() for value in module.values() if isinstance(value, list))
+    return next((one for one in lists if list(map(id, one)) == layers), None)
+
+
+@contextmanager
+def only(model: nn.Module, few: FewLayers) -> Iterator[None]:
+    """Within the context the model has the chosen layers alone."""
+    held = _held(model)
+    assert held is not None
+    layers = list(held)
+    held[:] = [layers[at] for at in few.chosen]
+    try:
+        yield
+    finally:
+        held[:] = layers
+
+
+def serves(few: FewLayers, places: Sequence[Place]) -> bool:
+    """Whether every kept layer was seen in a forward pass, and the last in a backward pass."""
+    seen = {(place.phase, place.layer) for place in places}
+    needed = [(_FORWARD, at) for at in range(len(few.chosen))]
+    return seen.issuperset([*needed, (_LOSS, 0), (_BACKWARD, len(few.chosen) - 1)])
+
+
+def of_all_layers(
+    few: FewLayers, places: Sequence[Place], machine: Simulation, unqueued: Simulation, given: Amount
+) -> dict[Place, Amount]:
+    """Return the largest amounts of memory by their places, as they are with all layers.
+
+    Args:
+        few: The kept layers.
+        places: The places of the primitives of their step.
+        machine: The simulated step.
+        unqueued: The simulated step, each operation waiting for the one before.
+        given: What the layers left out hold at any time: weights, sums of gradients, moments.
+    """
+    saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
+
+    def offset(place: Place, layer: int) -> Amount:
+        """What the layers left out hold while the model is at `layer` and the few at `place`."""
+        before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
+        behind = few.gradients if place.phase == _UPDATE else left
+        total = given
+        for amounts, whole, part in zip((saved, behind), before, after, strict=True):
+            for kind in whole.keys() | part.keys():
+                total = total.plus(amounts[kind], whole[kind] - part[kind])
+        return total
+
+    largest: dict[Place, Amount] = {}
+    layers: dict[int, list[int]] = defaultdict(list)
+    for at in range(len(few.kinds)):
+        layers[few.like(at)].append(at)
+    for place, amount in _peaks(places, machine).items():
+        for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
+            whole = place._replace(layer=layer)
+            largest[whole] = amount.plus(offset(place, layer))
+    return largest
+
+
+def _around(kinds: Sequence[int], phase: str, layer: int) -> tuple[Counter[int], Counter[int]]:
+    """The kinds of layers with saved tensors, and of those with gradients, while a step is at a layer."""
+    if phase == _FORWARD:
+        return Counter(kinds[:layer]) if layer >= 0 else Counter(), Counter()
+    if phase == _LOSS:
+        return Counter(kinds), Counter()
+    return (Counter(kinds[:layer]), Counter(kinds[layer + 1 :])) if phase == _BACKWARD else (Counter(), Counter(kinds))
+
+
+def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) -> list[Place]:
+    """Return the places in a step by the number of primitives that were evaluated before, from 0 on.
+
+    A layer begins where one of its parameters, or a view of one, meets another array for the first time. Layers begin
+    in order, so that a parameter that is read early or late does not count.
+    """
+    names, paths = dict(built.names), [layer.path for layer in describe(model)]
+    layer_of = dict.fromkeys(names, -1)
+    for position, path in enumerate(paths):
+        layer_of |= {at: position for at, name in names.items() if name.startswith(f"{path}.")}
+    place = Place(_FORWARD, -1, "")
+    places = [place]
+    for at, node in enumerate(evaluated):
+        known = [source.address for source in node.inputs if source.address in names]
+        if at == built.update_from:
+            place = Place(_UPDATE, 0, "")
+        elif known and len(known) == len(node.inputs):
+            for output in node.outputs():
+                names[output.address] = names[known[0]]
+                layer_of[output.address] = layer_of[known[0]]
+        elif known and at < built.update_from:
+            layer = layer_of[known[0]]
+            place = _next(place, layer, len(paths), forward=node in built.forward)
+            if layer >= 0:
+                place = place._replace(parameter=names[known[0]].removeprefix(f"{paths[layer]}."))
+        places.append(place)
+    return places
+
+
+def _next(place: Place, layer: int, layers: int, *, forward: bool) -> Place:
+    """The place after a parameter of a layer was read, or one outside of the layers, which has the position -1."""
+    if forward and place.phase == _FORWARD:
+        if layer == place.layer + 1:
+            return Place(_FORWARD, layer, "")
+        return Place(_LOSS, 0, "") if layer == -1 and place.layer == layers - 1 else place
+    if not forward and layer >= 0:
+        first = place.phase != _BACKWARD and layer == layers - 1
+        if first or (place.phase == _BACKWARD and layer == place.layer - 1):
+            return Place(_BACKWARD, layer, "")
+    return place
+
+
+def _peaks(places: Sequence[Place], machine: Simulation) -> dict[Place, Amount]:
+    """The largest amounts at every place."""
+    sizes, counts = [0] * (len(places) + 2), [0] * (len(places) + 2)
+    for record in machine.records.values():
+        end = len(places) if record.died is None else record.died
+        for changes, amount in ((sizes, record.buffer.size), (counts, 1)):
+            changes[record.buffer.born] += amount
+            changes[end + 1] -= amount
+    largest: dict[Place, Amount] = {}
+    for place, size, count in zip(places, accumulate(sizes), accumulate(counts), strict=False):
+        before = largest.get(place, Amount(0, 0))
+        largest[place] = Amount(max(before.bytes, size), max(before.buffers, count))
+    return largest
+
+
+def _saved(few: FewLayers, places: Sequence[Place], unqueued: Simulation) -> dict[int, Amount]:
+    """What a layer of each kind holds when the backward pass begins, its input included."""
+    turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
+    return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
+
+
+def _left(few: FewLayers, places: Sequence[Place], unqueued: Simulation) -> dict[int, Amount]:
+    """What a layer of each kind holds after its backward pass: gradients, and tensors that late ones wait for."""
+    lowest = min(place.layer for place in places if place.phase == _BACKWARD)
+    end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
+    held = _held_by_layers(places, unqueued, end)
+    # The layer above the last one may not have ended.
+    far = {at: amount for at, amount in held.items() if at > lowest + 1}
+    return few.gradients | _of_kinds(few.kept, far)
+
+
+def _held_by_layers(places: Sequence[Place], unqueued: Simulation, moment: int) -> dict[int, Amount]:
+    """What the layers hold at a moment, by their positions."""
+    held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
+    for record in unqueued.records.values():
+        if record.buffer.kind == "given" or record.buffer.born >= moment or (record.died or moment) < moment:
+            continue
+        # A layer's input was made by the one before, and read last by the layer itself.
+        forward = [at for at in (record.buffer.born, *record.reads) if places[at].phase == _FORWARD]
+        place = places[max(forward, default=record.buffer.born)]
+        if place.phase in (_FORWARD, _BACKWARD) and place.layer >= 0:
+            held[place.layer] = held[place.layer].plus(Amount(record.buffer.size, 1))
+    return held
+
+
+def _of_kinds(kinds: Sequence[int], held: Mapping[int, Amount]) -> dict[int, Amount]:
+    """The middle amount of the layers of each kind, without the first and the last layer where there are others."""
+    amounts: dict[int, Amount] = {}
+    for kind in {kinds[at] for at in held}:
+        same = [at for at in held if kinds[at] == kind]
+        inner = [at for at in same if 0 < at < len(kinds) - 1] or same
+        amounts[kind] = Amount(*map(median, zip(*(held[at] for at in inner), strict=True)))
+    return amounts
