@@ -28,7 +28,7 @@ PLAIN = (
     r"\nTraining: lora, [\d,]+ of [\d,]+ numbers \([\d.]+%\)\.\n",
     r"\nData: 4 training, 4 validation examples; 4 rows an epoch, 4 a batch\.\n",
     r"\nIter 0: val loss \d\.\d{4}, took [\d.]+ s\nIter 0, sample 1: the quick -> ",
-    r"\nIter 1/2: train loss \d\.\d{4}, grad norm [\d.]+, lr 1e-05, \S+ it/s, \S+ tok/s, peak [\d.]+ MB, \d:\d\d ",
+    r"\nIter 1/2: train loss \d\.\d{4}, grad norm [\d.]+, lr \S+, \S+ it/s, \S+ tok/s, peak [\d.]+ MB, \d:\d\d ",
     r"\nSaved in out; best, with validation loss \d\.\d{4} at \d: out/best; report: out/report\.html\n"
     r"Next: deltatune chat --model \S+ --adapter-path out\n$",
 )

@@ -36,7 +36,7 @@ def test_queued_results_end_with_a_layer(tiny_model, monkeypatch):
     """A queue as long as an NVIDIA GPU's holds the results of several layers of a whole step."""
     monkeypatch.setitem(simulate.PACES, "cpu", simulate.PACES["cuda"])
     model = tiny_model("qwen3_5", num_hidden_layers=12, full_attention_interval=3)
-    config = TrainConfig(grad_checkpoint=True)
+    config = TrainConfig(grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
     shape, layout = BatchShape(1, 128), ArrayLayout.measured()
     whole, by_layers = (forecast_step(model, config, shape, layout, layer_inputs=inputs) for inputs in (None, "memory"))

@@ -153,7 +153,7 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        self._tokenizer = tokenizer if plain else ending_answers(tokenizer)
+        self._tokenizer = tokenizer
         self.parts = Parts(
             model=model,
             config=config,
@@ -252,7 +252,8 @@ class Trainer:
             return PeekableOrder(prompts)
         assert trained.token_losses is not None
         parts = self.parts
-        loaded = Loaded(self.model, self._tokenizer, {}, Path(self.config.model or ""))
+        tokenizer = self._tokenizer if self.splits.plain_text else ending_answers(self._tokenizer)
+        loaded = Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
         return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
 
     def _say_rest(self, result: Result) -> None:

@@ -38,10 +38,10 @@ def test_a_batch_is_shown_once_and_then_taken():
 def test_going_back_forgets_what_was_shown():
     order = PeekableOrder(Counting())
     order.peek()
-    order.restore(order.state())
+    order.restore(order.state(), {})
     assert (next(order), next(order)) == (1, 2)
     order.peek()
-    order.restore({"at": 7})
+    order.restore({"at": 7}, {})
     assert next(order) == 8
 
 

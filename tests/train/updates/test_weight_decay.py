@@ -111,7 +111,8 @@ def test_every_optimizer_leaves_them_out(name):
         mx.random.seed(3)
         model = nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 7))
         settings = {name: {"weight_decay": decay} if decays else {}}
-        config = TrainConfig(optimizer=name, optimizer_config=settings, warmup=0.0, fine_tune_type="full")
+        given = {"optimizer": name, "optimizer_config": settings}
+        config = TrainConfig(**given, learning_rate=1e-2, warmup=0.0, fine_tune_type="full")
         step = build_step(model, build_optimizer(config), full_loss(model), config, World())
         gradients = step.bundles.join(model.parameters())
         step.update(gradients, mx.array(1.0), mx.array(1.0))

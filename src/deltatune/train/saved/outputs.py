@@ -69,7 +69,7 @@ class Outputs:
         asked = f"--model {folder}"
         if self._checkpoint is None:
             asked = f"--model {quote(str(self._config.model))} --adapter-path {folder}"
-        # A tokenizer that is not mlx-lm's wrapper does not know whether it has a template.
+        # In Python, a Trainer may have any object for a tokenizer, or none.
         chat = [f"deltatune chat {asked}"] if getattr(self._tokenizer, "has_chat_template", False) else []
         merge = [] if self._checkpoint else [f"deltatune merge {asked} --save-path {quote(f'{self.directory}-merged')}"]
         return [*chat, f'deltatune generate {asked} --prompt "Hello"', *merge]
