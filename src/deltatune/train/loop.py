@@ -228,7 +228,7 @@ class Trainer:
             engine = engine_of(training_state, ending, config, parts.world, launcher)
             iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
-            stack.callback(parts.reporting.close, progress)
+            stack.push(lambda _, error, __: parts.reporting.close(progress, error))
             stack.enter_context(ending)
             stack.enter_context(freed_memory)
             self._open(saving, trained)

@@ -169,6 +169,17 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(checkpoint, tmp_
     assert "http-equiv=refresh" not in stopped
 
 
+def test_an_error_before_a_run_is_not_its_own(make_trainer, tmp_path):
+    try:
+        raise ValueError("an earlier attempt")
+    except ValueError:
+        make_trainer().run()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "iterations of 4 rows; ended<" in page
+    assert "an earlier attempt" not in page
+    assert "deltatune chat --model" in page
+
+
 def test_the_report_of_a_run_that_fails_no_longer_reloads(make_trainer, run_with, tmp_path):
     def fail(iterations, batch):
         raise UserError("failed here")
@@ -270,6 +281,7 @@ def test_options_that_differ_are_a_file_with_which_the_run_is_repeated(tmp_path)
     (tmp_path / "run.yaml").write_text(options_yaml(config))
     arguments = parser("train").parse_args(["train", "-c", str(tmp_path / "run.yaml")])
     assert config_from(arguments) == dataclasses.replace(config, resume=False)
+    assert "data: data in memory\n" in options_yaml(TrainConfig(data=[{"text": "a"}]))
     assert "iters" not in options_yaml(dataclasses.replace(config, epochs=2.0))
 
 

@@ -126,7 +126,6 @@ def _points(metrics: Sequence[Record], key: str) -> list[tuple[int, float]]:
     return [(record["iteration"], float(f"{record[key]:.6g}")) for record in metrics if record.get(key) is not None]
 
 
-Row = Sequence[Any]
 # No figure of a run is larger; sums of larger ones could overflow in a plot.
 _LARGEST = 1e100
 _RELOAD_SECONDS = 5
@@ -155,7 +154,7 @@ class ReportTable:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Any]]
     note: str = ""
     folded: bool = False
     shown: bool = False
@@ -338,9 +337,8 @@ def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]]
     columns += ["expected", "right"] if judges else []
     title = f"Samples: {tally(now)}" if judges else "Samples"
     tables = [ReportTable(title, columns, rows, folded=True, shown=True)]
-    every = [(number, at, one["answer"]) for at, samples in answered for number, one in enumerate(samples, 1)]
+    every = sorted((number, at, one["answer"]) for at, samples in answered for number, one in enumerate(samples, 1))
     if len(answered) > 2:
-        every.sort(key=lambda row: row[0])
         tables.append(ReportTable(f"All {len(every):,} answers", ("sample", "iteration", "answer"), every, folded=True))
     return tables
 
@@ -350,7 +348,8 @@ def options_yaml(config: TrainConfig) -> str:
     changed = _changed(config)
     # A run that was given epochs has its number of iterations from them.
     left_out = ("resume", "iters") if config.epochs is not None else ("resume",)
-    changed = {name: value for name, value in changed.items() if name not in left_out}
+    # Rows in memory and functions stand for themselves by their names.
+    changed = json.loads(json.dumps({name: changed[name] for name in changed if name not in left_out}, default=str))
     return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else ""
 
 

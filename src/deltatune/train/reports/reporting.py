@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -95,13 +94,13 @@ class Reporting:
         if self.metrics is not None:
             self.metrics.cut(progress.metrics_bytes)
 
-    def close(self, progress: Progress) -> None:
+    def close(self, progress: Progress, cause: BaseException | None) -> None:
         """Close the files and services from open(), each whether or not another one fails to close, and remove the bar.
 
-        A report of a running run is written once more.
+        A report of a running run is written once more, with the error that ended the run, if one did.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._end, progress, sys.exc_info()[1])
+            stack.callback(self._end, progress, cause)
             for opened in (self.metrics, *self._services):
                 if opened is not None:
                     stack.callback(opened.close)
