@@ -24,6 +24,16 @@
 // A barrier of the two groups that share a strip; on Metal, of all groups of the block.
 #define pair_barrier(strip) barrier()
 
+// exp(x) of a gate, x <= 0. Gates near 1 are multiplied along a row, and Metal's exp may be off by 4 units in the last
+// place; Taylor's series is off by half of one there.
+inline float exp_of_gate(float x) {
+  if (x < -0.25f) return DELTATUNE_EXP(x);
+  float sum = metal::fma(x, 1.0f / 720.0f, 1.0f / 120.0f);
+  sum = metal::fma(x, sum, 1.0f / 24.0f);
+  sum = metal::fma(x, sum, 1.0f / 6.0f);
+  return metal::fma(x, metal::fma(x, metal::fma(x, sum, 0.5f), 1.0f), 1.0f);
+}
+
 // A matrix in shared memory. Exact<In> holds inputs, Wide<In> results in fp32, and Saved<In> arrays that kernels hand
 // to one another.
 template <typename Element>

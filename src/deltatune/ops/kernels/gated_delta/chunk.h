@@ -89,15 +89,6 @@ template <bool Condition, typename X, typename Y> struct Choose { using type = X
 template <typename X, typename Y> struct Choose<false, X, Y> { using type = Y; };
 template <bool Value> struct Flag {};
 
-// exp(x) of a gate, x <= 0. Gates near 1 are multiplied along a row, and Metal's exp may be off by 4 units in the last
-// place; Taylor's series is off by half of one there.
-inline float exp_of_gate(float x) {
-  if (x < -0.25f) return DELTATUNE_EXP(x);
-  float sum = metal::fma(x, 1.0f / 720.0f, 1.0f / 120.0f);
-  sum = metal::fma(x, sum, 1.0f / 24.0f);
-  sum = metal::fma(x, sum, 1.0f / 6.0f);
-  return metal::fma(x, metal::fma(x, metal::fma(x, sum, 0.5f), 1.0f), 1.0f);
-}
 // The gate of position i of a chunk: exp(log_g), 1 where the step is not live, 0 where a document starts.
 template <bool Segmented, typename Live, typename L, typename Z>
 inline float gate_of(int i, Live live, L log_g, Z segments, int row, int head, int heads, int t0, int length) {
