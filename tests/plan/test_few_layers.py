@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow 
 LAYERS = 12
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 256}
 EVERY = Checkpoints(range(LAYERS))
-# The family, the options, the recomputed layers.
 RUNS = {
     "checkpointed": ("qwen3_5", {"grad_checkpoint": True}, EVERY),
     "some checkpointed": ("qwen3_5", {"grad_checkpoint": True}, Checkpoints([0, 1, 2, 4])),
@@ -80,6 +79,5 @@ def test_a_plan_of_a_large_model_from_scratch_takes_little_memory():
     child = subprocess.run([sys.executable, "-c", PLANNED, json.dumps(LARGE)], check=True, capture_output=True)
     parameters, planned, taken = json.loads(child.stdout.splitlines()[-1])
     assert parameters > 7e9 * 4
-    # Weights, gradients and two moments.
     assert planned > 4 * parameters
     assert taken < 1e9
