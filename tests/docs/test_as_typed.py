@@ -81,6 +81,17 @@ def write_lines(folder: Path, rows: list[dict], *names: str) -> Path:
     return folder
 
 
+def write_rewards(folder: Path) -> dict[str, Path]:
+    """Write the functions of the page on rewards, and a program that it names."""
+    page = ROOT / "docs/guides/rewards.md"
+    functions = "".join(block.text for block in blocks("python") if block.page == page)
+    (folder / "rewards.py").write_text(functions, encoding="utf-8")
+    program = folder / "score.sh"
+    program.write_text("#!/bin/sh\nwhile read -r line; do echo 1; done\n", encoding="utf-8")
+    program.chmod(0o755)
+    return {name: folder / name for name in ("rewards.py", "score.sh")}
+
+
 @pytest.fixture(scope="module")
 def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[str, Path]:
     """The files and models that the pages name, by these names."""
@@ -112,6 +123,9 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
         "DIR": write_lines(folder / "rows", rows),
         "my-data": folder / "rows",
         "my-pairs": write_lines(folder / "pairs", preferences),
+        "my-prompts": folder / "rows",
+        "Qwen/Qwen3.5-9B": dense,
+        **write_rewards(folder),
     }
 
 
@@ -139,6 +153,7 @@ def desk(places, tmp_path, monkeypatch):
 def started(words: list[str], *, script: bool = False) -> int:
     """Run a command of deltatune, shortened, and return its exit code; `script` takes the installed console script."""
     words = words + SHORTER.get(words[0], [])
+    words += ["--max-completion-length", "8"] if "grpo" in words else []
     if not script:
         return cli.main(words)
     done = deltatune(*words)
@@ -207,6 +222,7 @@ def test_a_yaml_file_trains(block, desk, places, tiny_checkpoint, capsys):
     (folder / "run.yaml").write_text(block.text, encoding="utf-8")
     words = ["train", "-c", "run.yaml"]
     words += [] if "model:" in block.text else ["--model", "PATH"]
+    words += ["--loss", "grpo"] if "loss: grpo" in block.text else []
     if "hf_dataset" in block.text:
         write_lines(folder / "billsum", [{"text": row["prompt"], "summary": row["completion"]} for row in pairs(40)])
     elif "data:" not in block.text:

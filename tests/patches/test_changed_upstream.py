@@ -161,7 +161,7 @@ def test_a_run_that_needs_a_refused_function_ends_before_weights_are_read(checkp
     assert "gated_delta_update stays as it is" in forced.stderr
     report = (tmp_path / "out/report.html").read_text()
     assert "What computes each layer" in report
-    assert "<td>upstream&#x27;s own code in 1 of 1 layers</td>" in report
+    assert re.search("<td[^>]*>upstream&#39;s own code in 1 of 1 layers</td>", report)
     # The runs before have left no folder, which would have been moved aside.
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 

@@ -20,7 +20,7 @@ from deltatune.models.load import load
 from deltatune.models.vision.frozen_tower import FrozenTower
 from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
 from deltatune.models.vision.split import vision_spec
-from deltatune.options.config import TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan import fit, search
 from deltatune.plan.array_layout import ArrayLayout
@@ -76,7 +76,7 @@ def measured_peak(model, config, rows, length):
 def test_a_plan_equals_the_memory_of_a_step(tiny_vision_model, parts):
     gc.collect()
     before = mx.get_active_memory()
-    model, config = tiny_vision_model("qwen3_5"), TrainConfig(parts=parts)
+    model, config = tiny_vision_model("qwen3_5"), TrainConfig(parts=parts, lora_parameters=LoraConfig(rank=8))
     prepare(model, config)
     mx.eval(model.parameters())
     plan = forecast_step(model, config, BatchShape(2, 128, IMAGES), ArrayLayout.measured())

@@ -43,4 +43,4 @@ def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> 
     if amount <= forecast.bytes.amount:
         return forecast
     alive = [AliveKind("caches of sampled answers", _CACHES * rows, rows * of_row)]
-    return replace(forecast, bytes=Moment(amount, f"sampling {rows} answers, before the step", alive))
+    return replace(forecast, bytes=Moment(amount, f"sampling {rows:,} answers, before the step", alive))

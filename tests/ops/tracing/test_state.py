@@ -26,6 +26,8 @@ OF_THE_PROCESS = {
     "ops.operator.first_use._right": "which kernels were right in this process",
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
+    "ops.operator.verdicts._timed": "which implementations this process has timed",
+    "train.distillation.teacher._teachers": "the teachers that were loaded, for the plan and the run",
     "ops.operator.verdicts._known": "which implementations were right on this machine",
     "patches._asking": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
