@@ -26,6 +26,7 @@ WEIGHTS = Path("adapters/adapters.safetensors")
 
 SHORTER = {
     "train": ["--iters", "2", "--val-batches", "1", "--max-seq-length", "128", "--steps-per-eval", "2"],
+    "grpo": ["--iters", "2", "--max-seq-length", "128", "--max-completion-length", "8"],
     "plan": ["--max-seq-length", "128"],
     "generate": ["--max-tokens", "2"],
     "eval": ["--max-seq-length", "128"],
@@ -152,8 +153,7 @@ def desk(places, tmp_path, monkeypatch):
 
 def started(words: list[str], *, script: bool = False) -> int:
     """Run a command of deltatune, shortened, and return its exit code; `script` takes the installed console script."""
-    words = words + SHORTER.get(words[0], [])
-    words += ["--max-completion-length", "8"] if "grpo" in words else []
+    words = words + SHORTER.get("grpo" if "grpo" in words else words[0], [])
     if not script:
         return cli.main(words)
     done = deltatune(*words)
