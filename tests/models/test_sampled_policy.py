@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
 from deltatune.models.batch_decoder import BatchDecoder
 from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
+from deltatune.ops.recomputation import small_cases
+from deltatune.ops.tracing import trace
+from deltatune.ops.tracing.factors import Factors
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 
@@ -56,22 +62,27 @@ def drawn(model, seed):
     model.update(tree_unflatten(new))
 
 
-def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch):
+@pytest.mark.parametrize("serving", [contextlib.nullcontext, small_cases])
+def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, serving):
+    """With small_cases, layers join their matrices and adapters for one token of each row, as on an NVIDIA GPU."""
     model = adapted(tiny_model)
     traces = []
     plain = batch_decoder.logits_of
     monkeypatch.setattr(batch_decoder, "logits_of", lambda *a, **o: (traces.append(a[1].shape[1]), plain(*a, **o))[1])
     prompts = [[3, 5, 8], [1, 9, 2]]
     found = []
-    with patched():
+    with patched(), serving():
         engine = BatchDecoder(model, 2, (), 6, trains=True)
         for seed in range(3):
             drawn(model, seed)
             found.append((engine.run(prompts), BatchDecoder(model, 2, (), 6).run(prompts)))
     assert all(ours == fresh for ours, fresh in found)
     assert len({str(ours) for ours, _ in found}) == 3
-    # Each fresh engine traces its step once, and this one did so once in all.
-    assert traces.count(1) == 4
+    # Each fresh engine traces its step once, and this one did so twice in all: for its layers' factors, and to decode.
+    assert traces.count(1) == 5
+    with patched(), serving(), trace.having(next_tokens=True, factors=(factors := Factors())):
+        plain(model, mx.array([[3]]), cache=make_prompt_cache(model))
+    assert factors.noted
 
 
 def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):

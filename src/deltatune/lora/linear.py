@@ -99,17 +99,18 @@ def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
     Joined matrices are computed while a step is traced, so one that changes between steps has none either.
     """
     base = layer.base if type(layer) is LoRALinear else layer
-    change = trace.current().weights_change
-    if type(base) is not nn.Linear or "bias" in base or (change and base.trainable_parameters()):
+    factors = trace.current().factors
+    if type(base) is not nn.Linear or "bias" in base or (factors is not None and base.trainable_parameters()):
         return None
     if type(layer) is not LoRALinear:
         return Matrix(base.weight)
     if layer.training and layer.dropout_rate:
         return None
     a, b = mx.contiguous(layer.lora_a.T.astype(dtype)), (layer.scale * layer.lora_b).astype(dtype)
-    if not change:
-        # Computed once in a trace, and kept by the compiled step.
-        mx.eval(a, b)
+    if factors is not None:
+        return Matrix(base.weight, *factors.kept(a, b))
+    # Computed once in a trace, and kept by the compiled step.
+    mx.eval(a, b)
     return Matrix(base.weight, a, b)
 
 

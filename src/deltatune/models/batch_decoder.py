@@ -26,6 +26,7 @@ from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
+from ..ops.tracing.factors import Factors
 from ..patches import patched
 from .sampled_policy import Chosen
 
@@ -136,9 +137,10 @@ class BatchDecoder:
         recurrent = ArraysCache in self._kinds and not gated_delta_layers(model)
         self._padding_is_right: bool | None = False if recurrent else None
         self._trained: Any = {}
-        self._step = _step_of(model, self._kinds, trains)
+        self._factors: list[mx.array] | None = None
+        self._step, self._factors_of = _step_of(model, self._kinds, trains)
         if compiled:
-            self._step = mx.compile(self._step)
+            self._step, self._factors_of = mx.compile(self._step), mx.compile(self._factors_of)
 
     def _clear(self, rows: int) -> None:
         """Begin anew with free rows, so that nothing depends on earlier answers."""
@@ -175,6 +177,7 @@ class BatchDecoder:
         """
         self._choose = choose
         self._trained = self._model.trainable_parameters() if self._trains else {}
+        self._factors = None if self._trains else []
         self._clear(len(self._rows))
         answers = [Answer(prompt) for prompt in prompts]
         waiting = deque(answers)
@@ -182,7 +185,7 @@ class BatchDecoder:
             self._admit(waiting)
             self._decode(max(1, len(self._rows) // SHARE_FREE) if waiting else len(self._rows), between)
         self._arrays = []
-        self._trained = {}
+        self._trained, self._factors = {}, None
         return answers
 
     def _decode(self, enough: int, between: Callable[[], None] | None) -> None:
@@ -203,7 +206,11 @@ class BatchDecoder:
 
     def _launch(self) -> Chosen:
         """Launch a step; return the chosen tokens, with NOT_FINITE in place of one without a finite logit."""
-        logits, self._arrays, self._offset = self._step(self._trained, self._tokens, self._arrays, self._offset)
+        at = self._tokens, self._arrays, self._offset
+        if self._factors is None:
+            self._factors = self._factors_of(self._trained, *at)[:-1]
+            mx.eval(self._factors)
+        logits, self._arrays, self._offset = self._step(self._trained, self._factors, *at)
         chosen = self._choose(logits)
         self._tokens = chosen.tokens
         chosen = chosen._replace(tokens=mx.where(chosen.finite, self._tokens, NOT_FINITE))
@@ -338,15 +345,16 @@ def _distinct(group: Sequence[Answer]) -> list[Answer]:
     return list({id(row.prompt): row for row in reversed(group)}.values())[::-1]
 
 
-def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> Step:
+def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Step, Callable[..., list[mx.array]]]:
     """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets.
 
-    Its first argument are the trainable parameters, where they change between steps; otherwise an empty dict.
+    Its first arguments are the trainable parameters and the factors that layers compute from them, where they change
+    between steps; otherwise an empty dict and list. The second function returns the factors, and the offsets.
     """
 
-    def step(
-        trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
-    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+    def forward(
+        trained: Any, factors: Factors, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[mx.array, list[RecurrentRows | AttentionRows]]:
         caches = [
             RecurrentRows(layer_arrays)
             if kind is ArraysCache
@@ -356,10 +364,21 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> Step:
         before = model.trainable_parameters() if trains else {}
         model.update(trained)
         try:
-            with trace.having(next_tokens=True, weights_change=trains):
-                logits = logits_of(model, tokens[:, None], cache=caches)[:, -1]
+            with trace.having(next_tokens=True, factors=factors if trains else None):
+                return logits_of(model, tokens[:, None], cache=caches)[:, -1], caches
         finally:
             model.update(before)
+
+    def factors_of(trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array) -> list[mx.array]:
+        factors = Factors()
+        forward(trained, factors, tokens, arrays, offset)
+        # A compiled function has to return something, where no layer has factors.
+        return [*factors.noted, offset]
+
+    def step(
+        trained: Any, factors: list[mx.array], tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+        logits, caches = forward(trained, Factors(factors), tokens, arrays, offset)
         for cache, layer_arrays in zip(caches, arrays, strict=True):
             if any(new is old for new, old in zip(cache.handed, layer_arrays, strict=True)):
                 raise UserError(
@@ -368,7 +387,7 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> Step:
                 )
         return logits, [cache.handed for cache in caches], offset + 1
 
-    return step
+    return step, factors_of
 
 
 def _states_of(cache: Any) -> list[mx.array]:

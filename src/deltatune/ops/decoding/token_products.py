@@ -85,8 +85,7 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Return several matrices as one that gives their products beside one another; it is computed now, but for
-    adapters that change between steps.
+    """Return several matrices as one that gives their products beside one another; it is computed now.
 
     Their adapters become one, too; its other factor has zeros where an adapter adds nothing.
     """
@@ -101,8 +100,12 @@ def joined(matrices: Sequence[Matrix]) -> Matrix:
             beside = sum(widths[:place]), sum(widths[place + 1 :])
             rows.append(mx.pad(matrix.b, [(0, 0), beside]))
     a, b = mx.concatenate(narrow), mx.concatenate(rows)
-    mx.eval(weight, *([] if trace.current().weights_change else [a, b]))
-    return Matrix(weight, a, b)
+    factors = trace.current().factors
+    if factors is None:
+        mx.eval(weight, a, b)
+        return Matrix(weight, a, b)
+    mx.eval(weight)
+    return Matrix(weight, *factors.kept(a, b))
 
 
 def _product_of(y: mx.array) -> _Product | None:

@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .context import Context
+from .factors import Factors
 from .known import Known
 
 
@@ -58,8 +59,8 @@ class Trace:
             deltatune's, and those of the recurrence within upstream's.
         next_tokens: Whether a compiled step gives all rows of a batch their next token (models/batch_decoder.py), which
             takes as long as its kernels are many.
-        weights_change: Whether the trainable weights are arguments of that step, so that nothing is computed from them
-            while it is traced.
+        factors: What that step computes from the trainable weights, where these are its arguments; None where they are
+            constants in it, and their factors are computed while it is traced.
         known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """
 
@@ -76,7 +77,7 @@ class Trace:
     chosen_experts: list[mx.array] | None = None
     to_upstream: bool = False
     next_tokens: bool = False
-    weights_change: bool = False
+    factors: Factors | None = None
     known: Known = field(default_factory=Known)
 
 
