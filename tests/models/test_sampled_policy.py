@@ -15,6 +15,7 @@ from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
 from deltatune.models.batch_decoder import BatchDecoder
 from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
+from deltatune.ops.decoding.row_caches import AttentionRows
 from deltatune.ops.recomputation import small_cases
 from deltatune.ops.tracing import trace
 from deltatune.ops.tracing.factors import Factors
@@ -83,6 +84,21 @@ def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, 
     with patched(), serving(), trace.having(next_tokens=True, factors=(factors := Factors())):
         plain(model, mx.array([[3]]), cache=make_prompt_cache(model))
     assert factors.noted
+
+
+def test_keys_and_values_may_be_written_in_place(tiny_model, monkeypatch):
+    """As the kernel of attention for one token of each row does on a GPU."""
+
+    class InPlace(AttentionRows):
+        def update_and_fetch(self, keys, values):
+            before = self.handed
+            found = super().update_and_fetch(keys, values)
+            self.handed = before
+            return found
+
+    monkeypatch.setattr(batch_decoder, "AttentionRows", InPlace)
+    with patched():
+        assert len(BatchDecoder(tiny_model("qwen3_5").eval(), 1, (), 3).run([[3, 5, 8]])[0]) == 3
 
 
 def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):

@@ -7,6 +7,7 @@ On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has 
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -380,7 +381,9 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         logits, caches = forward(trained, Factors(factors), tokens, arrays, offset)
         for cache, layer_arrays in zip(caches, arrays, strict=True):
-            if any(new is old for new, old in zip(cache.handed, layer_arrays, strict=True)):
+            # A kernel of attention writes into the keys and values that it gets.
+            written = isinstance(cache, AttentionRows) or all(map(operator.is_not, cache.handed, layer_arrays))
+            if not written:
                 raise UserError(
                     f"{type(model).__module__}: a layer writes its state to caches of mlx-lm's own class alone, so "
                     "answers to many prompts cannot be sampled at once."
