@@ -1,4 +1,4 @@
-"""Keeps what a decoding step computes from weights that train, so that each token does not compute it anew."""
+"""Keeps the arrays that a decoding step computes from weights that train, so that no token computes them anew."""
 
 from __future__ import annotations
 

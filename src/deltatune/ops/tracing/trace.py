@@ -59,8 +59,8 @@ class Trace:
             deltatune's, and those of the recurrence within upstream's.
         next_tokens: Whether a compiled step gives all rows of a batch their next token (models/batch_decoder.py), which
             takes as long as its kernels are many.
-        factors: What that step computes from the trainable weights, where these are its arguments; None where they are
-            constants in it, and their factors are computed while it is traced.
+        factors: The arrays that this step computes from the trainable weights, where these are its arguments; None
+            where they are constants in it, and their factors are computed while it is traced.
         known: The facts about arrays (known.py), by the arrays themselves; the outermost `having` begins with none.
     """
 
