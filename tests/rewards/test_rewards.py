@@ -214,7 +214,9 @@ def test_a_check_leaves_within_a_second_and_the_next_batch_is_asked_anew(folder)
 
 
 PARENT = """
-import sys, time
+import signal
+# A shell has the programs that it starts in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from deltatune.options.config import TrainConfig
 from deltatune.rewards import Rewards
 rewards = Rewards(TrainConfig(reward_funcs=["rewards.py:sleeps"]))
