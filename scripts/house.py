@@ -47,7 +47,7 @@ BUDGETS = {
     "options": Budget(1_430, 1_050),
     "root": Budget(915, 450),
     "kernels": Budget(11_820, 10_800),
-    "tests": Budget(58_095, 46_000),
+    "tests": Budget(58_100, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1

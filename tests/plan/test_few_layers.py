@@ -70,7 +70,10 @@ model, config = new_model(json.loads(sys.argv[1]), lazy=True), TrainConfig(from_
 prepare(model, config)
 few = few_layers(model, Checkpoints())
 plan = forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured(), few)
-taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.platform == "linux":
+    # There ru_maxrss begins with that of the process that started this one.
+    taken = 1024 * int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 print(json.dumps([plan.sizes["parameters"], plan.bytes.amount, taken]))
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import mlx.core as mx
@@ -20,6 +21,8 @@ ROWS, LENGTH = 128, 1024
 
 
 def test_sampling_stays_within_its_plan(tiny_model):
+    gc.collect()
+    before = mx.get_active_memory()
     model = tiny_model("qwen3_5").eval()
     convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
     options = {"loss": "grpo", "num_generations": 8, "max_seq_length": LENGTH, "max_completion_length": 64}
@@ -35,6 +38,6 @@ def test_sampling_stays_within_its_plan(tiny_model):
     with patched():
         engine = BatchDecoder(model, ROWS, (), 3, room=LENGTH + 2, trains=True)
         engine.answers(prompts, SampledPolicy(0.7, top_p=0.9).sampler(mx.random.key(0)))
-    assert 0.5 * plan.bytes.amount < mx.get_peak_memory() <= plan.bytes.amount
+    assert 0.5 * plan.bytes.amount < mx.get_peak_memory() - before <= plan.bytes.amount
     # Where a step needs more than sampling, the plan is that of the step.
     assert with_sampling(step, model, TrainConfig(**options)) is step
