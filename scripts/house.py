@@ -39,7 +39,7 @@ BUDGETS = {
     "train": Budget(10_935, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(7_175, 5_300),
-    "models": Budget(5_235, 3_600),
+    "models": Budget(5_240, 3_600),
     "patches": Budget(4_305, 3_400),
     "lora": Budget(2_715, 2_300),
     "ops": Budget(15_165, 12_000),

@@ -207,11 +207,13 @@ class BatchDecoder:
 
     def _launch(self) -> Chosen:
         """Launch a step; return the chosen tokens, with NOT_FINITE in place of one without a finite logit."""
-        at = self._tokens, self._arrays, self._offset
         if self._factors is None:
-            self._factors = self._factors_of(self._trained, *at)[:-1]
+            self._factors = self._factors_of(self._trained, self._tokens, self._arrays, self._offset)[:-1]
             mx.eval(self._factors)
-        logits, self._arrays, self._offset = self._step(self._trained, self._factors, *at)
+        # No other name may hold the arrays: MLX then reuses their memory for those of the next step.
+        logits, self._arrays, self._offset = self._step(
+            self._trained, self._factors, self._tokens, self._arrays, self._offset
+        )
         chosen = self._choose(logits)
         self._tokens = chosen.tokens
         chosen = chosen._replace(tokens=mx.where(chosen.finite, self._tokens, NOT_FINITE))
