@@ -384,8 +384,7 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
         logits, caches = forward(trained, Factors(factors), tokens, arrays, offset)
         for cache, layer_arrays in zip(caches, arrays, strict=True):
             # A kernel of attention writes into the keys and values that it gets.
-            written = isinstance(cache, AttentionRows) or all(map(operator.is_not, cache.handed, layer_arrays))
-            if not written:
+            if isinstance(cache, RecurrentRows) and any(map(operator.is_, cache.handed, layer_arrays)):
                 raise UserError(
                     f"{type(model).__module__}: a layer writes its state to caches of mlx-lm's own class alone, so "
                     "answers to many prompts cannot be sampled at once."

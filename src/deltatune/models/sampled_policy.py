@@ -60,7 +60,10 @@ class SampledPolicy:
 
     def logits(self, logits: mx.array) -> mx.array:
         """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
-        logits = logits.astype(mx.float32) / self.temperature
+        return self._restricted(logits.astype(mx.float32) / self.temperature)
+
+    def _restricted(self, logits: mx.array) -> mx.array:
+        """Return the logits at this temperature with EXCLUDED for those that are not sampled; themselves if all are."""
         if 0 < self.top_k < logits.shape[-1]:
             least = mx.topk(logits, self.top_k, axis=-1).min(axis=-1, keepdims=True)
             logits = mx.where(logits >= least, logits, EXCLUDED)
@@ -88,14 +91,16 @@ class SampledPolicy:
 
         def choose(logits: mx.array) -> Chosen:
             keys[0], here = mx.random.split(keys[0])
-            # -log p of the logits without restrictions is what TRL's entropy averages.
-            whole = logits.astype(mx.float32) / self.temperature
-            whole = whole - mx.logsumexp(whole, axis=-1, keepdims=True)
+            scaled = logits.astype(mx.float32) / self.temperature
+            total = mx.logsumexp(scaled, axis=-1)
+            # TRL's entropy averages -log p of the logits without restrictions.
+            whole = scaled - total[:, None]
             entropy = -(mx.exp(whole) * whole).sum(axis=-1)
-            restricted = self.logits(logits)
+            restricted = self._restricted(scaled)
+            if restricted is not scaled:
+                total = mx.logsumexp(restricted, axis=-1)
             tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
-            of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
-            log_probabilities = of_tokens - mx.logsumexp(restricted, axis=-1)
+            log_probabilities = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0] - total
             figures = mx.stack([log_probabilities, entropy])
             return Chosen(tokens, mx.isfinite(figures).all(axis=0), figures)
 
