@@ -43,7 +43,7 @@ from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
-from .batch_loss import Arrays, LossFunction, chunked_loss, full_loss
+from .batch_loss import LossFunction, chunked_loss, full_loss
 from .distillation.distillation_loss import distillation_loss
 from .distillation.teacher import checked_teacher, teacher_of
 from .distributed import World
@@ -328,7 +328,7 @@ class Training:
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
-        by_layers: Computes a loss of a batch without a gradient, where weights are not all in memory.
+        passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
         teacher: The model that the loss imitates, where it imitates one.
     """
 
@@ -340,7 +340,7 @@ class Training:
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
     figures: tuple[str, ...] = ()
-    by_layers: Callable[[Arrays, LossFunction], Any] | None = None
+    passes: Any = None
     teacher: nn.Module | None = None
 
 

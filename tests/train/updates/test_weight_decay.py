@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
-from deltatune.train.saved import state
 from deltatune.train.setup import build_step
 from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
 from deltatune.train.updates.parameter_groups import undecayed
@@ -143,20 +141,6 @@ def test_an_option_that_would_change_nothing_is_refused(run, checkpoint, data_fo
     code, _, err = run(*words)
     assert code == 2
     assert message in err
-
-
-def test_a_run_of_before_resumes_with_its_decay_or_not_at_all(tmp_path):
-    """Until there was the option, norms decayed with the rest."""
-    options = {"fine_tune_type": "full"}
-    saved = state.fingerprint(TrainConfig(**options))
-    del saved["decay_norm_and_bias"]
-    with pytest.raises(UserError, match="decay_norm_and_bias: was True, now False"):
-        state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**options)))
-    state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**options, decay_norm_and_bias=True)))
-    for same in ({}, {"fine_tune_type": "full", "optimizer": "adam"}):
-        saved = state.fingerprint(TrainConfig(**same))
-        del saved["decay_norm_and_bias"]
-        state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**same)))
 
 
 @pytest.mark.bad_input("`--resume` with another `decay_norm_and_bias`")
