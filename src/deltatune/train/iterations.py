@@ -204,7 +204,6 @@ class Iterations:
         return True
 
     def _saved_before(self, error: NoResultError) -> UserError:
-        """Save the last update before every rank ends with an error; return the error that says so."""
         self._ending.in_order()
         at, folder = self.progress.iteration, self.parts.outputs.state.parent
         if at == 0:
@@ -231,7 +230,6 @@ class Iterations:
         return True
 
     def _call(self, callback: Callable[[Any], object] | None, value: Any) -> None:
-        """Call a function of the caller; the run ends where it raises StopTraining on any rank."""
         if callback is None:
             return
         stops = False

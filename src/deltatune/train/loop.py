@@ -258,7 +258,6 @@ class Trainer:
         return result
 
     def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:
-        """Return the order of the training batches, which samples them where rewards judge them."""
         prompts = self._train_order
         if self._rewards is None or not isinstance(prompts, BatchOrder):
             return PeekableOrder(prompts)
@@ -354,7 +353,6 @@ def _check(
 
 
 def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examples: Iterable[Example]) -> None:
-    """Refuse examples with tokens that have no row or no position in the model."""
     documents = [document for example in examples for document in example.documents]
     check_examples(model, tokenizer, documents)
     check_positions(model, config.max_seq_length, documents)

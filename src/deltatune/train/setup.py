@@ -203,7 +203,6 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Return a line on each table with rows for new tokens, or one that none were needed."""
     lines = [
         f"New rows: {table.end - table.first:,} in {path}, for the token ids from {table.first:,}; they start "
         "at the mean of the old rows, and train whole."
@@ -405,14 +404,12 @@ def with_loss(
 
 
 def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
-    """Return the tokens' losses under the policy that samples answers."""
     backbone, head = _needed(parts, kind, config)
     policy = SampledPolicy.of(config)
     return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
 def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:
-    """Return the backbone and the head; UserError for a model without them."""
     if parts is None:
         raise UserError(f"loss: {config.loss} scores tokens a chunk at a time, and the loss of this model is {kind}")
     return parts

@@ -51,7 +51,6 @@ def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
 
 
 def _pictures_of(batch: Arrays) -> list[mx.array]:
-    """Return the features that with_pictures() has put into a batch."""
     images = batch.images or {}
     return [images["features"], *images["deep"]] if "features" in images else []
 
@@ -115,7 +114,6 @@ class AroundLayers:
         return [features, *deep], state[0]
 
     def _tower_again(self, batch: Arrays, key: mx.array, gradients: list[mx.array]) -> list[mx.array]:
-        """Return the gradients of the trained parameters in the tower."""
 
         def pictures(*trained: mx.array) -> list[mx.array]:
             with holding(self._passes.in_tower.values(), trained):
@@ -491,7 +489,6 @@ class LayerPasses:
         return self._arounds[kind]
 
     def _function(self, index: int, around: AroundLayers, told: BatchInTrace) -> LayerFunction:
-        """The function of a layer, which it shares with those that compute alike."""
         trains = self.model.training
         if trains not in self._signatures:
             self._signatures[trains] = [signature(layer) for layer in self._layers]

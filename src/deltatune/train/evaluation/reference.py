@@ -24,7 +24,7 @@ from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
 from ..distributed import World
-from ..preferences.answers import answers_of
+from ..preferences.objectives import answers_of
 from ..reports.screen import Screen
 from ..saved.state import write_atomically
 from ..setup import Training, batch_order
@@ -86,7 +86,6 @@ def _keep(path: Path, values: dict[str, mx.array], read_before: bool) -> None:
 
 
 def _digest(parts: _Parts, facts: Mapping[str, Any]) -> str:
-    """Return a digest of the data and of the model, in which the file's name differs for other ones."""
     content = {"facts": dict(facts), "data": {name: order.digest for name, (order, _) in parts.items()}}
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 

@@ -155,7 +155,6 @@ def _library(name: str, module: str) -> Any:
 
 @contextlib.contextmanager
 def _explained(wandb: Any) -> Iterator[None]:
-    """Turn an error of W&B into a UserError that names the remedy."""
     try:
         yield
     except wandb.Error as error:

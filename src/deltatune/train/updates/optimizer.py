@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -127,7 +127,6 @@ _SETTINGS: dict[str, tuple[Any, Range | None]] = {
 
 
 def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
-    """Raise UserError for a setting of an optimizer, or an argument of a schedule, that it cannot have."""
     hint, limits = _SETTINGS.get(f"{owner}.{name}") or _SETTINGS.get(name, (Any, None))
     setting = checked(value, hint, {"range": limits}, where)
     if isinstance(setting, list) and len(setting) != 2:
@@ -272,8 +271,10 @@ def apply(
     # The step of a group is made once, while the optimizer has the settings of that group.
     step_of = cache(lambda group, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
 
-    choose = partial(_choose, healthy)
     last: list[mx.array] = []
+
+    def choose(new: mx.array, old: mx.array) -> mx.array:
+        return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
     def update(path: str, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
         nonlocal last
@@ -303,13 +304,8 @@ def apply(
 def _kernel(
     optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array, stored_in_8_bits: bool
 ) -> AdamStep | EightBitStep | None:
-    """The kernel for the step that the optimizer has begun, for parameters with such moments."""
     step = AdamStep.of(optimizer, scale, healthy, (Adam8bit, AdamW8bit))
     return EightBitStep(step) if step is not None and stored_in_8_bits else step
-
-
-def _choose(healthy: mx.array, new: mx.array, old: mx.array) -> mx.array:
-    return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:
