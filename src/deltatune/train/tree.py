@@ -65,8 +65,8 @@ def arrays_at(held: Collection[Place]) -> list[mx.array]:
 
 def put(held: Collection[Place], arrays: Sequence[mx.array]) -> None:
     """Put `arrays` at these places."""
-    for place, array in zip(held, arrays, strict=True):
-        place.array = array
+    for place, content in zip(held, arrays, strict=True):
+        place.array = content
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -271,10 +271,8 @@ def apply(
     # The step of a group is made once, while the optimizer has the settings of that group.
     step_of = cache(lambda group, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
 
+    choose = partial(_choose, healthy)
     last: list[mx.array] = []
-
-    def choose(new: mx.array, old: mx.array) -> mx.array:
-        return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
     def update(path: str, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
         nonlocal last
@@ -306,6 +304,10 @@ def _kernel(
 ) -> AdamStep | EightBitStep | None:
     step = AdamStep.of(optimizer, scale, healthy, (Adam8bit, AdamW8bit))
     return EightBitStep(step) if step is not None and stored_in_8_bits else step
+
+
+def _choose(healthy: mx.array, new: mx.array, old: mx.array) -> mx.array:
+    return new if new is old else mx.where(healthy, new, old.astype(new.dtype))
 
 
 def restore(optimizer: mlx.optimizers.Optimizer, state: dict[str, Any]) -> None:
