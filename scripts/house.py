@@ -36,7 +36,7 @@ BUDGETS = {
     "doctor": Budget(1_165, 1_300),
     "export": Budget(1_815, 1_600),
     "plan": Budget(4_475, 3_300),
-    "train": Budget(10_695, 8_000),
+    "train": Budget(10_935, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(7_175, 5_300),
     "models": Budget(5_240, 3_600),
