@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attention.choice import OPERATOR as ATTENTION
-from .decoding import attention_token, delta_token, gated_attention_token, linear_token
+from .decoding import attention_token, delta_token, gated_attention_token, linear_token, sampled_token
 from .experts import trial_case as experts
 from .gated_delta.choice import OPERATOR as GATED_DELTA
 from .pointwise import (
@@ -26,5 +26,5 @@ KERNELS = (
     *(workloads.OPERATOR, weighted_norms.OPERATOR, rows.OPERATOR, joining.OPERATOR, unpacking.OPERATOR, adam.OPERATOR),
     *(vocabulary_loss.OPERATOR, low_rank.OPERATOR, squares.OPERATOR, scored_swiglu.OPERATOR, stored_moments.OPERATOR),
     *(experts.PRODUCTS, experts.GRADIENTS),
-    *(module.OPERATOR for module in (linear_token, attention_token, gated_attention_token, delta_token)),
+    *(module.OPERATOR for module in (linear_token, attention_token, gated_attention_token, delta_token, sampled_token)),
 )
