@@ -6,6 +6,7 @@ random numbers that `mx.random.gumbel` draws, so that both sample the same token
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -14,18 +15,25 @@ import numpy as np
 from ..kernels.launch import Device, Kernel, Plan
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
-from ..operator.measure import as_float64, random_arrays
+from ..operator.measure import as_float64
 
-# Groups of 32 lanes for a row.
-GROUPS = 16
-KERNEL = Kernel(
-    name="sampled_token",
+# The blocks that share a row, up to 32, and the groups of 32 lanes in each.
+PARTS, GROUPS = 8, 8
+SHARES = Kernel(
+    name="sampled_shares",
     files=("decoding/sampled_token.h",),
-    values=("GROUPS",),
+    values=("GROUPS", "PARTS"),
     sizes=("logits_shape[0]", "logits_shape[1]"),
-    arrays=("logits", "key", "temperature", "tokens", "log_probabilities", "entropies"),
+    arrays=("logits", "key", "temperature", "shares"),
     memory="SampledTokenMemory",
     memory_values=("GROUPS",),
+)
+JOINED = replace(
+    SHARES,
+    name="sampled_token",
+    values=("GROUPS",),
+    sizes=("shares_shape[1]",),
+    arrays=("shares", "tokens", "log_probabilities", "entropies"),
 )
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # The largest error that a trial allows over the largest element: sums of some hundred numbers a lane, in fp32.
@@ -44,7 +52,9 @@ def sampled_token(logits: mx.array, key: mx.array, temperature: float) -> list[m
         The tokens [B] int32, their log-probabilities [B] fp32, and the entropies of the rows [B] fp32, in nats. A row
         with a NaN or without a finite logit has an entropy that is not finite.
     """
-    return KERNEL({"logits": logits, "key": key}, _plan(logits.shape, temperature))
+    of_shares, of_rows = _plans(logits.shape, temperature)
+    (shares,) = SHARES({"logits": logits, "key": key}, of_shares)
+    return JOINED({"shares": shares}, of_rows)
 
 
 def sampled_token_naive(logits: mx.array, key: mx.array, temperature: float) -> list[mx.array]:
@@ -59,19 +69,27 @@ def sampled_token_naive(logits: mx.array, key: mx.array, temperature: float) -> 
 
 def serves(logits: mx.array) -> bool:
     """Whether the kernel is to be used: it covers the logits, is faster, and was found right on this machine."""
-    return logits.dtype in DTYPES and logits.size < 2**31 and OPERATOR.serves(logits.dtype)
+    return logits.dtype in DTYPES and logits.size < 2**31 and logits.shape[1] < 2**24 and OPERATOR.serves(logits.dtype)
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: tuple[int, int], temperature: float) -> Plan:
-    of_rows = (shape[:1], mx.float32)
-    return Plan(
-        outputs={"tokens": (shape[:1], mx.int32), "log_probabilities": of_rows, "entropies": of_rows},
-        values={"GROUPS": GROUPS},
-        blocks=(shape[0], 1, 1),
+def _plans(shape: tuple[int, int], temperature: float) -> tuple[Plan, Plan]:
+    rows = shape[:1]
+    of_shares = Plan(
+        outputs={"shares": ((*rows, PARTS, 6), mx.float32)},
+        values={"GROUPS": GROUPS, "PARTS": PARTS},
+        blocks=(PARTS, *rows, 1),
         groups=GROUPS,
         written={"temperature": f"{float(temperature)!r}f"},
     )
+    figures = dict.fromkeys(("log_probabilities", "entropies"), (rows, mx.float32))
+    of_rows = Plan(
+        outputs={"tokens": (rows, mx.int32), **figures},
+        values={"GROUPS": 1},
+        blocks=(*rows, 1, 1),
+        groups=1,
+    )
+    return of_shares, of_rows
 
 
 def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001), (4, 1000))) -> Case[Device]:
@@ -80,8 +98,8 @@ def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001)
     The tokens are those of MLX's operations. Its sums are less exact, so that the other numbers are those of float64.
     """
     key, temperature = mx.random.key(5), 0.7
-    drawn = random_arrays([(shape, dtype) for shape in shapes])
-    drawn = [mx.where(mx.arange(logits.shape[1]) % 7 == 3, -mx.inf, 4 * logits).astype(dtype) for logits in drawn]
+    drawn = [mx.array(_wide_logits(shape)).astype(dtype) for shape in shapes]
+    mx.eval(drawn)
 
     def call() -> list[mx.array]:
         return [result for logits in drawn for result in sampled_token(logits, key, temperature)]
@@ -93,8 +111,14 @@ def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001)
             results += [tokens, *_exact(as_float64(logits) / temperature, tokens)]
         return results
 
-    names = [f"{name} of {logits.shape[1]}" for logits in drawn for name in KERNEL.arrays[-3:]]
+    names = [f"{name} of {logits.shape[1]}" for logits in drawn for name in JOINED.arrays[-3:]]
     return Case(f"a sampled token of each row, {dtype}", names, by_kernels(call), truth, BOUND, like=drawn)
+
+
+def _wide_logits(shape: tuple[int, int]) -> np.ndarray:
+    logits = 4 * np.random.default_rng(0).standard_normal(shape, np.float32)
+    logits[:, 3::7] = -np.inf
+    return logits
 
 
 def _exact(logits: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,5 @@
-// Samples a token of each row of logits, for ops/decoding/sampled_token.py. A block takes a row, of which it reads each
-// logit once. The token with the largest sum of its logit and Gumbel's noise is one of the softmax's distribution.
+// Samples a token of each row of logits, for ops/decoding/sampled_token.py. PARTS blocks share a row, of which each logit
+// is read once. The token with the largest sum of its logit and Gumbel's noise is one of the softmax's distribution.
 
 template <int GROUPS>
 struct SampledTokenMemory {
@@ -90,37 +90,60 @@ struct RowShare {
   }
 };
 
-// Samples the tokens of logits [rows, vocabulary] / temperature, their log-probabilities and the rows' entropies. Two
-// numbers of 32 bits are the key.
-template <int GROUPS, typename L, typename K>
-inline void sampled_token(Place at, threadgroup char* memory, int rows, int vocabulary, L logits, K key,
-                          float temperature, GLOBAL int* tokens, GLOBAL float* log_probabilities,
-                          GLOBAL float* entropies) {
-  const unsigned int count = static_cast<unsigned int>(rows) * vocabulary, start = at.x * vocabulary;
-  const unsigned int first_key = key[0], second_key = key[1];
-  // No logit is as low, and differences from it are no NaN.
-  RowShare own{-1e30f, 0.0f, 0.0f, -INFINITY, 0.0f, 0};
-  for (int c = at.index; c < vocabulary; c += 32 * GROUPS)
-    own.take(static_cast<float>(logits[start + c]) / temperature,
-             gumbel(random_bits(start + c, count, first_key, second_key)), c);
+// The share of no logit. No logit is as low as its largest, and differences from it are no NaN.
+inline RowShare no_share() {
+  return RowShare{-1e30f, 0.0f, 0.0f, -INFINITY, 0.0f, 0};
+}
+// Joins the shares of a group's lanes.
+inline void join_lanes(thread RowShare& own) {
   for (int step = 1; step < 32; step *= 2)
     own.join(RowShare{lane_exchange(own.largest, step), lane_exchange(own.sum, step), lane_exchange(own.spread, step),
                       lane_exchange(own.score, step), lane_exchange(own.logit, step), lane_exchange(own.token, step)});
-  threadgroup float* numbers = reinterpret_cast<threadgroup float*>(memory);
-  threadgroup int* of_groups = reinterpret_cast<threadgroup int*>(memory + 20 * GROUPS);
-  if (at.lane == 0) {
-    numbers[at.group] = own.largest;
-    numbers[GROUPS + at.group] = own.sum;
-    numbers[2 * GROUPS + at.group] = own.spread;
-    numbers[3 * GROUPS + at.group] = own.score;
-    numbers[4 * GROUPS + at.group] = own.logit;
-    of_groups[at.group] = own.token;
-  }
+}
+// A share as six numbers in fp32, which holds every token of a vocabulary below 2^24.
+template <typename P>
+inline void give_share(P to, RowShare share) {
+  to[0] = share.largest;
+  to[1] = share.sum;
+  to[2] = share.spread;
+  to[3] = share.score;
+  to[4] = share.logit;
+  to[5] = static_cast<float>(share.token);
+}
+template <typename P>
+inline RowShare share_at(P from) {
+  return RowShare{from[0], from[1], from[2], from[3], from[4], static_cast<int>(from[5])};
+}
+
+// Computes a block's share of a row of logits [rows, vocabulary] / temperature. Two numbers of 32 bits are the key.
+template <int GROUPS, int PARTS, typename L, typename K>
+inline void sampled_shares(Place at, threadgroup char* memory, int rows, int vocabulary, L logits, K key,
+                           float temperature, GLOBAL float* shares) {
+  const unsigned int count = static_cast<unsigned int>(rows) * vocabulary, start = at.y * vocabulary;
+  const unsigned int first_key = key[0], second_key = key[1];
+  const int part = (vocabulary + PARTS - 1) / PARTS, after = ((int)at.x + 1) * part;
+  const int end = after < vocabulary ? after : vocabulary;
+  RowShare own = no_share();
+  for (int c = at.x * part + at.index; c < end; c += 32 * GROUPS)
+    own.take(static_cast<float>(logits[start + c]) / temperature,
+             gumbel(random_bits(start + c, count, first_key, second_key)), c);
+  join_lanes(own);
+  threadgroup float* of_groups = reinterpret_cast<threadgroup float*>(memory);
+  if (at.lane == 0) give_share(of_groups + 6 * at.group, own);
   barrier();
   if (at.index != 0) return;
-  for (int i = 1; i < GROUPS; ++i)
-    own.join(RowShare{numbers[i], numbers[GROUPS + i], numbers[2 * GROUPS + i], numbers[3 * GROUPS + i],
-                      numbers[4 * GROUPS + i], of_groups[i]});
+  for (int i = 1; i < GROUPS; ++i) own.join(share_at(of_groups + 6 * i));
+  give_share(shares + 6 * (at.y * PARTS + at.x), own);
+}
+
+// Joins the shares of each row; writes its token, the token's log-probability, and the row's entropy.
+template <int GROUPS, typename S>
+inline void sampled_token(Place at, threadgroup char*, int parts, S shares, GLOBAL int* tokens,
+                          GLOBAL float* log_probabilities, GLOBAL float* entropies) {
+  RowShare own = no_share();
+  if (at.lane < parts) own = share_at(shares + 6 * (at.x * parts + at.lane));
+  join_lanes(own);
+  if (at.lane != 0) return;
   const float total = metal::log(own.sum);
   tokens[at.x] = own.token;
   log_probabilities[at.x] = own.logit - own.largest - total;
