@@ -38,7 +38,8 @@ def test_rows_of_few_logits(shape, running):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_row_without_a_distribution_has_no_finite_figures(running):
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_row_without_a_distribution_has_no_finite_figures(by_kernel, running):
     logits = mx.zeros((5, 600))
     logits[0, 599] = mx.nan
     logits[1, 7] = mx.inf
@@ -47,7 +48,7 @@ def test_a_row_without_a_distribution_has_no_finite_figures(running):
     logits[3] = -mx.inf
     logits[3, 431] = 1e4
     with on(running(SHARES)):
-        tokens, *figures = sampled_token(logits, mx.random.key(0), 1.0)
+        tokens, *figures = (sampled_token if by_kernel else sampled_token_naive)(logits, mx.random.key(0), 1.0)
     assert mx.isfinite(mx.stack(figures)).tolist() == [[False] * 3 + [True] * 2] * 2
     assert (tokens[3].item(), figures[0][3].item(), figures[1][3].item()) == (431, 0.0, 0.0)
     assert figures[1][4].item() == pytest.approx(np.log(600), rel=1e-5)

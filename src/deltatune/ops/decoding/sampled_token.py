@@ -52,7 +52,7 @@ def sampled_token(logits: mx.array, key: mx.array, temperature: float) -> list[m
         The tokens [B] int32, their log-probabilities [B] fp32, and the entropies of the rows [B] fp32, in nats. A row
         with a NaN or without a finite logit has an entropy that is not finite.
     """
-    of_shares, of_rows = _plans(logits.shape, temperature)
+    of_shares, of_rows = _plans(logits.shape, logits.dtype, temperature)
     (shares,) = SHARES({"logits": logits, "key": key}, of_shares)
     return JOINED({"shares": shares}, of_rows)
 
@@ -64,7 +64,9 @@ def sampled_token_naive(logits: mx.array, key: mx.array, temperature: float) -> 
     # mx.random.categorical samples a single row in another way.
     tokens = (scaled + mx.random.gumbel(scaled.shape, key=key)).argmax(axis=-1).astype(mx.int32)
     log_probabilities = mx.take_along_axis(normalised, tokens[:, None], axis=-1)[:, 0]
-    return [tokens, log_probabilities, -(mx.exp(normalised) * normalised).sum(axis=-1)]
+    # A logit of -infinity adds nothing.
+    spread = mx.where(normalised == -mx.inf, 0.0, mx.exp(normalised) * normalised)
+    return [tokens, log_probabilities, -spread.sum(axis=-1)]
 
 
 def serves(logits: mx.array) -> bool:
@@ -73,7 +75,8 @@ def serves(logits: mx.array) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _plans(shape: tuple[int, int], temperature: float) -> tuple[Plan, Plan]:
+def _plans(shape: tuple[int, int], _dtype: mx.Dtype, temperature: float) -> tuple[Plan, Plan]:
+    """Return the plans of the two kernels; a plan is for logits of one dtype."""
     rows = shape[:1]
     of_shares = Plan(
         outputs={"shares": ((*rows, PARTS, 6), mx.float32)},
