@@ -12,10 +12,10 @@ from ..kernels.launch import Kernel
 
 # The compile-time values that every kernel but prepare takes first, and those that prepare takes.
 BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
-PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
+PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED", "ERASES")
 PREPARE_INPUTS = ("q", "k", "log_g", "beta", "mask", "segments")
-SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
-GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED")
+SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED", "ERASES")
+GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED", "ERASES")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
 # The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
@@ -23,6 +23,9 @@ SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "d_states", "u", "d_right", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
+# The arrays that an erase alone needs. In calls without one the body gets another of the same type, which it leaves.
+OF_ERASE = ("beta", "solve", "keys", "u", "d_right", "d_beta")
+_INSTEAD = {"beta": "log_g", "solve": "scores", "keys": "queries", "d_right": "d_initial", "d_beta": "d_log_g"}
 
 
 def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
@@ -31,13 +34,14 @@ def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> st
 
 
 class Kernels(NamedTuple):
-    """The kernels of a kind of tilings, by phase, and the outputs of `prepare`."""
+    """The kernels of a kind of tilings, by phase, the outputs of `prepare`, and those of the scan that are saved."""
 
     prepare: Kernel
     scan: Kernel
     reverse: Kernel
     gradients: Kernel
     prepared: tuple[str, ...] = PREPARED
+    saved: tuple[str, ...] = ("states", "u")
 
 
 def bodies(*names: str) -> tuple[str, ...]:
@@ -53,7 +57,7 @@ PREPARE = Kernel(
     inputs=PREPARE_INPUTS,
     arrays=(*PREPARE_INPUTS, *PREPARED),
     memory="PrepareMemory",
-    memory_values=("In", "C", "DK", "UNSTAGED"),
+    memory_values=("In", "C", "DK", "UNSTAGED", "ERASES"),
 )
 SCAN = Kernel(
     name="gated_delta_scan",
@@ -85,3 +89,29 @@ GRADIENTS = Kernel(
     memory="GradientMemory",
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)
+
+
+def without_erase(kernels: Kernels) -> Kernels:
+    """Return the same kernels for calls of linear_attention, where u is v, and R the gradient of v."""
+
+    def without(kernel: Kernel, **instead: str) -> Kernel:
+        others = _INSTEAD | instead
+        return replace(
+            kernel,
+            name=kernel.name.replace("gated_delta", "linear_attention"),
+            body=kernel.body or kernel.name,
+            inputs=tuple({"u": "v"}.get(name, name) for name in kernel.inputs if name not in ("beta", "d_right")),
+            arrays=tuple(others.get(name, name) for name in kernel.arrays),
+        )
+
+    return Kernels(
+        prepare=without(kernels.prepare),
+        scan=without(kernels.scan, u="last"),
+        reverse=without(kernels.reverse),
+        gradients=without(kernels.gradients, u="v", d_right="factors"),
+        prepared=tuple(name for name in kernels.prepared if name not in OF_ERASE),
+        saved=("states",),
+    )
+
+
+LINEAR_KERNELS = without_erase(KERNELS)

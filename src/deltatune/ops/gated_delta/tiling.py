@@ -45,6 +45,7 @@ class Tiling:
         batch, length, key_heads, value_heads, key_size, value_size: The sizes.
         dtype: That of q, k and v.
         masked, segmented: Whether the call has a mask, and segments.
+        erases: Whether the call is one of gated_delta, and not of linear_attention.
         machine: `metal` or `cuda`.
         chunk: Positions per chunk, a multiple of 16.
         slice: Rows of the state that a block of a scan computes, a multiple of 16.
@@ -74,11 +75,12 @@ class Tiling:
     gradient_groups: int
     stages: int
     unstaged: bool = False
+    erases: bool = True
 
     @property
     def kernels(self) -> Kernels:
         """The kernels that are divided so."""
-        return fused.KERNELS
+        return fused.KERNELS if self.erases else fused.LINEAR_KERNELS
 
     @property
     def chunks(self) -> int:
@@ -134,7 +136,8 @@ class Tiling:
         """The outputs of the prepare kernel: for each chunk the packed triangles solve and scores, and factors."""
         chunks, tiles = (self.batch, self.value_heads, self.chunks), self.chunk // 16
         triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32)
-        return {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
+        outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
+        return {"solve": triangle} | outputs if self.erases else outputs
 
     @cached_property
     def values(self) -> Values:
@@ -152,11 +155,12 @@ class Tiling:
             "UNSTAGED": self.unstaged,
             "MASKED": self.masked,
             "SEGMENTED": self.segmented,
+            "ERASES": self.erases,
         }
 
     def launch(self, phase: str, arrays: Arrays) -> Launch:
         """Return the launch of the kernel of a phase, one of PHASES, on those of a call's arrays that it takes."""
-        beta = arrays["beta"].dtype
+        beta = arrays["beta"].dtype if self.erases else mx.float32
         # A call may have a state or not.
         key = phase, beta, arrays["initial"].shape[3] if phase == "scan" else 0
         plan = self._plans.get(key)
@@ -200,12 +204,17 @@ class Tiling:
         if phase == "prepare":
             return self.prepare_groups, self.prepare_blocks, self.prepared
         if phase == "scan":
-            return self.scan_groups, self.scan_blocks, {"y": values, "states": saved, "u": by_chunk, "last": state}
+            outputs = {"y": values, "states": saved, "u": by_chunk, "last": state}
+            return self.scan_groups, self.scan_blocks, self._with_erase(outputs)
         if phase == "reverse":
             outputs = {"d_states": saved, "d_right": by_chunk, "dv": values, "d_initial": state}
-            return self.scan_groups, self.scan_blocks, outputs
+            return self.scan_groups, self.scan_blocks, self._with_erase(outputs)
         outputs = {"dq": keys, "dk": keys, "d_log_g": (self.gates, mx.float32), "d_beta": (self.gates[:3], beta)}
-        return self.gradient_groups, self.gradient_blocks, outputs
+        return self.gradient_groups, self.gradient_blocks, self._with_erase(outputs)
+
+    def _with_erase(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of a phase without those that only an erase needs, where there is none."""
+        return {name: kind for name, kind in outputs.items() if self.erases or name not in fused.OF_ERASE}
 
     @cached_property
     def largest_bytes(self) -> int:
@@ -227,7 +236,7 @@ class ChannelTiling(Tiling):
 
     @property
     def kernels(self) -> Kernels:
-        return fused_channel.KERNELS
+        return fused_channel.KERNELS if self.erases else fused_channel.LINEAR_KERNELS
 
     @property
     def prepare_groups(self) -> int:
@@ -248,12 +257,13 @@ class ChannelTiling(Tiling):
         """The outputs of the prepare kernel, among them the decayed queries, keys and ends [C, Dk] of each chunk."""
         chunks = (self.batch, self.value_heads, self.chunks)
         rows = (*chunks, self.chunk, self.state_stride)
-        return super().prepared | {
+        prepared = super().prepared | {
             "factors": ((*chunks, self.chunk + padded(self.key_size)), mx.float32),
             "queries": (rows, self.saved_dtype),
             "keys": (rows, self.saved_dtype),
             "ends": (rows, mx.float32),
         }
+        return prepared if self.erases else {name: prepared[name] for name in prepared if name != "keys"}
 
 
 def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
@@ -301,7 +311,9 @@ def _gradient_groups(machine: str, key_size: int, chunk: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> Tiling | None:
+def choose_tiling(
+    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
+) -> Tiling | None:
     """Choose the tiling of a call with one gate per head.
 
     Args:
@@ -310,6 +322,7 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
         dtype: That of q, k and v.
         masked: Whether the call has a mask.
         segmented: Whether the call has segments.
+        erases: Whether it has a beta.
 
     Returns:
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
@@ -333,13 +346,13 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
     for division in divisions:
         division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
     return _first_that_fits(
-        partial(Tiling, machine=machine, masked=masked, segmented=segmented), shape, dtype, divisions
+        partial(Tiling, machine=machine, masked=masked, segmented=segmented, erases=erases), shape, dtype, divisions
     )
 
 
 @lru_cache(maxsize=256)
 def choose_channel_tiling(
-    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool
+    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
 ) -> ChannelTiling | None:
     """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
     *_, key_size, value_size = shape
@@ -357,7 +370,7 @@ def choose_channel_tiling(
         divisions += [short | {"gradient_slice": rows} for rows in slices]
     for division in divisions:
         division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
-    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented)
+    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented, erases=erases)
     return _first_that_fits(kind, shape, dtype, divisions)
 
 

@@ -149,6 +149,6 @@ inline void write_gate_gradients(Place at, Tables tables, Live live, int length,
     DELTATUNE_UNROLL
     for (int p = 0; p < sharers; ++p) on_gate += shares[t * 17 + p];
     d_log_g[to] = live(t) ? on_gate : 0.0f;
-    d_beta[to] = live(t) ? on_beta : 0.0f;
+    if (Shape::ERASES) d_beta[to] = live(t) ? on_beta : 0.0f;
   }
 }

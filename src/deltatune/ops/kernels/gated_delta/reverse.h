@@ -11,11 +11,11 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
                            GLOBAL float* d_initial) {
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
-  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL>;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, Shape::ERASES>;
   using Types = ScanTypes<In, Shape::CHANNEL>;
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
-  constexpr bool CHANNEL = Shape::CHANNEL, add_separately = Shape::add_separately;
+  constexpr bool CHANNEL = Shape::CHANNEL, ERASES = Shape::ERASES, add_separately = Shape::add_separately;
   constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
   constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
   constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
@@ -108,31 +108,32 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       Tile scaled;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) scaled.set(e, -rate[tile * 16 + tile_column(e, lane)] * x[j].get(e));
-      rated.put(j, tile, scaled, lane);
+      if (ERASES) rated.put(j, tile, scaled, lane);
     }
     if (SPLIT > 1) pair_barrier(strip);
-    if (part == 0) add_times<0>(x, rated, z, lane);
-    else add_times<1>(x, rated, z, lane);
-    if (SPLIT == 1 && first < value_rows)
+    if (ERASES && part == 0) add_times<0>(x, rated, z, lane);
+    else if (ERASES) add_times<1>(x, rated, z, lane);
+    if (ERASES && SPLIT == 1 && first < value_rows)
       write_tiles_and_tails<tiles, tails, state_tiles>(right_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_gradient);
     const Wide<In> right_gradient_room = shared_at<Wide<In>>(rooms, Room::right_gradient, 16 * square);
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
       const int tile = own_tile<SPLIT, blocks>(j, part);
-      if (SPLIT > 1) {
+      if (ERASES && SPLIT > 1) {
         Precise<In> right_gradient;
         hold(right_gradient, x[j]);
         keep(right_gradient_room, tile * 16, square, right_gradient, lane);
       }
-      tile_scale_columns(x[j], rate + tile * 16, lane);
+      if (ERASES) tile_scale_columns(x[j], rate + tile * 16, lane);
       put_turned(dy_rows, tile * 16 * value_stride + own, value_stride, x[j], lane);
+      if (!ERASES) continue;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e)
         x[j].set(e, (CHANNEL ? -1.0f : -before[tile * 16 + tile_column(e, lane)]) * x[j].get(e));
       right_part.put(j, tile, x[j], lane);
     }
-    if (SPLIT > 1) {
+    if (ERASES && SPLIT > 1) {
       keep_tails<tails, state_tiles>(right_gradient_room, 0, square, state, part * state_tiles, lane);
       copies_fence();
       pair_barrier(strip);
@@ -145,16 +146,17 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     for (int m = 0; add_separately && m < state_tiles; ++m)
       add_separate_sum<blocks>(state[m], decayed_dy, queries, stride, (part * state_tiles + m) * 16, lane);
     DELTATUNE_UNROLL
-    for (int m = 0; add_separately && m < state_tiles; ++m)
+    for (int m = 0; ERASES && add_separately && m < state_tiles; ++m)
       add_separate_sum<blocks>(state[m], right_part, keys, stride, (part * state_tiles + m) * 16, lane);
     DELTATUNE_UNROLL
     for (int i = 0; !add_separately && i < blocks; ++i) {
-      const Precise<In> a = right_part.get(i, lane);
+      Precise<In> a;
+      if (ERASES) a = right_part.get(i, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < state_tiles; ++m) {
         const int column = (part * state_tiles + m) * 16;
         multiply(state[m], decayed_dy[i], right(straight(queries, stride, i * 16, column), lane), lane);
-        multiply(state[m], a, right(straight(keys, stride, i * 16, column), lane), lane);
+        if (ERASES) multiply(state[m], a, right(straight(keys, stride, i * 16, column), lane), lane);
       }
     }
     group_barrier();

@@ -3,7 +3,7 @@
 // The sizes of a call, and how the groups of a block share its work: SPLIT groups do a strip of 16 rows of DV. Groups
 // beyond those load the next chunk while the others compute; where there are none, all groups load.
 template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
-          int BLOCK_GROUPS, int CHUNKS_IN_MEMORY, int STRIP_GROUPS, bool READ_UNSTAGED, bool HAS_MASK,
+          int BLOCK_GROUPS, int CHUNKS_IN_MEMORY, int STRIP_GROUPS, bool READ_UNSTAGED, bool HAS_MASK, bool HAS_BETA,
           bool GATE_A_CHANNEL>
 struct ScanShape {
   using In = Element;
@@ -11,13 +11,14 @@ struct ScanShape {
   static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
   static constexpr constant int STAGES = CHUNKS_IN_MEMORY, SPLIT = STRIP_GROUPS;
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
+  static constexpr constant bool ERASES = HAS_BETA;
   static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>();
   static constexpr constant int value_stride = SLICE + 8, value_rows = padded(DV), triangle = packed_offset(C / 16);
   static constexpr constant int numbers = CHANNEL ? C + padded(DK) : 3 * C;
   // Tiles of a chunk and of a key, and those of them that a group has.
   static constexpr constant int blocks = C / 16, key_tiles = padded(DK) / 16;
   static constexpr constant int tiles = blocks / SPLIT, state_tiles = key_tiles / SPLIT;
-  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
+  static constexpr constant int tails = ERASES ? tails_of<In, DK, CHANNEL>() : 0;
   static constexpr constant int computing = SLICE / 16 * SPLIT;
   static constexpr constant int loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
@@ -33,16 +34,18 @@ struct ScanMemory {
   using Types = ScanTypes<In, Shape::CHANNEL>;
   static constexpr constant int C = Shape::C, DK = Shape::DK, triangle = Shape::triangle * Wide<In>::bytes;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + room_of<Shape::UNSTAGED, typename Types::keys, C, DK>();
+  // With a gate per channel, G K is there for the erase alone.
+  static constexpr constant int keys_bytes = room_of<Shape::UNSTAGED, typename Types::keys, C, DK>();
+  static constexpr constant int q = k + (Shape::ERASES || !Shape::CHANNEL ? keys_bytes : 0);
   static constexpr constant int ends = q + room_of<Shape::UNSTAGED, typename Types::queries, C, DK>();
   static constexpr constant int ends_bytes = room_of<Shape::UNSTAGED, typename Types::ends, C, DK>();
   static constexpr constant int solve = ends + (Shape::CHANNEL ? ends_bytes : 0);
-  static constexpr constant int scores = solve + triangle;
+  static constexpr constant int scores = solve + (Shape::ERASES ? triangle : 0);
   static constexpr constant int values = scores + triangle;
   static constexpr constant int factors = values + C * Shape::value_stride * Exact<In>::bytes;
   static constexpr constant int stage = factors + Shape::numbers * 4;
   // A strip's tiles on their way out, or on their way to the other group.
-  static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL>::bytes
+  static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL, Shape::ERASES>::bytes
                                                        : 16 * staged<In>(Shape::stride, Shape::square);
   static constexpr constant int staging = Shape::STAGES * stage;
   static constexpr constant int arrivals = staging + Shape::SLICE / 16 * out;
@@ -86,8 +89,9 @@ inline void load_keys(Flag<true>, Place at, threadgroup char* memory, thread Arr
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
   constexpr int threads = Shape::loading * 32, count = Shape::C * Shape::stride;
-  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count), stored_at<Saved<In>>(from.k, chunk, count),
-                             0, arrival, at.index);
+  if (Shape::ERASES)
+    copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count),
+                               stored_at<Saved<In>>(from.k, chunk, count), 0, arrival, at.index);
   copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(from.q, chunk, count),
                              0, arrival, at.index);
   copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count),
@@ -120,8 +124,9 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   const int t0 = n * C, first = at.x * SLICE;
   const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * from.length + t0;
   const auto live = alive<Shape::MASKED>(from.mask, at.z, t0, from.length);
-  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
-                                stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
+  if (Shape::ERASES)
+    copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
+                                  stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
   copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
                                 stored_at<Wide<In>>(from.scores, chunk, triangle), 0, arrival, at.index);
   copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), from.factors + chunk * numbers,
