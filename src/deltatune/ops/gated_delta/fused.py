@@ -22,10 +22,17 @@ PREPARED = ("solve", "scores", "factors")
 SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "d_states", "u", "d_right", "dy")
+# Those that the body takes: v where nothing is erased.
+GRADIENT_ARRAYS = (*GRADIENT_INPUTS[:-1], "v", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
 # The arrays that an erase alone needs. In calls without one the body gets another of the same type, which it leaves.
-OF_ERASE = ("beta", "solve", "keys", "u", "d_right", "d_beta")
-_INSTEAD = {"beta": "log_g", "solve": "scores", "keys": "queries", "d_right": "d_initial", "d_beta": "d_log_g"}
+_INSTEAD = {"beta": "log_g", "solve": "scores", "keys": "queries", "d_beta": "d_log_g"}
+# By phase, those that only hold the tails of states where nothing is erased, if there are any.
+TAILS = {
+    "scan": {"u": "last"},
+    "reverse": {"d_right": "d_initial"},
+    "gradients": {"u": "factors", "d_right": "factors"},
+}
 
 
 def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
@@ -34,14 +41,13 @@ def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> st
 
 
 class Kernels(NamedTuple):
-    """The kernels of a kind of tilings, by phase, the outputs of `prepare`, and those of the scan that are saved."""
+    """The kernels of a kind of tilings, by phase, and the outputs of `prepare`."""
 
     prepare: Kernel
     scan: Kernel
     reverse: Kernel
     gradients: Kernel
     prepared: tuple[str, ...] = PREPARED
-    saved: tuple[str, ...] = ("states", "u")
 
 
 def bodies(*names: str) -> tuple[str, ...]:
@@ -85,7 +91,7 @@ GRADIENTS = Kernel(
     template=of_shape("GradientShape", GRADIENT_VALUES),
     sizes=("q_shape[1]",),
     inputs=GRADIENT_INPUTS,
-    arrays=(*GRADIENT_INPUTS, *GRADIENTS_OUT),
+    arrays=(*GRADIENT_ARRAYS, *GRADIENTS_OUT),
     memory="GradientMemory",
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)
@@ -94,23 +100,21 @@ KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)
 def without_erase(kernels: Kernels) -> Kernels:
     """Return the same kernels for calls of linear_attention, where u is v, and R the gradient of v."""
 
-    def without(kernel: Kernel, **instead: str) -> Kernel:
-        others = _INSTEAD | instead
+    def without(kernel: Kernel, *values: str) -> Kernel:
         return replace(
             kernel,
             name=kernel.name.replace("gated_delta", "linear_attention"),
             body=kernel.body or kernel.name,
-            inputs=tuple({"u": "v"}.get(name, name) for name in kernel.inputs if name not in ("beta", "d_right")),
-            arrays=tuple(others.get(name, name) for name in kernel.arrays),
+            inputs=(*(name for name in kernel.inputs if name != "beta"), *values),
+            arrays=tuple(_INSTEAD.get(name, name) for name in kernel.arrays),
         )
 
     return Kernels(
         prepare=without(kernels.prepare),
-        scan=without(kernels.scan, u="last"),
+        scan=without(kernels.scan),
         reverse=without(kernels.reverse),
-        gradients=without(kernels.gradients, u="v", d_right="factors"),
-        prepared=tuple(name for name in kernels.prepared if name not in OF_ERASE),
-        saved=("states",),
+        gradients=without(kernels.gradients, "v"),
+        prepared=tuple(name for name in kernels.prepared if name not in _INSTEAD),
     )
 
 

@@ -65,13 +65,13 @@ class FusedPasses:
         tiling, x = self._call(arrays)
         prepared = tiling.run("prepare", x)
         scanned = long_scans.run(tiling, "scan", x | prepared)
-        return scanned["y"], scanned["last"], *(scanned[name] for name in tiling.kernels.saved), *prepared.values()
+        return scanned["y"], scanned["last"], *(scanned[name] for name in tiling.saved), *prepared.values()
 
     def backward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return the floats' gradients, from the inputs, dy, the final state's gradient, and the saved tensors."""
         tiling, x = self._call(arrays)
         dy, d_last, *saved = arrays[self.inputs :]
-        x |= dict(zip((*tiling.kernels.saved, *tiling.kernels.prepared), saved, strict=True))
+        x |= dict(zip((*tiling.saved, *tiling.kernels.prepared), saved, strict=True))
         x |= {"dy": dy.astype(tiling.dtype), "d_last": d_last.astype(mx.float32)}
         x |= long_scans.run(tiling, "reverse", x)
         x |= tiling.run("gradients", x)

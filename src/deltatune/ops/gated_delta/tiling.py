@@ -122,9 +122,19 @@ class Tiling:
         return padded(self.key_size) + 8
 
     @property
+    def tails(self) -> int:
+        """Elements of a row of u or of R with the tails of states, which are saved in bf16."""
+        return 8 * -(-self.key_size // 128) if self.dtype == mx.bfloat16 else 0
+
+    @property
     def saved_stride(self) -> int:
-        """Elements between rows of u or of R, as wide as a chunk; in bf16 their padding has room for states' tails."""
-        return self.chunk + 8 * (-(-self.key_size // 128) if self.dtype == mx.bfloat16 else 1)
+        """Elements between rows of u or of R: as wide as a chunk with padding, or without an erase the tails alone."""
+        return self.chunk + max(8, self.tails) if self.erases else self.tails
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The outputs of the scan that are saved for the backward pass."""
+        return ("states", "u") if self.saved_stride else ("states",)
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -182,13 +192,15 @@ class Tiling:
     def _plan(self, phase: str, beta: mx.Dtype) -> Plan:
         groups, blocks, outputs = self._of_phase(phase, beta)
         values = self.values | {"GROUPS": groups} | ({"SLICE": self.gradient_slice} if phase == "gradients" else {})
+        # With whether it is a state, and not the array of `no_initial_state`.
+        written = {"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {}
+        written |= {} if self.saved_stride else fused.TAILS.get(phase, {})
         return Plan(
             outputs=outputs,
             values=values,
             blocks=blocks,
             groups=groups,
-            # With whether it is a state, and not the array of `no_initial_state`.
-            written={"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {},
+            written=written,
             machine=self.machine,
         )
 
@@ -205,16 +217,18 @@ class Tiling:
             return self.prepare_groups, self.prepare_blocks, self.prepared
         if phase == "scan":
             outputs = {"y": values, "states": saved, "u": by_chunk, "last": state}
-            return self.scan_groups, self.scan_blocks, self._with_erase(outputs)
+            return self.scan_groups, self.scan_blocks, self._present(outputs)
         if phase == "reverse":
             outputs = {"d_states": saved, "d_right": by_chunk, "dv": values, "d_initial": state}
-            return self.scan_groups, self.scan_blocks, self._with_erase(outputs)
+            return self.scan_groups, self.scan_blocks, self._present(outputs)
         outputs = {"dq": keys, "dk": keys, "d_log_g": (self.gates, mx.float32), "d_beta": (self.gates[:3], beta)}
-        return self.gradient_groups, self.gradient_blocks, self._with_erase(outputs)
+        return self.gradient_groups, self.gradient_blocks, self._present(outputs)
 
-    def _with_erase(self, outputs: Outputs) -> Outputs:
-        """Return the outputs of a phase without those that only an erase needs, where there is none."""
-        return {name: kind for name, kind in outputs.items() if self.erases or name not in fused.OF_ERASE}
+    def _present(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of a phase but for those that only an erase needs, or only tails, where there are none."""
+        absent = set() if self.erases else {"d_beta"}
+        absent |= set() if self.saved_stride else {"u", "d_right"}
+        return {name: kind for name, kind in outputs.items() if name not in absent}
 
     @cached_property
     def largest_bytes(self) -> int:
@@ -244,9 +258,9 @@ class ChannelTiling(Tiling):
         return 4 * (self.chunk // 16)
 
     @property
-    def saved_stride(self) -> int:
-        """Elements between rows of u or of R; states have no tails here."""
-        return self.chunk + 8
+    def tails(self) -> int:
+        """None: with a gate per channel the states' bf16 is enough."""
+        return 0
 
     @property
     def gates(self) -> tuple[int, ...]:

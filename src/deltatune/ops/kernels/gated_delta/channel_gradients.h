@@ -11,10 +11,10 @@ struct ChannelGradientMemory {
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int deltas = SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int values = C * (SLICE + 8) * Exact<In>::bytes;
-  static constexpr constant int right = u + (Shape::ERASES ? deltas : values);
-  static constexpr constant int dy = right + (Shape::ERASES ? deltas : 0);
+  static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int dy = values + (Shape::ERASES ? 0 : values_bytes);
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   // Once the slices are done, their memory holds the products with the states and those between the tiles, in fp32 by
   // position and channel.
@@ -257,9 +257,9 @@ inline float on_all_gates(Tables tables, int tile, int c) {
 // First a group owns the 16 positions of a tile and a part of the columns of DK, and multiplies with the states. Then a
 // lane owns a channel of a tile and goes along the tile's 16 positions.
 template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
-          typename PU, typename PR, typename PY, typename OQ, typename OK>
+          typename PU, typename PR, typename PV, typename PY, typename OQ, typename OK>
 inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
-                                          PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right,
+                                          PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right, PV v_in,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using In = typename Shape::In;
   using Memory = ChannelGradientMemory<Shape>;
@@ -277,7 +277,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
   const auto tables = channel_tables<In, Memory, stride>(memory);
   const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
-  const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
+  const auto arrays = saved_arrays(states, d_states, u_in, d_right, v_in, dy_in, mask, length);
   float dq_sums[tasks][16], dk_sums[tasks][16];
   DELTATUNE_UNROLL
   for (int m = 0; m < tasks; ++m) {

@@ -15,8 +15,8 @@ struct GradientShape {
   static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
   // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
   static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;
-  static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL>();
-  static constexpr constant int tails = ERASES ? tails_of<In, DK, CHANNEL>() : 0;
+  static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL, ERASES>();
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
   static constexpr constant int blocks = C / 16, columns = padded(DK), key_tiles = columns / 16;
   static constexpr constant int parts = GROUPS / blocks, column_tiles = (key_tiles + parts - 1) / parts;
   static constexpr constant int own_pairs = (blocks + parts - 1) / parts;
@@ -30,42 +30,33 @@ inline bool is_lacking(int column) {
   return Shape::key_tiles % Shape::parts != 0 && column >= Shape::columns;
 }
 
-// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, and dY.
-template <typename PT, typename PU, typename PR, typename PY, typename PM>
+// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, v and dY.
+template <typename PT, typename PU, typename PR, typename PV, typename PY, typename PM>
 struct SavedArrays {
   PT states, d_states;
   PU u;
   PR right;
+  PV values;
   PY dy;
   PM mask;
   int length;
 };
-template <typename PT, typename PU, typename PR, typename PY, typename PM>
-inline SavedArrays<PT, PU, PR, PY, PM> saved_arrays(PT states, PT d_states, PU u, PR right, PY dy, PM mask,
-                                                    int length) {
-  return SavedArrays<PT, PU, PR, PY, PM>{states, d_states, u, right, dy, mask, length};
+template <typename PT, typename PU, typename PR, typename PV, typename PY, typename PM>
+inline SavedArrays<PT, PU, PR, PV, PY, PM> saved_arrays(PT states, PT d_states, PU u, PR right, PV values, PY dy,
+                                                        PM mask, int length) {
+  return SavedArrays<PT, PU, PR, PV, PY, PM>{states, d_states, u, right, values, dy, mask, length};
 }
 
-// Starts to copy a slice of u and R or, where nothing is erased (the flag), of v.
+// Starts to copy a slice of v, where nothing is erased (the flag).
 template <typename Shape, typename Memory, typename Arrays>
-inline void load_deltas(Flag<true>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int,
-                        long chunk, int first) {
-  using In = typename Shape::In;
-  constexpr int threads = Shape::threads, SLICE = Shape::SLICE, saved = Shape::saved, value_rows = padded(Shape::DV);
-  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
-                                     stored_at<Wide<In>>(from.u, chunk, value_rows * saved), (long)first * saved,
-                                     arrival, at.index);
-  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
-                                     stored_at<Wide<In>>(from.right, chunk, value_rows * saved), (long)first * saved,
-                                     arrival, at.index);
-}
+inline void load_values(Flag<true>, Place, threadgroup char*, thread Arrival&, Arrays, int, int) {}
 template <typename Shape, typename Memory, typename Arrays>
-inline void load_deltas(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int hv,
-                        long, int first) {
+inline void load_values(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int hv,
+                        int first) {
   constexpr int C = Shape::C, DV = Shape::DV, HV = Shape::HV, stride = Shape::slice_stride;
   copy_rows<C, Shape::SLICE, Shape::threads>(
-      shared_at<Exact<typename Shape::In>>(memory, Memory::u, C * stride), stride,
-      from.u + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
+      shared_at<Exact<typename Shape::In>>(memory, Memory::values, C * stride), stride,
+      from.values + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
       alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival, at.index);
 }
 // A slice's u or, where nothing is erased, v; positions from `i` on of its rows from `s` on, transposed, as an operand;
@@ -74,7 +65,7 @@ template <typename Shape, typename Memory>
 inline auto deltas_of(threadgroup char* slice) {
   using In = typename Shape::In;
   return Choice<Shape::ERASES>::of(shared_at<Wide<In>>(slice, Memory::u, Shape::SLICE * Shape::saved),
-                                   shared_at<Exact<In>>(slice, Memory::u, Shape::C * Shape::slice_stride));
+                                   shared_at<Exact<In>>(slice, Memory::values, Shape::C * Shape::slice_stride));
 }
 template <typename Shape, typename Store>
 inline auto left_deltas(Flag<true>, Store u, int i, int s, int lane) {
@@ -108,7 +99,7 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                        int first) {
   using In = typename Shape::In;
   constexpr int threads = Shape::threads, C = Shape::C, DV = Shape::DV, SLICE = Shape::SLICE, HV = Shape::HV;
-  constexpr int stride = Shape::stride, value_rows = padded(DV);
+  constexpr int stride = Shape::stride, saved = Shape::saved, value_rows = padded(DV);
   if (!Shape::UNSTAGED) {
     copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
                                         stored_at<Saved<In>>(from.states, chunk, value_rows * stride),
@@ -117,7 +108,15 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                                         stored_at<Saved<In>>(from.d_states, chunk, value_rows * stride),
                                         (long)first * stride, arrival, at.index);
   }
-  load_deltas<Shape, Memory>(Flag<Shape::ERASES>{}, at, memory, arrival, from, hv, chunk, first);
+  if (saved > 0) {
+    copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
+                                       stored_at<Wide<In>>(from.u, chunk, value_rows * saved), (long)first * saved,
+                                       arrival, at.index);
+    copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
+                                       stored_at<Wide<In>>(from.right, chunk, value_rows * saved),
+                                       (long)first * saved, arrival, at.index);
+  }
+  load_values<Shape, Memory>(Flag<Shape::ERASES>{}, at, memory, arrival, from, hv, first);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
                                from.dy + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV,
                                DV - first, alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival,

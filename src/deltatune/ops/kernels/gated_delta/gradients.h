@@ -15,10 +15,10 @@ struct GradientMemory {
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int deltas = SLICE * Shape::saved * Wide<In>::bytes;
-  static constexpr constant int values = C * Shape::slice_stride * Exact<In>::bytes;
-  static constexpr constant int right = u + (Shape::ERASES ? deltas : values);
-  static constexpr constant int dy = right + (Shape::ERASES ? deltas : 0);
+  static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int dy = values + (Shape::ERASES ? 0 : values_bytes);
   static constexpr constant int stage = dy + C * Shape::slice_stride * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + room_of<UNSTAGED, Exact<In>, C, DK>();
@@ -113,7 +113,7 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
       const float d = tables.rate[j] * tables.decay.at(row == column, i, j, middle);
       on_y.set(e, d * on_y.get(e));
       on_right.set(e, i > j ? -tables.rate[i] * d * on_right.get(e) : 0.0f);
-      const bool pairs = i > j || (Shape::tails > 0 && i == j);
+      const bool pairs = i > j || (Shape::ERASES && Shape::tails > 0 && i == j);
       qk.set(e, pairs ? on_y.get(e) * qk.get(e) + on_right.get(e) * kk.get(e) : 0.0f);
     }
     put_tile<true, true>(weights_y, row * 16 * square + column * 16, square, on_y, 16, 16, lane);
@@ -195,9 +195,9 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
 // rows of DV at a time, then does its pairs of tiles of P and N. One thread per position and share adds up log_g's
 // terms.
 template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
-          typename PU, typename PR, typename PY, typename OQ, typename OK>
+          typename PU, typename PR, typename PV, typename PY, typename OQ, typename OK>
 inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
-                                  PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right, PY dy_in,
+                                  PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right, PV v_in, PY dy_in,
                                   OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using In = typename Shape::In;
   using Memory = GradientMemory<Shape>;
@@ -231,7 +231,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   threadgroup float* state_dots = rate_sums + C * room;
   const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
                                    row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
-  const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
+  const auto arrays = saved_arrays(states, d_states, u_in, d_right, v_in, dy_in, mask, length);
   const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
   const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, key_offset, HK * DK, live), staged_q);
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
@@ -295,6 +295,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
           shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
       const auto u = deltas_of<Shape, Memory>(slice);
+      const Wide<In> kept = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
       const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * saved);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * Shape::slice_stride);
       DELTATUNE_UNROLL
@@ -322,8 +323,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
           state_dot += kept_dot<tails>(straight(state, stride, s, column), straight(d_state, stride, s, column),
-                                       tail_at<tails>(Choice<ERASES>::of(u, right_gradient), s * saved, saved, column / 16,
-                                                      lane),
+                                       tail_at<tails>(kept, s * saved, saved, column / 16, lane),
                                        tail_at<tails>(right_gradient, s * saved, saved, column / 16, lane), lane);
         }
       }

@@ -69,6 +69,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
 
     save_state<Precise<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
                                                                     part, lane);
+    if (!ERASES) save_tails<Shape>(right_out, state, rooms, first, strip, part, lane);
     // x holds w, then R, both transposed: rows of DV by positions.
     Tile x[tiles];
     Chains<SPLIT, tiles> chains;

@@ -125,6 +125,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       }
     }
     if (!ERASES) {
+      save_tails<Shape>(u_out, state, rooms, first, strip, part, lane);
       DELTATUNE_UNROLL
       for (int j = 0; !CHANNEL && j < tiles; ++j)
         tile_scale_columns(out[j], before + own_tile<SPLIT, blocks>(j, part) * 16, lane);

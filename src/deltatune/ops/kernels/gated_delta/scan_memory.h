@@ -12,13 +12,13 @@ struct ScanShape {
   static constexpr constant int STAGES = CHUNKS_IN_MEMORY, SPLIT = STRIP_GROUPS;
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
   static constexpr constant bool ERASES = HAS_BETA;
-  static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>();
+  static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL, HAS_BETA>();
   static constexpr constant int value_stride = SLICE + 8, value_rows = padded(DV), triangle = packed_offset(C / 16);
   static constexpr constant int numbers = CHANNEL ? C + padded(DK) : 3 * C;
   // Tiles of a chunk and of a key, and those of them that a group has.
   static constexpr constant int blocks = C / 16, key_tiles = padded(DK) / 16;
   static constexpr constant int tiles = blocks / SPLIT, state_tiles = key_tiles / SPLIT;
-  static constexpr constant int tails = ERASES ? tails_of<In, DK, CHANNEL>() : 0;
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
   static constexpr constant int computing = SLICE / 16 * SPLIT;
   static constexpr constant int loading = GROUPS > computing ? GROUPS - computing : GROUPS;
   // In fp32 a chunk's terms are summed first, so that the state, which is much larger, is rounded once per chunk.
@@ -181,6 +181,25 @@ inline void save_state(Target to, thread const Tile* state, Store room, threadgr
     if (part == 0 && first < ROWS) write_strip<16 * STRIDE>(to, (long)first * STRIDE, room, lane);
   } else if (first < ROWS) {
     write_tiles<STATE_TILES>(to, (long)first * STRIDE, STRIDE, state, rooms, lane);
+  }
+}
+
+// Writes the tails of the strip of a state from row `first` on, where nothing is erased, to their rows of `to`.
+template <typename Shape, typename Target>
+inline void save_tails(Target to, thread const Tile* state, threadgroup char* rooms, int first, int strip, int part,
+                       int lane) {
+  using In = typename Shape::In;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, false>;
+  constexpr int tails = Shape::tails, state_tiles = Shape::state_tiles;
+  if (tails == 0) return;
+  if (Shape::SPLIT > 1) {
+    const Wide<In> room = shared_at<Wide<In>>(rooms, Room::tails, 16 * tails);
+    keep_tails<tails, state_tiles>(room, 0, tails, state, part * state_tiles, lane);
+    copies_fence();
+    pair_barrier(strip);
+    if (part == 0 && first < Shape::value_rows) write_strip<16 * tails>(to, (long)first * tails, room, lane);
+  } else if (first < Shape::value_rows) {
+    write_tiles_and_tails<0, tails, state_tiles>(to, (long)first * tails, tails, state, state, rooms, lane);
   }
 }
 
