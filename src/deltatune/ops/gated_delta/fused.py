@@ -26,7 +26,7 @@ GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "
 GRADIENT_ARRAYS = (*GRADIENT_INPUTS[:-1], "v", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
 # The arrays that an erase alone needs. In calls without one the body gets another of the same type, which it leaves.
-_INSTEAD = {"beta": "log_g", "solve": "scores", "keys": "queries", "d_beta": "d_log_g"}
+_INSTEAD = {"beta": "log_g", "solve": "factors", "keys": "queries", "d_beta": "d_log_g"}
 # By phase, those that only hold the tails of states where nothing is erased, if there are any.
 TAILS = {
     "scan": {"u": "last"},

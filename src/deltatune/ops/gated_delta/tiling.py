@@ -145,7 +145,7 @@ class Tiling:
     def prepared(self) -> Outputs:
         """The outputs of the prepare kernel: for each chunk the packed triangles solve and scores, and factors."""
         chunks, tiles = (self.batch, self.value_heads, self.chunks), self.chunk // 16
-        triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32)
+        triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32 if self.erases else self.saved_dtype)
         outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
         return {"solve": triangle} | outputs if self.erases else outputs
 
@@ -284,15 +284,17 @@ def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
     return {"slice": rows, "split": split, "loaders": loaders}
 
 
-def _scan_slice(shape: Shape, dtype: mx.Dtype) -> Division:
+def _scan_slice(shape: Shape, dtype: mx.Dtype, erases: bool) -> Division:
     """Return how a scan on CUDA is divided."""
     batch, _, _, value_heads, key_size, value_size = shape
     heads, rows = batch * value_heads, padded(value_size)
     if dtype == mx.bfloat16:
         # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
+        # Without an erase two blocks fit on a multiprocessor.
+        blocks = nvidia.limits().multiprocessors * (1 if erases else 2)
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
-            if size <= max(32, rows) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:
+            if size <= max(32, rows) and heads * -(-value_size // size) <= blocks:
                 return _scan(size, groups, 1)
     # The largest slice with which a scan fills a large GPU, else the smallest.
     sizes = [size for size in (128, 64, 32) if size <= max(32, rows)]
@@ -346,7 +348,7 @@ def choose_tiling(
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        scans = [_scan_slice(shape, dtype), _scan(32)]
+        scans = [_scan_slice(shape, dtype, erases), _scan(32)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         divisions = [
             scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
@@ -377,7 +379,7 @@ def choose_channel_tiling(
         divisions = [
             scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in (32, 16)
-            for scan in (_scan_slice(shape, dtype), _scan(64), _scan(32), _scan(16))
+            for scan in (_scan_slice(shape, dtype, erases), _scan(64), _scan(32), _scan(16))
             for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
         short: Division = {"chunk": 16, "slice": 16, "stages": 1}

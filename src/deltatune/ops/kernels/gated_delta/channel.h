@@ -104,9 +104,9 @@ inline void sum_pairs_of_columns(threadgroup float* of_q, threadgroup float* of_
 // One thread per tile and channel goes along the positions to scale Q and K. For pairs within a tile, each group takes
 // some columns j, each lane some channels. The pairs between the two tiles are matrix products.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OQ>
+          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OP, typename OQ>
 inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
-                                        PM mask, PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                        PM mask, PZ segments, GLOBAL float* solve, OP scores,
                                         GLOBAL float* factors, OQ queries_out, OQ keys_out,
                                         GLOBAL float* ends_out) {
   using Memory = ChannelPrepareMemory<In, C, DK, UNSTAGED, ERASES>;
@@ -123,7 +123,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
   const Wide<In> scratch = shared_at<Wide<In>>(memory, Memory::scratch, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
-  const auto scores_out = stored_at<Wide<In>>(scores, chunk, triangle);
+  const auto scores_out = stored_at<typename Choose<ERASES, Wide<In>, Saved<In>>::type>(scores, chunk, triangle);
   const auto scaled_q = stored_at<Saved<In>>(queries_out, chunk, C * stride);
   const auto scaled_k = stored_at<Saved<In>>(keys_out, chunk, C * stride);
   const auto end_k = stored_at<Wide<In>>(ends_out, chunk, C * stride);

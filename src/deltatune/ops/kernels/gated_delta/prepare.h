@@ -108,9 +108,9 @@ inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const floa
 // The threads copy Q and K to shared memory, and one thread per position computes its gate. Each group then takes pairs
 // of tiles of P and N, and solve_triangle computes Z.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
+          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OP>
 inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
-                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                PZ segments, GLOBAL float* solve, OP scores,
                                 GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK, UNSTAGED, ERASES>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
@@ -177,7 +177,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
       kk.set(e, i > j ? d * kk.get(e) : 0.0f);
       if (ERASES && row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
     }
-    put_tile<true, true>(stored_at<Wide<In>>(scores, chunk, triangle), packed_offset(row) + column * 16,
+    put_tile<true, true>(stored_at<typename Choose<ERASES, Wide<In>, Saved<In>>::type>(scores, chunk, triangle), packed_offset(row) + column * 16,
                          packed_stride(row), qk, 16, 16, at.lane);
     if (ERASES && row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
     // A compiler that sees a loop here reads all of the row before it, into registers that a lane does not have.

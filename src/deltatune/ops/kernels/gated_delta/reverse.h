@@ -5,9 +5,9 @@
 // Outputs: for each of [B,HV,chunks], d_states [DV,DK], the gradient of the state after the chunk, and d_right [DV,C],
 // which is R, both with padded rows; dv [B,T,HV,DV]; d_initial [B,HV,DV,DK].
 template <typename Shape, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
-          typename OS, typename OR, typename OV>
+          typename PP, typename OS, typename OR, typename OV>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
-                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           PI d_last, PF solve, PP scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
@@ -60,7 +60,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
         keys_of<Shape, typename Types::ends>(own_ends, stage, Memory::ends, chunk, rows, live), keys);
     const Exact<In> dy_rows = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
-    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    const auto p = shared_at<typename Shape::scores>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;

@@ -41,9 +41,9 @@ inline void add_values(thread Tile* sums, thread Tile* state, Values values, Tri
 // A strip's state stays in the registers of its one or two groups, and strips do not depend on one another. Further
 // groups, if there are any, copy the next chunk to shared memory while the others compute.
 template <typename Shape, typename PQ, typename PK, typename PE, typename PV, typename PM, typename PI, typename PF,
-          typename OY, typename OS>
+          typename PP, typename OY, typename OS>
 inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PV v, PM mask, PI initial,
-                        bool has_initial, PF solve, PF scores, PF factors, OY y, OS states, GLOBAL float* u,
+                        bool has_initial, PF solve, PP scores, PF factors, OY y, OS states, GLOBAL float* u,
                         GLOBAL float* last) {
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
@@ -97,7 +97,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
         keys_of<Shape, typename Types::ends>(own_ends, stage, Memory::ends, chunk, rows, live), keys);
     const Exact<In> values = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
-    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    const auto p = shared_at<typename Shape::scores>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;

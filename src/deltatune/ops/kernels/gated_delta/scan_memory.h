@@ -7,6 +7,7 @@ template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROW
           bool GATE_A_CHANNEL>
 struct ScanShape {
   using In = Element;
+  using scores = typename Choose<HAS_BETA, Wide<In>, Saved<In>>::type;
   static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
   static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
   static constexpr constant int STAGES = CHUNKS_IN_MEMORY, SPLIT = STRIP_GROUPS;
@@ -41,7 +42,7 @@ struct ScanMemory {
   static constexpr constant int ends_bytes = room_of<Shape::UNSTAGED, typename Types::ends, C, DK>();
   static constexpr constant int solve = ends + (Shape::CHANNEL ? ends_bytes : 0);
   static constexpr constant int scores = solve + (Shape::ERASES ? triangle : 0);
-  static constexpr constant int values = scores + triangle;
+  static constexpr constant int values = scores + Shape::triangle * Shape::scores::bytes;
   static constexpr constant int factors = values + C * Shape::value_stride * Exact<In>::bytes;
   static constexpr constant int stage = factors + Shape::numbers * 4;
   // A strip's tiles on their way out, or on their way to the other group.
@@ -53,20 +54,22 @@ struct ScanMemory {
 };
 
 // The arrays that both scans read by chunks, in device memory. `values` is v, or dy backward.
-template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF, typename PP>
 struct ChunkArrays {
   PQ q;
   PK k;
   PE ends;
   PV values;
   PM mask;
-  PF solve, scores, factors;
+  PF solve;
+  PP scores;
+  PF factors;
   int length;
 };
-template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
-inline ChunkArrays<PQ, PK, PE, PV, PM, PF> chunk_arrays(PQ q, PK k, PE ends, PV values, PM mask, PF solve, PF scores,
-                                                        PF factors, int length) {
-  return ChunkArrays<PQ, PK, PE, PV, PM, PF>{q, k, ends, values, mask, solve, scores, factors, length};
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF, typename PP>
+inline ChunkArrays<PQ, PK, PE, PV, PM, PF, PP> chunk_arrays(PQ q, PK k, PE ends, PV values, PM mask, PF solve,
+                                                            PP scores, PF factors, int length) {
+  return ChunkArrays<PQ, PK, PE, PV, PM, PF, PP>{q, k, ends, values, mask, solve, scores, factors, length};
 }
 
 // Copies the K and Q of a chunk to shared memory. With one gate per head they are rows of the inputs; with a gate per
@@ -127,8 +130,9 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   if (Shape::ERASES)
     copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
                                   stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
-  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
-                                stored_at<Wide<In>>(from.scores, chunk, triangle), 0, arrival, at.index);
+  using Scores = typename Shape::scores;
+  copy_block<triangle, threads>(shared_at<Scores>(memory, Memory::scores, triangle),
+                                stored_at<Scores>(from.scores, chunk, triangle), 0, arrival, at.index);
   copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), from.factors + chunk * numbers,
                        arrival, at.index);
   if (!Shape::UNSTAGED) load_keys<Shape>(Flag<Shape::CHANNEL>{}, at, memory, arrival, from, live, chunk, row);
