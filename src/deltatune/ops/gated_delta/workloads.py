@@ -126,11 +126,11 @@ def calls() -> list[Call]:
     return [Call.of_class(shape) for shape in MODELS]
 
 
-def compare_chunk(shapes: Sequence[ShapeClass] = SMALL) -> list[Verdict]:
-    """Compare `chunk` with the recurrence."""
+def compare_chunk(shapes: Sequence[ShapeClass] = ()) -> list[Verdict]:
+    """Compare `chunk` with the recurrence, on SMALL or other classes."""
 
     def verdict(shape: ShapeClass) -> Verdict:
         case = trial_case(shape, by_recurrence=True)
         return judged(case, implementation_of(shape, gated_delta_chunk), "chunk")
 
-    return [verdict(shape) for shape in shapes]
+    return [verdict(shape) for shape in shapes or SMALL]
