@@ -6,6 +6,7 @@ from .attention.choice import OPERATOR as ATTENTION
 from .decoding import attention_token, delta_token, gated_attention_token, linear_token, sampled_token
 from .experts import trial_case as experts
 from .gated_delta.choice import OPERATOR as GATED_DELTA
+from .linear_attention.choice import OPERATOR as LINEAR_ATTENTION
 from .pointwise import (
     adam,
     joining,
@@ -20,7 +21,7 @@ from .pointwise import (
 )
 from .products import low_rank
 
-OPERATORS = (GATED_DELTA, ATTENTION)
+OPERATORS = (GATED_DELTA, LINEAR_ATTENTION, ATTENTION)
 # Those that kernels compute where they are right, and MLX's operations elsewhere.
 KERNELS = (
     *(workloads.OPERATOR, weighted_norms.OPERATOR, rows.OPERATOR, joining.OPERATOR, unpacking.OPERATOR, adam.OPERATOR),
