@@ -25,7 +25,7 @@ from deltatune.ops.operator.measure import relative_norm
 from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
-from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (

@@ -9,7 +9,7 @@ import pytest
 
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import Projection, expert_block, grouped
-from deltatune.ops.experts.grouped_product import Packed
+from deltatune.ops.experts.grouped_hopper import Packed
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
 from dense_experts import LEAVES, NAMES, Case, value_and_gradients

@@ -11,7 +11,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.experts import grouped, trial_case
-from deltatune.ops.experts.grouped_product import GroupedProduct
+from deltatune.ops.experts.grouped_hopper import GroupedProduct
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.operator import first_use

@@ -14,8 +14,7 @@ import pytest
 from beside import load
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
-from deltatune.ops.experts.grouped_hopper import HopperTile
-from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
+from deltatune.ops.experts.grouped_hopper import GroupedProduct, HopperTile, Packed
 from deltatune.ops.experts.tolerances import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.operator import first_use

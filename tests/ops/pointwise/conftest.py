@@ -13,7 +13,7 @@ from deltatune.ops.kernels.launch import Device, Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.operator.case import Case
 from deltatune.ops.pointwise import adam, stored_moments
-from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.pointwise.passes import BODIES
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,7 @@ from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import heads, times_gate, turned_heads
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.passes import BODIES, Passes
 from pass_definitions import reference_turned_heads
 from two_dtypes import in_two_dtypes
 

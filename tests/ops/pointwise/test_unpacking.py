@@ -12,7 +12,7 @@ from deltatune.ops import functional
 from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
-from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
 from deltatune.ops.products.quantized_product import Quantization, packed_product, unpacked
 

@@ -11,8 +11,7 @@ from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
-from .grouped_hopper import HopperTile
-from .grouped_product import GroupedProduct, Packed
+from .grouped_hopper import GroupedProduct, HopperTile, Packed
 from .tolerances import GROUPED, ON_TENSOR_CORES
 
 # How many rows each expert has: the first and the fourth none, the second more than a tile.

@@ -16,8 +16,7 @@ from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
 from .norms import WIDTHS
-from .pass_launch import by_lane
-from .passes import Arrays, Passes
+from .passes import Arrays, Passes, by_lane
 
 # The supported rotary dimensions: two elements that turn together are in lanes with numbers that differ in one bit.
 ROTARY = (16, 32, 64, 128, 256)
