@@ -121,7 +121,6 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
 
 
 def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
-    """Call fn(*args, **kwargs) as an MLX function of arrays with a gradient that recomputes it."""
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     told = trace.current()

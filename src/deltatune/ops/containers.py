@@ -173,7 +173,6 @@ class _Container:
 
     @classmethod
     def of(cls, tree: Any) -> _Container:
-        """Make the record of an object of a class in CONTAINERS."""
         attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
         for name in attributes:
             setattr(empty, name, None)

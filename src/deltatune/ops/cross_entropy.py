@@ -157,7 +157,6 @@ class _Head:
             return self._head(rows)
 
     def in_training(self) -> bool:
-        """Whether every part of the head is in training mode."""
         return all(part.training for part in self.module.modules())
 
 

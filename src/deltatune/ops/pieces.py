@@ -169,7 +169,6 @@ class _Pieces:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each piece begins and ends."""
         return self.cut.spans
 
     @property
@@ -199,7 +198,6 @@ class _Pieces:
         return [mx.concatenate(ys, axis=self.cut.axis), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        """Return the gradients of the key, the parameters and x."""
         dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
         d_aside = list(cotangents[1 + self.saved :])
         # Nothing is recomputed before its cotangent exists.

@@ -17,8 +17,15 @@ from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator import first_use
 from deltatune.ops.products import low_rank, quantized_product
 from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
-from deltatune.ops.products.low_rank import add_products, columns_products, rows_products
-from deltatune.ops.products.low_rank_kernels import COLUMNS, ROWS, WIDE, LowRankProduct
+from deltatune.ops.products.low_rank import (
+    COLUMNS,
+    ROWS,
+    WIDE,
+    LowRankProduct,
+    add_products,
+    columns_products,
+    rows_products,
+)
 from deltatune.ops.products.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 

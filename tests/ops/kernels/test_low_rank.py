@@ -15,9 +15,18 @@ from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
-from deltatune.ops.products import low_rank, low_rank_kernels
-from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.products.low_rank_kernels import BOTH, COLUMNS, ROWS, WIDE, LowRankProduct
+from deltatune.ops.products import low_rank
+from deltatune.ops.products.low_rank import (
+    BOTH,
+    COLUMNS,
+    ROWS,
+    WIDE,
+    LowRankProduct,
+    add_product,
+    both_products,
+    columns_product,
+    rows_product,
+)
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(ROWS)
 SCALE = 1.75
@@ -121,7 +130,7 @@ def test_every_number_of_rows_that_a_block_takes(rank, lines, gpu, divide):
 # Ten and more parts of the rows, and of the columns: a block loads the shares of eight at once.
 @pytest.mark.parametrize(("side", "width", "rank"), [(1, 648, 8), (2, 200, 7), (8, 1096, 16), (4, 40, 64)])
 def test_sums_of_several_blocks(side, width, rank, gpu, divide):
-    each = low_rank_kernels.round_rows(rank, side)
+    each = low_rank.round_rows(rank, side)
     divide(side, each)
     assert max(_errors(gpu, mx.bfloat16, 9 * each + 5, width, rank)) <= 1
 
@@ -274,17 +283,17 @@ def test_when_the_kernels_are_used(monkeypatch):
 
 def test_how_the_work_is_divided(monkeypatch):
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
-    rows = [low_rank_kernels.rows_lines(total, 8) for total in (1, 1024, 2048, 3584, 4096, 16384)]
+    rows = [low_rank.rows_lines(total, 8) for total in (1, 1024, 2048, 3584, 4096, 16384)]
     assert rows == [16, 16, 16, 32, 32, 64]
-    assert low_rank_kernels.rows_lines(16384, 64) == 32
-    low_rank_kernels.division.cache_clear()
+    assert low_rank.rows_lines(16384, 64) == 32
+    low_rank.division.cache_clear()
     for columns in (16, 512, 1024, 2048, 3584, 4096, 6144):
         for along in (False, True):
-            side, each = low_rank_kernels.division(4096, columns, 8, along)
-            assert each % low_rank_kernels.round_rows(8, side) == 0
+            side, each = low_rank.division(4096, columns, 8, along)
+            assert each % low_rank.round_rows(8, side) == 0
             blocks = -(-columns // (64 * side)) * -(-4096 // each)
             assert blocks >= (16 if columns == 16 else 128)
-    low_rank_kernels.division.cache_clear()
+    low_rank.division.cache_clear()
 
 
 @pytest.fixture

@@ -199,7 +199,6 @@ class _Part:
         return self.options.with_sinks or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
     def blocks(self) -> Iterator[QueryBlock]:
-        """Yield the blocks that see a key, in order."""
         (*heads, queries, _), keys, options = self.queries[0].shape, self.k.shape[3], self.options
         ahead, first = keys - queries, 0
         while first < queries:
@@ -226,7 +225,6 @@ class _Part:
         return rows.reshape(*rows.shape[:2], 1, -1, rows.shape[4])
 
     def unfolded(self, rows: mx.array, block: QueryBlock) -> mx.array:
-        """Undo `folded`."""
         return rows.reshape(*rows.shape[:2], -1, block.last - block.first, rows.shape[4])
 
     def weights(self, rows: mx.array, block: QueryBlock) -> tuple[mx.array, mx.array | None]:

@@ -107,7 +107,6 @@ def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> La
 
 @lru_cache(maxsize=1024)
 def _plan(kernel: Kernel, options: FusedOptions, machine: str, dtype: mx.Dtype, *shapes: Shape) -> Plan:
-    """Return the plan of a kernel for q, k and v of these shapes."""
     q, k, v = shapes
     kinds: Outputs = {"y": ((*q[:3], v[3]), dtype), "sums": (q[:3], mx.float32)}
     kinds |= {"dq": (q, dtype), "dk": (k, dtype), "dv": (v, dtype)}

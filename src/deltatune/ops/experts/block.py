@@ -170,7 +170,6 @@ class _Block:
     def backward(
         self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays, saved: _Arrays
     ) -> list[mx.array]:
-        """Return the gradients of x, of the scores, and of each of the arguments."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
@@ -249,7 +248,6 @@ class _Block:
         return tiles.astype(mx.float32) if self.in_fp32 else tiles
 
     def _with_arguments(self, arguments: _Arrays, dtype: mx.Dtype) -> tuple[Readers, Projection]:
-        """Return up and gate, and down, with these arguments."""
         remaining = iter(arguments)
         up, down, *gate = [
             p.with_arguments(*islice(remaining, len(p.argument_names))).with_factors_for(dtype)
@@ -259,7 +257,6 @@ class _Block:
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:
-    """Choose the sizes of tiles and chunks, from shapes alone."""
     experts, pairs = projections[0].experts, tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)

@@ -108,7 +108,6 @@ def product_case(
 
 
 def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
-    """Return the inputs and outputs of a product with this tile."""
     if isinstance(tile, HopperTile):
         return _INPUTS, tile.columns + _OUTPUTS_OVER
     outputs = _SMALL if tile[1] < _LARGE // 2 else _LARGE
@@ -127,7 +126,6 @@ def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Device]
 
 
 def _drawn(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:
-    """Draw rows of inputs, rows of outputs, and a matrix for each expert."""
     rows = sum(_COUNTS)
     shapes = ((rows, inputs), (rows, outputs), (len(_COUNTS), outputs, inputs))
     return random_arrays([(shape, dtype) for shape in shapes])

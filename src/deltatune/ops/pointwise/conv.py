@@ -177,7 +177,6 @@ class _Form:
         return ("q", "k", "v") if self.heads else ("y",)
 
     def outputs(self, x: mx.array) -> Outputs:
-        """The shapes and dtypes of the forward kernel's outputs."""
         tokens, heads = (x.shape[0], x.shape[1] - self.before), self.heads
         shapes: list[tuple[int, ...]] = [(*tokens, heads.count, heads.size)] * 2 if heads else []
         shapes.append((*tokens, self.values))

@@ -103,7 +103,6 @@ def serves(x: mx.array, rows: int) -> bool:
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
-    """The same sum by MLX's operations, in fp32."""
     rows = x[index]
     if weights is not None:
         rows = rows * weights[..., None].astype(rows.dtype)
