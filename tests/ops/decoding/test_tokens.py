@@ -73,7 +73,7 @@ def named(value: Any) -> str:
     return value.__name__.rpartition(".")[2] if hasattr(value, "KERNEL") else str(value)
 
 
-@pytest.mark.parametrize(("module", "case"), cases(), ids=named)
+@pytest.mark.parametrize(("module", "case"), list(cases()), ids=named)
 def test_a_token_is_that_of_the_definition(module, case, running):
     """Behind a row's last key lies NaN."""
     verdict = judged(module.trial_case(*case), running(module.KERNEL), "kernel")
