@@ -132,9 +132,3 @@ def test_other_devices_do_not_use_the_kernel(monkeypatch):
     for device in ("cpu", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
-
-
-@pytest.mark.parametrize("gradient_dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize(("dtype", "factor"), [(mx.float32, 1.0001), (mx.bfloat16, 1.01), (mx.float16, 1.002)], ids=str)
-def test_a_kernel_that_is_wrong_or_fails_is_not_used(dtype, factor, gradient_dtype, check_trial):
-    check_trial(adam.trial_case(dtype, gradient_dtype), factor)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from host_machine import HostMachine, plant, shows
 
+from against_float64 import drawn, errors, with_gradients
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import header, on
@@ -35,39 +36,11 @@ CASES = {
 SMALL = "eight heads of 32, gates"
 
 
-def drawn(*shapes, dtype=mx.float32, seed=5):
-    keys = mx.random.split(mx.random.key(seed), len(shapes))
-    return [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
-
-
 def given(case, dtype=mx.float32, batch=2):
     """x and the weight of a case, and its options."""
     width, rotary_dims, count, length, gated = CASES[case]
     x, weight = drawn((batch, length, count, width * (2 if gated else 1)), (width,), dtype=dtype)
     return [x, weight], (EPS, rotary_dims, BASE, gated)
-
-
-def with_gradients(function, arrays, cotangents):
-    outputs, gradients = mx.vjp(lambda *primals: list(function(*primals)), arrays, cotangents)
-    return [*outputs, *gradients]
-
-
-def error(found, exact):
-    found = np.array(found.astype(mx.float32), np.float64)
-    assert found.shape == exact.shape
-    return np.abs(found - exact).max() / np.abs(exact).max()
-
-
-def errors(function, reference, arrays):
-    """The errors of outputs and gradients; where something is NaN, so is its error."""
-    outputs = function(*arrays)
-    cotangents = drawn(*[y.shape for y in outputs], dtype=arrays[0].dtype, seed=6)
-    found = with_gradients(function, arrays, cotangents)
-    assert all(each.dtype == arrays[0].dtype for each in found)
-    with mx.stream(mx.cpu):
-        wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
-        exact = [np.array(array) for array in with_gradients(reference, wide, d)]
-    return [error(one, other) for one, other in zip(found, exact, strict=True)]
 
 
 def turned_errors(case, execute, dtype=mx.float32, spread=1.0):

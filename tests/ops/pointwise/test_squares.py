@@ -65,8 +65,3 @@ def test_when_launches_are_used(monkeypatch):
         np.testing.assert_allclose(sum_of_squares(arrays), squares._with_mlx(arrays), rtol=1e-5)
         sum_of_squares([*arrays, mx.ones((3,), mx.float16)])
         assert len(launches) == times
-
-
-def test_a_kernel_that_is_wrong_or_fails_is_not_used(check_trial, monkeypatch):
-    monkeypatch.setattr(squares, "_MOST", 512)
-    check_trial(squares.trial_case(mx.bfloat16), 1.001)
