@@ -42,18 +42,14 @@ ROWS = Kernel(
 COLUMNS = replace(
     ROWS,
     name="low_rank_columns",
-    values=("In", "RANK", "SIDE", "GROUPS", "ACROSS"),
+    body="sum_over_rows",
+    values=("In", "RANK", "SIDE", "GROUPS", "ACROSS", "ALONG"),
     sizes=("wide_shape[0]", "wide_shape[1]", "threadgroups_per_grid.y"),
-    arrays=("narrow", "wide", "numbers", "out", "handed"),
+    arrays=("narrow", "wide", "weight", "numbers", "out", "along", "handed"),
     memory="LowRankColumnsMemory",
     memory_values=("RANK", "SIDE", "GROUPS", "ALONG"),
 )
-BOTH = replace(
-    COLUMNS,
-    name="low_rank_both",
-    values=("In", "RANK", "SIDE", "GROUPS"),
-    arrays=("narrow", "wide", "weight", "numbers", "out", "along", "handed"),
-)
+BOTH = replace(COLUMNS, name="low_rank_both")
 WIDE = replace(
     ROWS,
     name="low_rank_wide",
@@ -204,17 +200,18 @@ class LowRankProduct:
 
 @lru_cache(maxsize=1024)
 def _plan(product: LowRankProduct, rows: int, columns: int) -> Plan:
+    along = product.kernel is BOTH
     values: Values = {
         "In": product.dtype,
         "RANK": product.rank,
         "LINES": product.block_rows,
         "SIDE": product.side,
         "GROUPS": product.groups,
-        "ALONG": product.kernel is BOTH,
+        "ALONG": along,
     }
     return Plan(
         outputs=product.outputs(rows, columns),
-        values=values | dict.fromkeys(("TRANSPOSED", "ACROSS", "TURNED"), product.turned),
+        values=values | {"TRANSPOSED": product.turned, "ACROSS": product.turned or along, "TURNED": product.turned},
         blocks=product.blocks(rows, columns),
         groups=product.groups,
         written=product.written(),
