@@ -16,8 +16,7 @@ from ...machine import backend
 from ..products.quantized_product import unpacked
 from . import grouped, trial_case
 from .grouped_hopper import GroupedProduct, Packed
-from .single_rows import needs_whole_matrices, single_rows
-from .tiles import Chunk
+from .tiles import Chunk, needs_whole_matrices, single_rows
 
 
 @dataclass(frozen=True)
