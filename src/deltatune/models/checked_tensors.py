@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError, reason
-from ..ops.experts import single_rows
+from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..patches.tables.loading import without_gaps
 from .transformers_configs import with_joined_experts, with_released_names
@@ -23,7 +23,7 @@ def checked(model_class: type, path: Path) -> type:
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), arrays_of(self.parameters()))
-        if single_rows.needs_whole_matrices():
+        if needs_whole_matrices():
             weights = without_gaps(weights)
         return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
 

@@ -358,6 +358,14 @@ def plant(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+def shows(wrong: Callable[[], bool], fault: str = "") -> bool:
+    """Whether a planted defect makes a result `wrong`, or the run is refused by a fault that begins so."""
+    try:
+        return wrong()
+    except HostError as refusal:
+        return str(refusal).startswith(fault)
+
+
 def _bytes(array: mx.array) -> np.ndarray:
     flat = mx.contiguous(array).reshape(-1)
     return np.array(flat.astype(mx.uint8) if array.dtype == mx.bool_ else flat.view(mx.uint8))

@@ -22,7 +22,7 @@ from deltatune.ops.decoding import gated_attention_token, linear_token, sampled_
 from deltatune.ops.decoding.gated_attention_token import GatedAttention
 from deltatune.ops.decoding.linear_token import TokenBlock
 from deltatune.ops.experts import grouped, grouped_hopper
-from deltatune.ops.experts.grouped_product import GroupedProduct, Packed
+from deltatune.ops.experts.grouped_hopper import GroupedProduct, Packed
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.fused_passes import no_initial_state
