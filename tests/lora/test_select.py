@@ -237,18 +237,3 @@ def test_a_weight_read_after_a_test_of_the_class_takes_an_adapter():
     before = dict(model)
     assert directly_read(model, {"tested": model.tested, "read": model.read}) == {"read": "weight"}
     assert dict(model) == before
-
-
-def test_a_module_may_have_a_static_method_and_a_class_as_attributes():
-    class Doubling(nn.Linear):
-        activation = nn.ReLU
-
-        @staticmethod
-        def doubled(x):
-            return 2 * x
-
-        def __call__(self, x):
-            return self.activation()(self.doubled(super().__call__(x)))
-
-    model = nn.Sequential(nn.Embedding(8, 4), Doubling(4, 4))
-    assert directly_read(model, {"layers.1": model.layers[1]}) == {}

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from packaging.version import InvalidVersion, Version
 
-from ..errors import UserError
+from ..errors import UserError, first_few
 from ..json_files import read_json
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
@@ -54,7 +54,6 @@ _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # The release of PEFT from which A of an expert layer's parameter multiplies the layer's inputs.
 _EXPERTS_BY_INPUT = (0, 20)
-_NAMED = 3
 
 
 @dataclass
@@ -192,10 +191,9 @@ def from_peft_adapter(
         collected.add(module, leaves)
     collected.join_single_experts()
     if collected.strangers:
-        more = f" and {len(collected.strangers) - _NAMED:,} more" if len(collected.strangers) > _NAMED else ""
         raise UserError(
             f"adapter {where} is for another model, or on modules that MLX has no adapter for: no place for "
-            f"{', '.join(collected.strangers[:_NAMED])}{more}."
+            f"{first_few(collected.strangers, separator=', ')}."
         )
     collected.settle_head(where)
     dropout = float(config.get("lora_dropout") or 0.0)

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
+from ..errors import UserError, first_few
 from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
@@ -29,7 +29,7 @@ from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
 from .padded_ranks import fitted, rank_of, with_rank_and_scale, without_padding
-from .parts import part_of
+from .select import part_of
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -41,8 +41,6 @@ RUN_OPTIONS = "run_options.json"
 
 # An adapter of a fused linear (mlx_lm.models.afm7) holds a list of factors, so that a number may follow the name.
 _LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)?$")
-# How many tensors an error message names.
-_NAMED_TENSORS = 3
 
 
 def save_adapters(
@@ -105,7 +103,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in by_path))]
     if outside:
         raise UserError(
-            f"{_first_few(outside)} is trained beside adapters: mlx-lm's format has no place for it; freeze it."
+            f"{first_few(outside)} is trained beside adapters: mlx-lm's format has no place for it; freeze it."
         )
     kinds = {getattr(adapter, "kind", "lora"): path for path, adapter in by_path.items()}
     if len(kinds) > 1:
@@ -114,7 +112,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         )
     rates = {dropout_rate(adapter.dropout): path for path, adapter in by_path.items()}
     if len(rates) > 1:
-        paths = _first_few(list(rates.values()))
+        paths = first_few(list(rates.values()))
         raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
     stored = {path: _stored(adapter) for path, adapter in by_path.items()}
     rank = max(rank_of(leaves) for leaves in stored.values())
@@ -321,7 +319,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     if not_finite:
         raise UserError(
             f"adapter {path}: {len(not_finite):,} of its {len(tensors):,} tensors hold NaN or infinity: "
-            f"{_first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
+            f"{first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
         )
     return tensors
 
@@ -374,10 +372,5 @@ def _refuse(where: Path, misfits: list[str], count: int) -> None:
     if misfits:
         raise UserError(
             f"adapter {where} is for another model: {len(misfits):,} of its {count:,} tensors do not fit: "
-            f"{_first_few(misfits)}."
+            f"{first_few(misfits)}."
         )
-
-
-def _first_few(items: list[str]) -> str:
-    more = f" and {len(items) - _NAMED_TENSORS:,} more" if len(items) > _NAMED_TENSORS else ""
-    return "; ".join(items[:_NAMED_TENSORS]) + more

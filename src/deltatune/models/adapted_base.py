@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..lora import load_adapters
 from ..lora.adapter_files import WEIGHTS, read_config, read_weights
-from ..lora.parts import part_of
+from ..lora.select import part_of
 from .load import Loaded, load_model, load_vision_tower, locate
 from .load import load as load_checkpoint
 from .trained_checkpoint import is_trained_checkpoint

@@ -326,14 +326,16 @@ def _kinds_in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) ->
     """The intervals and lists that mlx-lm reads in place of the kind of every layer."""
     values: dict[str, Any] = {}
     kinds = part.get("layer_types")
-    if isinstance(kinds, list) and _FULL in kinds:
-        interval = kinds.index(_FULL) + 1
-        other = {kind for kind in kinds if kind != _FULL}
-        regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
-        if regular and other <= {"linear_attention"}:
+    if isinstance(kinds, list):
+        interval = _interval_of(kinds)
+        field = fields.get("sliding_window_pattern")
+        if set(kinds) <= {_FULL, _SLIDING} and field is not None and "str" in str(field.type):
+            # A word of L and G for each layer.
+            values["sliding_window_pattern"] = "".join("L" if kind == _SLIDING else "G" for kind in kinds)
+        elif set(kinds) <= {_FULL, _SLIDING} and interval is not None:
+            values["sliding_window_pattern"] = interval
+        if _FULL in kinds and set(kinds) <= {_FULL, "linear_attention"} and interval is not None:
             values["full_attention_interval"] = interval
-    if isinstance(kinds, list) and set(kinds) <= {_FULL, _SLIDING}:
-        values |= _window_pattern(kinds, fields)
     mixers = part.get("mlp_layer_types") or getattr(native, "mlp_layer_types", None)
     if isinstance(mixers, list):
         values["first_k_dense_replace"] = mixers.count("dense")
@@ -341,14 +343,11 @@ def _kinds_in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) ->
     return values
 
 
-def _window_pattern(kinds: list[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window_pattern` for a list of kinds: a word of L and G for each layer, or after how many one is full."""
-    field = fields.get("sliding_window_pattern")
-    if field is not None and "str" in str(field.type):
-        return {"sliding_window_pattern": "".join("L" if kind == _SLIDING else "G" for kind in kinds)}
+def _interval_of(kinds: list[str]) -> int | None:
+    """Return after how many layers one is full; None where that differs."""
     interval = kinds.index(_FULL) + 1 if _FULL in kinds else len(kinds) + 1
     regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
-    return {"sliding_window_pattern": interval} if regular else {}
+    return interval if regular else None
 
 
 _EXPERT = re.compile(r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<rest>(?:gate|up|down)_proj\.\w+)$")
@@ -449,14 +448,8 @@ _CHANGING = (
     "use_bidirectional_attention",
 )
 # Names of functions that are the same, or differ by 0.1 % (known_faults.py names the families where they do).
-_ALIKE = {
-    "swish": "silu",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_accurate": "gelu",
-}
+_GELUS = ("gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate")
+_ALIKE = {"swish": "silu", **dict.fromkeys(_GELUS, "gelu")}
 
 
 def check_options(config: Config) -> None:
@@ -476,9 +469,7 @@ def check_options(config: Config) -> None:
     values = transformers_values(part)
     read = fields_beside(part)
     for name in differing:
-        if name in read or name not in defaults:
-            continue
-        if _plain(values[name]) != _plain(defaults[name]):
+        if name not in read and name in defaults and _plain(values[name]) != _plain(defaults[name]):
             raise UserError(
                 f"config.json: it sets {name} to {values[name]!r}, and mlx-lm's {part.get('model_type')} computes with "
                 f"{defaults[name]!r} whatever it is: its logits would not be those of transformers. Train another "
