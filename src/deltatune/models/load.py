@@ -312,7 +312,8 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
     except StrictDataclassError as error:
         raise UserError(f"config {path / 'config.json'}: transformers refuses it: {reason(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
+        hint = " (--trust-remote-code runs it)" if "trust_remote_code" in str(error) else ""
+        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{hint}") from error
     except Exception as error:
         # The tokenizers package raises Exception itself for a file that it cannot parse. Subclasses are defects.
         if type(error) is not Exception:
@@ -364,7 +365,7 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
             raise ValueError(f"{model_type!r} is no name of a model")
         return upstream.model_classes(with_known_type(config))
     except (ValueError, AttributeError) as error:
-        if _vision_only(config):
+        if "vision" in model_type.split("_") and "vocab_size" not in config and "text_config" not in config:
             message = "is that of a vision encoder alone; give the folder of the whole model."
         else:
             known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
@@ -372,15 +373,6 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
             nearest = f"; the nearest that it knows is {close[0]!r}" if close else ""
             message = f"is of a kind that mlx-lm {mlx_lm.__version__} does not know{nearest}."
         raise UserError(f"config.json: model_type {model_type!r} {message}") from error
-
-
-def _vision_only(config: dict[str, Any]) -> bool:
-    """Whether a config describes a vision encoder without a language model."""
-    return "vision" in config["model_type"].split("_") and "vocab_size" not in config and "text_config" not in config
-
-
-def _trust_hint(error: BaseException) -> str:
-    return " (--trust-remote-code runs it)" if "trust_remote_code" in str(error) else ""
 
 
 def refuse_unserved(

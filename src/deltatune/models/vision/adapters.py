@@ -17,12 +17,12 @@ from .split import has_vision
 
 def layers_for_mlx_vlm(model: nn.Module) -> int | None:
     """The number of layers that mlx-vlm needs to load this model's adapters, or None where names are enough."""
-    return completely_adapted_layers(model) if has_vision(model) and _adapts_experts(model) else None
+    return _completely_adapted_layers(model) if _is_loaded_by_number(model) else None
 
 
 def refused_by_mlx_vlm(model: nn.Module) -> list[str]:
     """A list with a message if mlx-vlm cannot load this model's adapter, else an empty list."""
-    if not has_vision(model) or not _adapts_experts(model) or completely_adapted_layers(model) is not None:
+    if not _is_loaded_by_number(model) or _completely_adapted_layers(model) is not None:
         return []
     return [
         "mlx-vlm 0.7.10 loads adapters on experts only if every module of the last layers has one and no other module "
@@ -30,7 +30,12 @@ def refused_by_mlx_vlm(model: nn.Module) -> list[str]:
     ]
 
 
-def completely_adapted_layers(model: nn.Module) -> int | None:
+def _is_loaded_by_number(model: nn.Module) -> bool:
+    switches = [isinstance(adapter, Adapter) and is_switch(adapter.base) for adapter in adapters(model).values()]
+    return has_vision(model) and any(switches)
+
+
+def _completely_adapted_layers(model: nn.Module) -> int | None:
     """How many of the last layers are adapted completely: every module that can take an adapter has one.
 
     None if any other module has an adapter, or one of those modules has none.
@@ -48,8 +53,3 @@ def completely_adapted_layers(model: nn.Module) -> int | None:
         if unadapted and "weight" in module and not isinstance(adapter_class(module, False), str):
             return None
     return count
-
-
-def _adapts_experts(model: nn.Module) -> bool:
-    """Whether any adapter is on experts."""
-    return any(isinstance(adapter, Adapter) and is_switch(adapter.base) for adapter in adapters(model).values())
