@@ -4,19 +4,19 @@ scripts/gguf_adapters.py does it with llama.cpp itself, and reads the files.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import copied
 from deltatune.cli import main
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
 from deltatune.models.vocabulary import token_tables
 from deltatune.options.config import LoraConfig
+from saved_adapters import moved
 
 MODELS = """
 import sys
@@ -43,16 +43,13 @@ def export(tiny_checkpoint, tmp_path):
 
     def call(kind="lora", *words, family="qwen3_next", rows=0, architecture="Known", **options):
         base = tmp_path / f"base{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(tiny_checkpoint(family), base)
-        config = json.loads((base / "config.json").read_text())
-        (base / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        copied(tiny_checkpoint(family), base, architectures=[architecture])
         model, _ = load_model(base)
         add_rows(model, dict.fromkeys(token_tables(model), rows) if rows else {})
         convert_to_lora(
             model, LoraConfig(**({"rank": 2, "scale": 3.0, "keys": ["*.o_proj"]} | options)), fine_tune_type=kind
         )
-        model.update(tree_map(lambda array: array + 0.01, model.trainable_parameters()))
-        save_adapters(model, tmp_path / "adapter", {})
+        save_adapters(moved(model), tmp_path / "adapter", {})
         found = ["export", "--to", "gguf-adapter", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
         return main([*found, "--save-path", str(tmp_path / "out.gguf"), "--llama-cpp", str(programs), *words])
 

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import copied, rewrite
 from console import called
 from deltatune.cli import main
-from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.models.load import load_model, load_tokenizer, read_config
-from deltatune.options.config import LoraConfig
+from deltatune.models.load import load_tokenizer, read_config
+from saved_adapters import adapted
 
 # It lists what it knows as the converter does, and writes what it was given in place of a GGUF file.
 CONVERTER = """
@@ -33,13 +32,8 @@ out.write_text(json.dumps(seen))
 @pytest.fixture
 def words(tiny_checkpoint, tmp_path):
     """The words of an export of an adapter on a tiny model, without those that name its architecture."""
-    base = Path(shutil.copytree(tiny_checkpoint("qwen3_next"), tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Known"]}))
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    model.update(tree_map(lambda array: array + 0.01, model.trainable_parameters()))
-    save_adapters(model, tmp_path / "adapter", {})
+    base = copied(tiny_checkpoint("qwen3_next"), tmp_path / "base", architectures=["Known"])
+    adapted(base, tmp_path / "adapter", keys=["*.o_proj"])
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
     found = ["export", "--to", "gguf", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
@@ -121,8 +115,7 @@ def test_a_modelfile_lies_beside_the_file(words, plain_names, tmp_path, capsys):
 
 @pytest.mark.bad_input("--to gguf: a family that llama.cpp does not know")
 def test_a_family_that_llama_cpp_does_not_know_is_refused_by_name(words, plain_names, tmp_path, capsys):
-    config = tmp_path / "base" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen9ForCausalLM"]}))
+    rewrite(tmp_path / "base" / "config.json", architectures=["Qwen9ForCausalLM"])
     assert main(words) == 2
     assert "does not know Qwen9ForCausalLM (model_type qwen3_next)" in capsys.readouterr().err
 
@@ -151,14 +144,10 @@ def test_output_of_a_failed_converter_is_quoted(words, plain_names, tmp_path, ca
 
 def test_a_template_with_a_history_of_its_own_kind_is_named_by_the_script(words, tiny_checkpoint, tmp_path):
     """Qwen3's drops earlier reasoning; the names of a dense Qwen3 are the same for MLX and for Hugging Face."""
-    base = Path(shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "qwen3"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Known"]}))
+    base = copied(tiny_checkpoint("qwen3"), tmp_path / "qwen3", architectures=["Known"])
     template = Path(__file__).parents[1] / "data" / "templates" / "qwen3.jinja"
     shutil.copyfile(template, base / "chat_template.jinja")
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    save_adapters(model, tmp_path / "other", {})
+    adapted(base, tmp_path / "other", keys=["*.o_proj"])
     words[words.index("--model") + 1] = str(base)
     words[words.index("--adapter-path") + 1] = str(tmp_path / "other")
     done = called(*words)

@@ -16,8 +16,6 @@ from deltatune.options.config import LoraConfig
 from families import FAMILIES
 
 TOKENS = mx.array([[5, 6, 7]])
-PLAIN = ["qwen3", "gemma3_text"]
-HYBRIDS = [family for family in FAMILIES if family not in PLAIN]
 
 
 def chosen(model: nn.Module, num_layers: int = -1, dora: bool = False, **options) -> list[str]:
@@ -30,14 +28,10 @@ def refused(match: str, model: nn.Module, num_layers: int = -1, dora: bool = Fal
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_kinds_of_layers(tiny_model, family):
-    assert [layer_kind(layer) for layer in tiny_model(family).layers] == ["delta", "delta", "delta", "attention"]
-
-
-@pytest.mark.parametrize("family", PLAIN)
-def test_kinds_of_plain_layers(tiny_model, family):
-    assert {layer_kind(layer) for layer in tiny_model(family).layers} == {"attention"}
+    others = "attention" if family in ("qwen3", "gemma3_text") else "delta"
+    assert [layer_kind(layer) for layer in tiny_model(family).layers] == [*[others] * 3, "attention"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
