@@ -51,7 +51,7 @@ def test_the_policy_is_that_of_its_definition(temperature, top_k, top_p, min_p):
 
 
 def adapted(tiny_model):
-    model = tiny_model("qwen3_5").eval()
+    model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2).eval()
     convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
     return model
 

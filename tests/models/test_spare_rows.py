@@ -7,10 +7,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from checkpoint_copies import copied, rewrite, rewritten
+from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.new_rows import grown_tables
 from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model
 from deltatune.models.vocabulary import resize_embeddings
+from deltatune.options.config import LoraConfig
 from new_tokens import TOKENS, write_data
 
 LAST = 308  # The tokens of the base have the ids below; the rows from here on are spare.
@@ -82,9 +84,10 @@ def test_trained_rows_and_full_tables_stay(base, tiny_checkpoint):
 @pytest.mark.bad_input("an adapter with new_rows_from {value}")
 @pytest.mark.parametrize("value", [0, 321, "x"])
 def test_a_wrong_place_is_refused(run, base, tmp_path, value):
-    folder = tmp_path / "out"
-    options = ["--batch-size", 2, "--iters", 1, "--resize-embeddings", "--data", write_data(tmp_path / "data")]
-    assert run("train", "--model", base, "--adapter-path", folder, *options)[0] == 0
+    folder, loaded = tmp_path / "out", load(base)
+    resize_embeddings(loaded)
+    convert_to_lora(loaded.model, LoraConfig(rank=2, keys=["*.o_proj"]))
+    save_adapters(loaded.model, folder, {})
     rewrite(folder / "adapter_config.json", new_rows_from=value)
     code, _, error = run("generate", "--model", base, "--adapter-path", folder, "--prompt", "a")
     assert (code, error.count("\n")) == (2, 1)
