@@ -10,7 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.lora.new_rows import add_rows
 from deltatune.models.load import load_model
+from deltatune.models.vocabulary import token_tables
 from deltatune.options.config import LoraConfig
 
 
@@ -22,12 +24,13 @@ def moved(model: nn.Module, size: float = 0.03, seed: int | None = None) -> nn.M
     return model
 
 
-def adapted(base: Path, folder: Path | None = None, kind: str = "lora", **options: Any) -> nn.Module:
+def adapted(base: Path, folder: Path | None = None, kind: str = "lora", rows: int = 0, **options: Any) -> nn.Module:
     """Load a checkpoint's model with a random adapter, or with changed weights for the kind "full".
 
-    `folder` is where that is saved. The options are those of LoraConfig.
+    `folder` is where that is saved, with so many rows for new tokens. The options are those of LoraConfig.
     """
     model, _ = load_model(base)
+    add_rows(model, dict.fromkeys(token_tables(model), rows) if rows else {})
     convert_to_lora(model, LoraConfig(**{"rank": 4, "scale": 2.0} | options), fine_tune_type=kind)
     moved(model, seed=7)
     if folder is not None:

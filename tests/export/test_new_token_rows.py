@@ -16,12 +16,9 @@ from checkpoint_copies import rewrite, rewritten
 from deltatune.cli import main
 from deltatune.export.new_token_rows import OPTION
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
-from deltatune.lora import convert_to_lora, load_adapters, save_adapters
-from deltatune.lora.new_rows import add_rows
+from deltatune.lora import load_adapters
 from deltatune.models.load import load_model
-from deltatune.models.vocabulary import token_tables
-from deltatune.options.config import LoraConfig
-from saved_adapters import moved
+from saved_adapters import adapted
 
 FIRST, NEW = 320, 3
 TOKENS = mx.array([[5, FIRST, 7, FIRST + 2, 9]])
@@ -31,11 +28,7 @@ ROWS = f"{TABLE}.token_adapter.trainable_tokens_delta"
 
 def grown(base: Path, folder: Path) -> nn.Module:
     """Save a random adapter with rows for new tokens in folder/adapter; returns the model."""
-    model, _ = load_model(base)
-    add_rows(model, dict.fromkeys(token_tables(model), NEW))
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    save_adapters(moved(model, 0.1), folder / "adapter", {})
-    return model
+    return adapted(base, folder / "adapter", rows=NEW, keys=["*.o_proj"])
 
 
 def exported(base: Path, folder: Path) -> int:

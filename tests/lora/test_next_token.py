@@ -9,7 +9,7 @@ from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
 
-from deltatune.lora import LoRALinear, next_token
+from deltatune.lora import LoRALinear, linear
 from deltatune.machine import backend
 from deltatune.ops.tracing import trace
 from deltatune.patches import patched
@@ -30,13 +30,13 @@ def on_a_gpu(monkeypatch):
 def casts(monkeypatch) -> list[mx.array]:
     """A list that grows by the lora_a of each adapter with factors that are cast and kept."""
     made: list[mx.array] = []
-    cast = next_token._cast
+    cast = linear._cast
 
     def counted(a, *others):
         made.append(a)
         return cast(a, *others)
 
-    monkeypatch.setattr(next_token, "_cast", counted)
+    monkeypatch.setattr(linear, "_cast", counted)
     return made
 
 

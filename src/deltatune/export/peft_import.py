@@ -19,9 +19,8 @@ from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
 from ..lora.weights import input_size
-from ..models.adapted_base import LOADER, loader_of
+from ..models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ..models.load import load_model, load_vision_tower, locate
-from ..models.vision.adapters import layers_for_mlx_vlm
 from .expert_factors import Factors, from_early_peft, from_peft, split
 from .module_names import Places, TransformersNames, short
 from .new_token_rows import install_rows, take_rows

@@ -133,7 +133,10 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
     model.update_modules(tree_unflatten(list(new_adapters.items())))
     model.freeze()
     for adapter in adapters(model).values():
-        _unfreeze_adapter(adapter)
+        if isinstance(adapter, Adapter):
+            adapter.unfreeze_adapter()
+        else:
+            adapter.unfreeze(recurse=False)
     unfreeze_new_rows(model)
 
 
@@ -147,13 +150,6 @@ def _complete(model: nn.Module) -> None:
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
     """Return every adapter in the model by its path, including those that a layer's own `to_lora` made."""
     return {path: m for path, m in reversed(model.named_modules()) if isinstance(m, Adapter) or "lora_a" in m}
-
-
-def _unfreeze_adapter(adapter: nn.Module) -> None:
-    if isinstance(adapter, Adapter):
-        adapter.unfreeze_adapter()
-    else:
-        adapter.unfreeze(recurse=False)
 
 
 def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
@@ -176,16 +172,10 @@ def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
 
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
-    notes = []
-    odd_widths = [
-        path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]
-    ]
-    if dora and odd_widths:
-        notes.append(
-            f"mlx-lm cannot load DoRA on {len(odd_widths)} modules of 3, 5 or 6 bits, such as {odd_widths[0]}; "
-            "deltatune can."
-        )
-    return notes
+    packed = [path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]]
+    if not dora or not packed:
+        return []
+    return [f"mlx-lm cannot load DoRA on {len(packed)} modules of 3, 5 or 6 bits, such as {packed[0]}; deltatune can."]
 
 
 def whole_modules(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> list[str]:

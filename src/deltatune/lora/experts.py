@@ -29,6 +29,34 @@ _RANKS = {"cpu": 1, "metal": 1, "cuda": 8}
 _ARRAY_NAMES = ("weight", "bias", "scales", "biases", "global_scale")
 
 
+class PlainSwitchLinear(nn.Module):
+    """The dense layer that a quantised one becomes when it is fused with `dequantize`.
+
+    It holds weight [E, out, in] and, where the quantised layer has one, bias [E, out].
+    """
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts."""
+        return self["weight"].shape[0]
+
+    @property
+    def output_dims(self) -> int:
+        """The size of an output row."""
+        return self["weight"].shape[1]
+
+    @property
+    def input_dims(self) -> int:
+        """The size of an input row."""
+        return self["weight"].shape[2]
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return weight[e] x + bias[e], with arguments as for LoRASwitchLinear."""
+        weight = self["weight"].swapaxes(-1, -2)
+        y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
 class LoRASwitchLinear(Adapter):
     """A linear layer per expert with a low-rank update each.
 
@@ -39,6 +67,7 @@ class LoRASwitchLinear(Adapter):
     """
 
     base_name = "linear"
+    dense_class = PlainSwitchLinear
 
     def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__(linear, scale, dropout)
@@ -46,14 +75,6 @@ class LoRASwitchLinear(Adapter):
         inputs = input_size(linear)
         self.lora_a = uniform(inputs, (experts, rank, inputs))
         self.lora_b = mx.zeros((experts, outputs, rank))
-
-    @property
-    def dense_class(self) -> type[nn.Module]:  # type: ignore[override]
-        """The dense class of mlx-lm."""
-        # Adapters alone need no mlx_lm, which is slow to import.
-        from mlx_lm.models.switch_layers import SwitchLinear
-
-        return SwitchLinear
 
     # mlx-lm and mlx-vlm read these three sizes of a switch linear, adapted or not.
 

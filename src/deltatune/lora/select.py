@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -62,12 +62,9 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
         indices = sorted({index % count for index in config.layers})
     else:
         indices = list(range(count))[-max(num_layers, 0) :]
-    chosen = [paths[index] for index in indices]
-    return chosen if config.layer_kinds is None else _of_kind(model, chosen, config.layer_kinds)
-
-
-def _of_kind(model: nn.Module, chosen: list[str], wanted: list[str]) -> list[str]:
-    """Return those of the chosen layers that are of a wanted kind."""
+    chosen, wanted = [paths[index] for index in indices], config.layer_kinds
+    if wanted is None:
+        return chosen
     modules = dict(model.named_modules())
     kinds = {path: layer_kind(modules[path]) for path in chosen}
     matching = [path for path in chosen if kinds[path] in wanted]
@@ -140,7 +137,13 @@ class _ModuleNames:
     """Every module with a matrix of its own, outside adapters, by its full path and by its path inside its layer."""
 
     def __init__(self, model: nn.Module, layers: list[str]):
-        self.modules = {path: m for path, m in _outside_adapters(model) if "weight" in m and m["weight"].ndim > 1}
+        whole = {path: module for path, module in model.named_modules() if isinstance(module, (Adapter, GrownTable))}
+        inside = tuple(f"{path}." for path in whole)
+        self.modules = {
+            path: module
+            for path, module in reversed(model.named_modules())
+            if path not in whole and not path.startswith(inside) and "weight" in module and module["weight"].ndim > 1
+        }
         # The path of the layer that a module belongs to, or an empty string.
         self.layer: dict[str, str] = {}
         for path in self.modules:
@@ -157,14 +160,6 @@ class _ModuleNames:
         # A name such as q_proj stands for all modules of this name, as in PEFT's target_modules.
         names = (path, self.relative(path), path.rpartition(".")[2])
         return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    whole = (Adapter, GrownTable)
-    inside = [path + "." for path, module in model.named_modules() if isinstance(module, whole)]
-    for path, module in reversed(model.named_modules()):
-        if not isinstance(module, whole) and not path.startswith(tuple(inside)):
-            yield path, module
 
 
 def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
