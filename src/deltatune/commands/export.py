@@ -207,7 +207,7 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.gguf_adapter import write_gguf_adapter
+    from ..export.gguf_file import write_gguf_adapter
 
     outtype = _outtype(arguments, "f32")
     path = write_gguf_adapter(
