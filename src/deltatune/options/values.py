@@ -101,11 +101,14 @@ class Range:
 
 
 FINITE = Range()
+COUNT = Range(least=1)
+NOT_NEGATIVE = Range(least=0)
+POSITIVE = Range(above=0)
 
 
 def option(
-    default: Any,
     group: str,
+    default: Any,
     text: str,
     *,
     flag: bool | str = True,
@@ -116,8 +119,8 @@ def option(
     """Return the field of a dataclass that is an option.
 
     Args:
-        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
         group: The group in which the option is listed.
+        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
         text: The option's help text.
         flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
         choices: The texts that the option may be; any where there are none.
