@@ -114,7 +114,6 @@ class Chat:
         return line.strip()
 
     def _obey(self, question: str) -> None:
-        """Obey one of the letters, or answer."""
         if question == "h":
             say(f"{self._help()}.")
         elif question == "r":
@@ -128,7 +127,6 @@ class Chat:
             self._answer(question)
 
     def _plan(self, tokens: int) -> None:
-        """Plan memory for a conversation of so many tokens."""
         from ..plan.forward_placement import placed_answer
         from ..train.evaluation.inference import Prompt
 

@@ -124,7 +124,6 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
 
 
 def _session_options(config: TrainConfig, adapter_path: str | None) -> AnswerOptions:
-    """Return the options of the session in which a model is evaluated."""
     variables = config.chat_template_config
     return AnswerOptions(
         str(config.model),

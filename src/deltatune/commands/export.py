@@ -97,7 +97,6 @@ def export_adapter(
 
 
 def _exported(arguments: argparse.Namespace) -> list[str]:
-    """Export as the arguments say; return the lines that say it."""
     from ..export import hub
     from ..export.model_card import CARD, write_card
 
@@ -117,7 +116,6 @@ def _exported(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse flags that the target has no use for."""
     for name in _UNUSED[arguments.to]:
         if getattr(arguments, name) is not None:
             flag = "--" + name.replace("_", "-")

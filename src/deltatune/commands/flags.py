@@ -38,7 +38,6 @@ def _text(text: str) -> str:
 
 @_of_argument()
 def _template_variables(text: str) -> dict[str, Any]:
-    """Return the variables of a chat template that a JSON text holds."""
     return parsed_options(text, "")
 
 
@@ -51,7 +50,6 @@ def _ranks(text: str) -> Any:
 
 
 def _switch(text: str) -> bool | str:
-    """Return the value of a switch's text, or the text itself where it is another word."""
     return {"true": True, "false": False}.get(text, text)
 
 

@@ -48,7 +48,6 @@ def add(commands: Any) -> None:
 
 
 def _add_media(add: Any) -> None:
-    """Add the flags of images and videos to the command line."""
     add(
         "--image",
         nargs="+",

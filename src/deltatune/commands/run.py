@@ -116,7 +116,6 @@ def _compile_mode() -> AbstractContextManager[object]:
 
 
 def _program(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the command's Python program; UserError where it names none."""
     if command and Path(command[0]).name.startswith("python") and not command[0].endswith(".py"):
         return _interpreter(command[1:])
     if not command:
@@ -133,7 +132,6 @@ def _program(command: list[str]) -> Callable[[], None]:
 
 
 def _interpreter(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the words after `python`: FILE.py or -m MODULE."""
     if len(command) > 1 and command[0] == "-m":
         if not _is_module(command[1]):
             raise UserError(f"deltatune run: no module named {command[1]!r}; give one of this environment or folder.")
@@ -148,7 +146,6 @@ def _interpreter(command: list[str]) -> Callable[[], None]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a module of this name can be imported from the environment or the current folder."""
     if not all(part.isidentifier() for part in name.split(".")):
         return False
     sys.path.insert(0, os.getcwd())
@@ -161,7 +158,6 @@ def _is_module(name: str) -> bool:
 
 
 def _is_python(path: Path) -> bool:
-    """Whether the first line of the file asks for a Python interpreter."""
     with path.open("rb") as file:
         first = file.readline(256)
     return first.startswith(b"#!") and b"python" in first

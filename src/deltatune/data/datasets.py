@@ -174,7 +174,6 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
 
 
 def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
-    """Return the variables with which a trained model is asked; a note says where some answers had others."""
     options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)
     if config.train:
         reader.notes += notes + (answer_ends.note(tokenizer) if reader.prompts else [])
@@ -189,7 +188,6 @@ def _read_more(
 
 
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
-    """Return the examples of rows that were streamed."""
     return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
 
 
@@ -215,7 +213,6 @@ def _tables(
 
 
 def _features(values: dict[str, Any]) -> Features:
-    """Return the keys of a row from options such as `text_feature`."""
     named = {key.removesuffix("_feature"): value for key, value in values.items() if key.endswith("_feature")}
     return Features(**{key: value for key, value in named.items() if value is not None})
 
@@ -226,7 +223,6 @@ def _data_tables(
     open_jsonl: Callable[[Path], Any],
     open_dataset: Callable[..., dict[str, Any]],
 ) -> dict[str, list[Part]]:
-    """Return the tables that the option `data` names."""
     if config.data is None:
         raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
     features = _features(vars(config))
@@ -294,7 +290,6 @@ def _open_json(path: Path, open_jsonl: Callable[[Path], Any]) -> Any:
 def _hf_tables(
     config: TrainConfig, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
 ) -> dict[str, list[Part]]:
-    """Return the tables that the option `hf_dataset` names."""
     tables: dict[str, list[Part]] = {name: [] for name in needed}
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     for number, entry in enumerate(entries, 1):
@@ -389,7 +384,6 @@ def _check(
 
 
 def _rule(kinds: set[str], config: TrainConfig) -> str:
-    """Return one sentence that says which tokens count in the loss."""
     if config.mask_prompt is False and kinds - {TEXT}:
         return "Loss on every token, prompts included (--no-mask-prompt)."
     turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"

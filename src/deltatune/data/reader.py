@@ -121,7 +121,6 @@ class Reader:
 
     @cached_property
     def _encoding(self) -> str | None:
-        """The digest of all that turns a row into tokens, beside the options."""
         return token_cache.encoding_digest(self._tokenizer)
 
     def _key(self, table: DataTable, features: Features) -> str | None:
@@ -134,7 +133,6 @@ class Reader:
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
 
     def _vision_encoder(self, text: TextEncoder) -> VisionEncoder:
-        """Return the encoder of rows with images and videos."""
         assert self._vision is not None
         # The files of a data set under hf_dataset lie in the current folder.
         data = expanded(self._config.data or "")
@@ -143,7 +141,6 @@ class Reader:
         return VisionEncoder(text, self._vision.spec, reader, names)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
-        """Note how rows of other trainers' formats are read, their unread columns, and which take several rows."""
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
@@ -174,7 +171,6 @@ class Reader:
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
-        """Note how many examples of a table were too long, and whether they were skipped or truncated."""
         if not overlong:
             return
         skip = self._config.overlong == "skip"
@@ -222,7 +218,6 @@ def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:
 
 
 def _kind_cut(example: Example, limit: int) -> str | None:
-    """Return "image" or "video" if cutting the example would cut one in half, else None."""
     return None if example.pictures is None else example.pictures.kind_cut(example.tokens, limit)
 
 

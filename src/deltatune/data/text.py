@@ -156,7 +156,6 @@ class TextEncoder:
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of plain texts."""
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         inner = hugging_face_tokenizer(self._tokenizer)
@@ -165,7 +164,6 @@ class TextEncoder:
         return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
 
     def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
-        """Return the example of a plain text with an end token; all of its tokens count."""
         if self._mask_prompt:
             raise UserError(
                 f"{item.source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
@@ -179,7 +177,6 @@ class TextEncoder:
         return _example(tokens, np.ones(len(tokens), bool), "there is no token to predict", item.source)
 
     def _chat_example(self, item: Conversation, row: ChatRow, tokens: list[int], rows: int) -> Example:
-        """Return the example of one of a conversation's rows."""
         source = item.source if rows == 1 else f"{item.source}{PART}{row.messages})"
         targets, others = self._chats.targets(row, tokens, source)
         if item.turns is not None:

@@ -86,5 +86,4 @@ class VisionEncoder:
 
 
 def _media(content: Any) -> int:
-    """Return how many images and videos the content of a message has."""
     return sum(part["type"] in (IMAGE, VIDEO) for part in content) if isinstance(content, list) else 0

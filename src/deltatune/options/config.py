@@ -441,14 +441,12 @@ class TrainConfig:
         return [part.strip() for part in self.parts.split(",") if part.strip()]
 
     def _check_distillation(self) -> None:
-        """Refuse options with which no teacher can be imitated."""
         if self.teacher is None:
             raise UserError("loss: distill needs a teacher; name one with teacher, a folder or a name on the hub.")
         if self.beta is not None and self.beta > 1:
             raise UserError(f"beta: expected a number from 0 to 1 with loss distill, got {self.beta:g}.")
 
     def _check_streaming(self) -> None:
-        """Refuse options that have no meaning for streamed data."""
         if not self.streaming:
             return
         if self.loss not in ("sft", "distill"):

@@ -117,7 +117,6 @@ class BatchOrder:
         ]
 
     def _next_rows(self) -> list[int]:
-        """Return the row numbers of the next batch."""
         if self._step >= len(self._plan):
             self._epoch, self._step = self._epoch + 1, 0
             self._plan = self._epoch_plan(self._epoch)

@@ -106,7 +106,6 @@ class StreamOrder:
         self._part = restored
 
     def _next_part(self) -> _Part:
-        """Read the next window that has an example."""
         number, epoch, window = self._part.number, self._part.epoch, self._part.window
         while True:
             window = self._stream.window(window.after)

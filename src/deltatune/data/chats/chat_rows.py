@@ -202,7 +202,6 @@ def _behind_its_prompt(text: str, turn: int, render: Render, marks: Marks) -> st
 
 
 def _not_a_prompt(turn: int, prompt: str, text: str) -> str:
-    """Return the message for an answer that does not begin with its prompt, not even where it is the last message."""
     different = (index for index, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1])
     at = next(different, min(len(prompt), len(text)))
     before, after = (whole[max(at - 20, 0) : at + 20] for whole in (prompt, text))

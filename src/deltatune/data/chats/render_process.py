@@ -46,7 +46,6 @@ class _OvertimeError(RuntimeError):
 
 
 def _refusal(error: BaseException, limits: RenderLimits) -> str:
-    """Return the message for a template that raised an error, with the line of the template."""
     line = getattr(error, "lineno", None)
     frame = error.__traceback__
     while frame is not None:
@@ -136,7 +135,6 @@ class _Template:
         return text, spans[0]
 
     def text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
-        """Return the text of a conversation."""
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         if len(text) > LARGEST_TEXT:
             raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
@@ -156,7 +154,6 @@ class _Template:
         return chat_rows(messages, request["turns"], request["every_turn"], render, self.marks, self._ends)
 
     def _taken(self, messages: Messages) -> Messages:
-        """Return the messages with the arguments of tool calls in the form that the template takes."""
         if not calls_tools(messages):
             return messages
         if self._form is None:
@@ -164,7 +161,6 @@ class _Template:
         return with_arguments(messages, self._form)
 
     def _write(self, messages: Messages) -> str:
-        """Render messages of our own."""
         return self.text(messages, None, self._options)
 
 

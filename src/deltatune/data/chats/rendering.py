@@ -159,7 +159,6 @@ class Renderer:
         return [(item, self._rows(item, next(replies)) if isinstance(item, Conversation) else []) for item in chunk]
 
     def _rows(self, conversation: Conversation, reply: dict[str, Any]) -> list[ChatRow] | UserError:
-        """Return the rows in a reply, or the error in it."""
         if "error" in reply:
             return UserError(f"{conversation.source}: {reply['error']}")
         counted = conversation.every_turn and conversation.turns is not None
@@ -167,11 +166,9 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
 
     def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
-        """Return the requests to a process for the conversations of a chunk."""
         return [self._request(item) for item in chunk if isinstance(item, Conversation)]
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """Return the request to a process for a conversation."""
         return {
             "template": self._setup(conversation.tools, conversation.options),
             "messages": conversation.messages,
@@ -197,7 +194,6 @@ class Renderer:
         return self._names[key]
 
     def _marks(self, blocks: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of Marks."""
         ends = [self._inner.decode([token]) for token in self._tokenizer.eos_token_ids]
         return {
             "specials": sorted({*special_tokens(self._inner), *ends}),
@@ -235,7 +231,6 @@ class Renderer:
         return [ChatRow(text, turns, messages, others, False) for text, turns, messages, others in rows]
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
-        """Render a conversation with the tokenizer's own code."""
         options = {**self.options, **options}
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
 
@@ -253,15 +248,12 @@ def special_tokens(tokenizer: Any) -> list[str]:
 
 
 def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield the items in lists of _CHUNK."""
     source = iter(items)
     while chunk := list(islice(source, _CHUNK)):
         yield chunk
 
 
 class _Process:
-    """A process that runs render_process.py."""
-
     def __init__(self) -> None:
         command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
@@ -294,7 +286,6 @@ class _Process:
         return self._child.poll() is None
 
     def end(self) -> int:
-        """End the process and return its exit status."""
         self._requests.close()
         self._replies.close()
         return self._child.wait()
@@ -311,7 +302,6 @@ def _end_processes() -> None:
 
 
 def _take() -> tuple[_Process, bool]:
-    """Return a process, and whether it was used before."""
     with _lock:
         while _idle:
             process = _idle.pop()
@@ -341,7 +331,6 @@ def _answers(setups: dict[str, Any], requests: list[dict[str, Any]]) -> list[dic
 
 
 def _ended(status: int) -> str:
-    """Return the message for a process that ended over a conversation."""
     limits = {
         -signal.SIGVTALRM: f"ran for more than {2 * LIMITS.seconds:g} seconds",
         -_TOO_LARGE: f"took more than {LIMITS.memory / (1 << 30):g} GB of memory",

@@ -135,7 +135,6 @@ def _asked(answer: dict[str, Any]) -> Messages:
 
 
 def _call(arguments: Any) -> dict[str, Any]:
-    """Return an answer that calls a tool."""
     function = {"name": "name", "arguments": arguments}
     calls = [{"id": _ID, "type": "function", "function": function}]
     return {"role": "assistant", "content": _ANSWER, "tool_calls": calls}
@@ -152,7 +151,6 @@ def _converted(call: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _tried(write: Write, messages: Messages) -> str | None:
-    """Render messages; return None if the template refuses them."""
     try:
         return write(messages)
     except _REFUSED:
@@ -160,6 +158,5 @@ def _tried(write: Write, messages: Messages) -> str | None:
 
 
 def _between(text: str, first: str, last: str) -> str | None:
-    """Return the text between two texts; None where the template leaves one of them out."""
     start, end = text.rfind(first), text.rfind(last)
     return text[start + len(first) : end] if 0 <= start < end else None

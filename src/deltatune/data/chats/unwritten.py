@@ -176,7 +176,6 @@ class UnwrittenParts:
 
 
 def _lost(copy: MarkedCopy, stands: Callable[[MessagePart], bool]) -> LostParts:
-    """Return the parts of a conversation that the template does not write."""
     parts: dict[tuple[str, int | None], None] = {}
     silent = {group.message for group in copy.groups}
     for group in copy.groups:
@@ -225,7 +224,6 @@ class _Marking:
         return MarkedCopy(**fields, groups=tuple(group for group in self._groups if group.parts))
 
     def _message(self, number: int, message: Mapping[str, Any], counts: bool) -> dict[str, Any]:
-        """Return the copy of a message; `counts` says whether its reasoning is looked for."""
         marked, role, calls = dict(message), message["role"], message.get(TOOL_CALLS) or []
         kind = BESIDE_A_CALL if role == ASSISTANT and calls else f"{role} messages"
         text, thoughts = PartGroup(kind, number, []), PartGroup(THOUGHTS, number, [])
@@ -276,7 +274,6 @@ class _Marking:
         return "".join(pieces)
 
     def _call(self, number: int, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the copy of a call of a tool."""
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
         group = PartGroup(LATER_CALLS if index else CALLS, number, [])

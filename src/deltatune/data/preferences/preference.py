@@ -131,10 +131,8 @@ def lay_out(
 
 
 def _digests(document: Example) -> tuple[bytes, ...]:
-    """Return the digests of a document's pictures."""
     return () if document.pictures is None else document.pictures.digests
 
 
 def _one_a_row(held: list[list[Example]]) -> list[list[Example]]:
-    """Return a row for each of two documents; two blank rows where there are none."""
     return [[document] for document in held[0]] if held else [[], []]

@@ -139,7 +139,6 @@ class RowFormats:
 
     @cached_property
     def _formats(self) -> dict[str, list[str]]:
-        """The keys of each format, or of those formats alone in which the user has named a key."""
         names = self.features
         formats = {
             COMPLETION: [names.prompt, names.completion],
@@ -154,7 +153,6 @@ class RowFormats:
         return {kind: keys for kind, keys in formats.items() if not named or named.intersection(keys)}
 
     def _expected(self) -> str:
-        """Return the words in which messages name the possible formats."""
         return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats.values())
 
     def _kind(self, row: Mapping[str, Any], source: str) -> str:
@@ -280,7 +278,6 @@ def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
 
 
 def _history(row: Mapping[str, Any], source: str) -> Messages:
-    """Return the earlier turns of an Alpaca row as LLaMA-Factory writes them, [[question, answer], ...]."""
     messages: Messages = []
     for number, turn in enumerate(typed(row, "history", list, source) if row.get("history") else [], 1):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -294,7 +291,6 @@ def _message(role: str, row: Mapping[str, Any], key: str, source: str) -> dict[s
 
 
 def _spoken(entries: list[Any], source: str) -> Messages:
-    """Return the entries of a ShareGPT conversation, {"from": ..., "value": ...}, as messages."""
     messages = []
     for number, entry in enumerate(entries, 1):
         where = f"{source}: message {number}"
@@ -351,7 +347,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
-    """Return the value of a JSON text; UserError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -111,7 +111,6 @@ class StreamedDataset:
         return [(f"{self.name} row {number}", row) for number, row in read], after
 
     def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
-        """Return the data set and its rows from a place."""
         if self._open is not None and place is not None and self._open[0] == place:
             return self._open[1:]
         dataset = load_hugging_face(self.path, self.split, self.options, streaming=True)[self.split]

@@ -85,7 +85,6 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
-    """Yield the rows of lines that contain one of the given byte strings."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
@@ -207,7 +206,6 @@ def _library_path(name: str, options: dict[str, Any]) -> str:
 
 
 def _not_opened(name: str, split: str | None, error: BaseException) -> str:
-    """Return the message for a data set that cannot be opened: it has no such split, is damaged, or does not exist."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -251,13 +249,10 @@ def _table(name: str, dataset: Any, begin: int) -> DataTable:
 
 
 def _arrow_tables(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a data set as pyarrow tables, in order."""
     return dataset.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
 class _DigestFile(io.RawIOBase):
-    """A file that only takes a digest of the bytes written to it."""
-
     def __init__(self) -> None:
         self.digest = _digest()
 
@@ -270,7 +265,6 @@ class _DigestFile(io.RawIOBase):
 
 
 def _arrow_digest(dataset: Any) -> bytes:
-    """Return a digest of the rows of a data set, as Arrow writes them."""
     import pyarrow
 
     file = _DigestFile()

@@ -89,7 +89,6 @@ def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, 
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message, also where it is a list of parts."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return "".join(text for text in texts if isinstance(text, str))

@@ -69,7 +69,6 @@ def image_file(value: Any, folder: Path, source: str) -> Any:
 
 
 def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
-    """Return the file that a text names, or the bytes in it."""
     if value.startswith("data:"):
         header, _, body = value.partition(",")
         return _decoded(body, source) if header.endswith(";base64") else unquote_to_bytes(body)
@@ -85,7 +84,6 @@ def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
 
 
 def _decoded(text: str, source: str) -> bytes:
-    """Return the bytes that a text holds in base64."""
     digits = "".join(text.split()).rstrip("=")
     try:
         return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)

@@ -33,7 +33,6 @@ def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpe
 
 
 def _marks(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpec, source: str) -> np.ndarray:
-    """Return where the template wrote image and video tokens; UserError if they are not those of `sizes`."""
     expected = [spec.video_token if size.seconds else spec.image_token for size in sizes for _ in size.blocks]
     marks = np.flatnonzero(np.isin(tokens, (spec.image_token, spec.video_token)))
     written = tokens[marks].tolist()

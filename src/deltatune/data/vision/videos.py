@@ -98,7 +98,6 @@ class VideoReader:
         return total.digest()
 
     def _frames(self, video: Video, source: str) -> Frames:
-        """Return the sampled frames of a file or a list."""
         content = self._source(video, source)
         limit = int(self._sampling("max_frames", self.max_frames))
         rate = self._sampling("fps", video.fps or self.fps)
@@ -119,7 +118,6 @@ class VideoReader:
         return Frames(opened, [number / rate for number in numbers])
 
     def _source(self, video: Video, source: str) -> Path | Sequence[Any]:
-        """Return the file of a video, or its list of frames."""
         value = video.value
         if isinstance(value, list | tuple):
             if not value:
@@ -137,7 +135,6 @@ class VideoReader:
         return asked or getattr(self.processor, name, None) or _SAMPLING[name]
 
     def _limited(self, frames: int) -> Any:
-        """Return the processor with the limits for a video of this number of frames."""
         if not self.limits:
             return self.processor
         limited = copy.copy(self.processor)
