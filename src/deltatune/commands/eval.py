@@ -144,7 +144,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, 
         flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
     """
     from ..answering.session import Session
-    from ..data.vision.preparation import picture_options
+    from ..data.vision.media import picture_options
     from ..lora.adapter_files import template_options
     from ..plan.forward_placement import placed_evaluation
     from ..train.reports.screen import Screen

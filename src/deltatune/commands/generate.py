@@ -177,7 +177,7 @@ def _first_media(options: GenerateOptions) -> str | None:
 
 def _pictures(options: GenerateOptions, session: Session) -> PromptPictures:
     """Read the images or videos of the options; where all files of --video are images, they are one video's frames."""
-    from ..data.vision.preparation import picture_options
+    from ..data.vision.media import picture_options
     from ..data.vision.videos import Video
 
     names = options.video

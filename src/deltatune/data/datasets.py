@@ -31,8 +31,8 @@ from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.row_streams import JsonLines, hugging_face_streams
 from .rows.sources import DataTable, hugging_face, in_memory, is_format, is_saved_dataset, json_file, jsonl
+from .vision.media import VisionProcessors
 from .vision.messages import VIDEO, media_kind
-from .vision.preparation import VisionProcessors
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize

@@ -257,7 +257,7 @@ class TrainConfig:
         range=POSITIVE,
     )
     video_max_frames: int | None = _data(
-        None, "largest number of frames to take from a video; default: the model's own", range=COUNT
+        None, "largest number of frames to take from a video; default: the model's own", range=Range(least=2)
     )
     chat_template_config: dict[str, Any] | None = _data(
         None,

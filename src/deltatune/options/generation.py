@@ -65,7 +65,7 @@ class GenerateOptions(AnswerOptions):
     min_pixels: int | None = _number(None, least=1)
     max_pixels: int | None = _number(None, least=1)
     fps: float | None = _number(None, above=0)
-    video_max_frames: int | None = _number(None, least=1)
+    video_max_frames: int | None = _number(None, least=2)
     verbose: bool = True
 
 

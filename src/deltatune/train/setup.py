@@ -21,7 +21,7 @@ from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
-from ..data.vision.preparation import VisionProcessors
+from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from deltatune.data.rows.row_formats import Features, RowFormats
+from deltatune.data.vision.media import VisionProcessors
 from deltatune.data.vision.messages import place_media
-from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.vision.split import vision_spec
 

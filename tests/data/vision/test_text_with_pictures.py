@@ -9,7 +9,7 @@ from PIL import Image
 
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image
-from deltatune.data.vision.preparation import VisionProcessors
+from deltatune.data.vision.media import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.vision.inputs import padded_frames, padded_patches
 from deltatune.models.vision.split import vision_spec

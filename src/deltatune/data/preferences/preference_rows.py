@@ -14,7 +14,6 @@ from ..example import Example
 from ..prompts import text_tokens
 from ..rows.row_formats import behind_prompt, messages_in_text, present_fields
 from ..text import TextEncoder
-from ..text_with_pictures import VisionEncoder
 from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
@@ -36,7 +35,7 @@ class PreferenceEncoder:
     with it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
 
     Args:
-        conversations: The encoder of conversations, with images or without.
+        conversations: The encoder of conversations.
         tokenizer: mlx-lm's TokenizerWrapper.
         labels: Whether answers with a label are expected (KTO). A pair then stands for two such answers.
 
@@ -44,7 +43,7 @@ class PreferenceEncoder:
         trl.data_utils and the tokenisation of trl.DPOTrainer, which give the same tokens for the same row.
     """
 
-    def __init__(self, conversations: TextEncoder | VisionEncoder, tokenizer: Any, *, labels: bool):
+    def __init__(self, conversations: TextEncoder, tokenizer: Any, *, labels: bool):
         self._conversations, self._tokenizer, self._labels = conversations, tokenizer, labels
         self.kinds: Counter[str] = Counter()
 

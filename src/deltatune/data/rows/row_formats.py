@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,7 @@ class Conversation:
         every_turn: Whether these are all of the assistant's turns.
         source: Where the conversation came from, for messages to the user.
         options: Variables for the chat template, beside those of the run.
+        media: The images and videos in its messages, in order.
         shape: A digest of its roles, keys and types, in which texts do not matter.
     """
 
@@ -64,6 +65,7 @@ class Conversation:
     every_turn: bool
     source: str
     options: dict[str, Any] = field(default_factory=dict)
+    media: Sequence[Any] = ()
     shape: bytes = b""
 
 

@@ -11,6 +11,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
@@ -48,11 +49,20 @@ _UPRIGHT = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class SizedImage:
+    """An image as a row gives it, with the options of its size that the row gives beside it, in pixels."""
+
+    value: Any
+    options: Mapping[str, int]
+
+
 def image_file(value: Any, folder: Path, source: str) -> Any:
     """Return the path, the bytes or the PIL image that a row gives; UserError, naming `source`, for anything else.
 
     Bytes may be written as base64: behind "data:image/png;base64,", or alone.
     """
+    value = value.value if isinstance(value, SizedImage) else value
     if isinstance(value, Mapping):
         refuse_unknown_keys(value, _IMAGE_KEYS, f"{source}: an image")
         content = value.get("bytes")
@@ -137,6 +147,7 @@ def file_content(file: Any) -> bytes:
 
 def name_of(value: Any) -> str:
     """Return the name of an image in messages."""
+    value = value.value if isinstance(value, SizedImage) else value
     if isinstance(value, Mapping):
         value = value.get("path") or value.get("url")
     return f"image {shown(value)}" if isinstance(value, str) else "image in the data set"

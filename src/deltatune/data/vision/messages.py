@@ -10,7 +10,8 @@ from typing import Any
 from ...errors import UserError
 from ..rows.message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
 from ..rows.row_formats import json_text
-from .image_sizes import SIZE_OPTIONS, SizedImage, size_options
+from .image_files import SizedImage
+from .images import SIZE_OPTIONS, size_options
 from .videos import Video
 
 IMAGE, VIDEO = "image", "video"
