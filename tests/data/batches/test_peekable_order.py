@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltatune.data.batches.peekable_order import PeekableOrder
+from deltatune.data.batches.order import PeekableOrder
 from deltatune.errors import UserError
 
 

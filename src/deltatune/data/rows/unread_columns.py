@@ -1,4 +1,4 @@
-"""Tells the user of columns that say something about an answer which imitating it does not use."""
+"""Refuses keys and tells of columns that say something and are not read: they would be lost silently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...errors import UserError
-from .message_parts import is_absent
+from ...options.values import nearest
+
+# The keys of a part of a message that is text.
+TEXT_KEYS = ("type", "text")
 
 # Whether an answer is a good one: the column of TRL, and that of LLaMA-Factory.
 _JUDGED = ("label", "kto_tag")
@@ -37,6 +40,30 @@ MEANINGS = {name: f"{name!r}: {meaning}" for name, meaning in _COLUMNS.items()} 
 # Marks that ms-swift writes in a text in place of the next box or name of "objects", and of the next sound.
 _MARKS = {_OBJECTS: ("<bbox>", "<ref-object>"), **dict.fromkeys(_AUDIO, ("<audio>",))}
 MEDIA = ("image", "images", "video", "videos", *_AUDIO)
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value is none: null, or an empty text, list or object, as programs write for keys that they leave."""
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a part with a key that is not read.
+
+    Args:
+        part: The part of a message, or the object that describes an image.
+        known: The keys that are read.
+        where: The part's name in messages.
+
+    Raises:
+        UserError: There is another key, and its value is not empty.
+    """
+    for key in part:
+        if key not in known and not is_absent(part[key]):
+            raise UserError(
+                f"{where}: unknown key {str(key)[:60]!r}{nearest(str(key), list(known))}: it is not read; expected "
+                f"{', '.join(known)}. Remove it."
+            )
 
 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:

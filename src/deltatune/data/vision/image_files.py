@@ -18,7 +18,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
-from ..rows.message_parts import refuse_unknown_keys
+from ..rows.unread_columns import refuse_unknown_keys
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")

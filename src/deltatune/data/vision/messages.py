@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import UserError
-from ..rows.message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
 from ..rows.row_formats import json_text
+from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys
 from .image_files import SizedImage
 from .images import SIZE_OPTIONS, size_options
 from .videos import Video
