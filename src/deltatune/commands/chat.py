@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import NoResultError, UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
 from ..wrapping import say
-from .flags import add_adapter, add_model, add_sampling, given_flags
+from .flags import add_adapter, add_fields, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..answering.dialogue import Dialogue
@@ -25,19 +25,14 @@ _COMPARED = ", c asks the base too, or no more"
 _TOKENS = 2048
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model, with an adapter, without it, or with both",
-        description="Talk to a model. Ctrl-C ends an answer, and the conversation where none is being given.",
-    )
+HELP = "talk to a model, with an adapter, without it, or with both"
+DESCRIPTION = "Talk to a model. Ctrl-C ends an answer, and the conversation where none is being given."
+
+
+def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "folder of the model")
     add_adapter(parser)
-    parser.add_argument("--compare", action="store_true", help="ask the base too, and print its answers first")
-    parser.add_argument("--system-prompt", type=str, metavar="TEXT", help="system message at the beginning")
-    add_sampling(parser.add_argument, ChatOptions.max_tokens)
-    parser.set_defaults(call=run, parser=parser)
+    add_fields(parser, ChatOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,16 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = ChatOptions(**given_flags(ChatOptions, arguments))
     if not options.trust_remote_code:
         startup.leave_torch_out()
-    chat(options)
-    return 0
-
-
-def chat(options: ChatOptions) -> None:
-    """Talk to the model of the options until the user ends it."""
     from ..answering.session import Session
 
     with Session.open(options) as session:
         Chat(options, session).talk()
+    return 0
 
 
 class Chat:

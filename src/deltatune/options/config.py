@@ -65,7 +65,7 @@ class TrainConfig:
     hf_dataset: Any = _data(
         None, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
     )
-    train: bool = _run(True, "accepted because mlx_lm.lora has it; this command always trains")
+    train: bool = _run(True, "accepted because mlx_lm.lora has it; this command always trains", negated=False)
     test: bool = _run(False, "evaluate the model on the test set after training")
     fine_tune_type: str = _tune(
         "lora",

@@ -115,6 +115,7 @@ def option(
     choices: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
     range: Range | None = None,
+    **more: Any,
 ) -> Any:
     """Return the field of a dataclass that is an option.
 
@@ -126,8 +127,12 @@ def option(
         choices: The texts that the option may be; any where there are none.
         words: The words that the option may hold, separated by commas.
         range: The numbers that the option may be; a test asks every number for one.
+        more: `empty`, whether a text may be empty; and of the flag `short`, a second name, `metavar`, the word for its
+            value, and `negated`, False where there is no flag with no- before the name.
     """
-    about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
+    about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range, **more}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=about)
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=about)
     return dataclasses.field(default=default, metadata=about)
