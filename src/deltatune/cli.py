@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from .commands import (
     chat,
@@ -48,7 +49,9 @@ def parser(name: str = "") -> argparse.ArgumentParser:
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in [known for known in COMMANDS if name_of(known) == name] or COMMANDS:
-        about = {name: getattr(command, name.upper(), None) for name in ("help", "usage", "description")}
+        about: dict[str, Any] = {
+            name: getattr(command, name.upper(), None) for name in ("help", "usage", "description")
+        }
         of_command = commands.add_parser(name_of(command), **about)
         command.add(of_command)
         of_command.set_defaults(call=command.run, parser=of_command)

@@ -40,11 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     options = ChatOptions(**given_flags(ChatOptions, arguments))
     if not options.trust_remote_code:
         startup.leave_torch_out()
+    chat(options)
+    return 0
+
+
+def chat(options: ChatOptions) -> None:
+    """Talk to the model of the options until the user ends it."""
     from ..answering.session import Session
 
     with Session.open(options) as session:
         Chat(options, session).talk()
-    return 0
 
 
 class Chat:

@@ -214,7 +214,7 @@ class Renderer:
             return UserError(f"{item.source}: {error}")
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             return UserError(f"{item.source}: the model's chat template refuses this conversation: {reason(error)}")
-        return [ChatRow(*row, False) for row in rows]
+        return [ChatRow(text, turns, count, others, blocks=False) for text, turns, count, others in rows]
 
     def _own_code(self, options: Mapping[str, Any]) -> Template:
         """Return the code of the tokenizer in the form of a template."""
