@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from .commands import (
     chat,
@@ -49,10 +48,8 @@ def parser(name: str = "") -> argparse.ArgumentParser:
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in [known for known in COMMANDS if name_of(known) == name] or COMMANDS:
-        about: dict[str, Any] = {
-            name: getattr(command, name.upper(), None) for name in ("help", "usage", "description")
-        }
-        of_command = commands.add_parser(name_of(command), **about)
+        usage, description = (getattr(command, name, None) for name in ("USAGE", "DESCRIPTION"))
+        of_command = commands.add_parser(name_of(command), help=command.HELP, usage=usage, description=description)
         command.add(of_command)
         of_command.set_defaults(call=command.run, parser=of_command)
     return top
@@ -64,7 +61,6 @@ def name_of(command: ModuleType) -> str:
 
 
 def _refused(error: OSError) -> int:
-    """Write the message of an error of the operating system; return the exit code."""
     if isinstance(error, BrokenPipeError):
         # Python would write the rest of the output when it ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -85,7 +85,6 @@ def test_every_token_but_the_videos_counts_without_mask_prompt(write, read):
 
 
 def upstream(loaded, folder, text, videos, images):
-    """Return the inputs that mlx-vlm makes of a prompt with videos, which it decodes itself."""
     from mlx_vlm.utils import VideoSampling, prepare_inputs
 
     values, rates = [], []
