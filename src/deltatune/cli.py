@@ -38,15 +38,13 @@ COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, imp
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the command `name`, or of the whole command line where there is no such command.
-
-    The flags of all commands take four times as long to make as those of `train`.
-    """
+    """Return the parser of the command `name`, or of the whole command line where there is no such command."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     top.add_argument("--version", action="version", version=f"deltatune {_version()}")
     # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # The flags of all commands take four times as long to make as those of `train`.
     for command in [known for known in COMMANDS if name_of(known) == name] or COMMANDS:
         usage, description = (getattr(command, name, None) for name in ("USAGE", "DESCRIPTION"))
         of_command = commands.add_parser(name_of(command), help=command.HELP, usage=usage, description=description)

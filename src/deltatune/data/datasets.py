@@ -106,11 +106,10 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
     facts = Facts(pictures=processors is not None, turns=reader.kinds != {TEXT})
-    asked = _asked(config, tokenizer, reader)
+    about = _about(config, tokenizer, reader)
     if config.train:
         refuse_unread(TRAINING, changed_options(config), config, facts)
-    rule = _rule(reader.kinds, config)
-    return Splits(**splits, rule=rule, notes=reader.notes, facts=facts, template_options=asked)
+    return Splits(**splits, **about, facts=facts)
 
 
 def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Splits:
@@ -168,13 +167,11 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     # Later rows may be of other formats, but none has pictures.
     facts = Facts(pictures=False, turns=reader.kinds != {TEXT})
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
-    about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "facts": facts}
-    about |= {"template_options": _asked(config, tokenizer, reader), "notes": reader.notes}
-    return StreamedSplits(**splits, **about, stream=stream, first=first)
+    return StreamedSplits(**splits, **_about(config, tokenizer, reader), facts=facts, stream=stream, first=first)
 
 
-def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
-    """Return the variables of the chat template with which samples and `generate` ask; None for mlx-lm's own.
+def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any]:
+    """Return the rule, the notes and the template's variables of splits, with which samples and `generate` ask.
 
     enable_thinking is that of the prompts before most answers; a note tells of answers behind other prompts.
     """
@@ -199,7 +196,7 @@ def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
             ]
     if config.train:
         reader.notes += notes
-    return options
+    return {"rule": _rule(reader.kinds, config), "notes": reader.notes, "template_options": options}
 
 
 def _read_more(

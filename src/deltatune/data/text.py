@@ -202,15 +202,10 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 
 
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
-    """Refuse answers that say nothing: the model would learn to stop at once.
-
-    Args:
-        messages: The messages of a row.
-        turns: The numbers of the assistant's messages that count in the loss.
-        source: The row's name in messages.
+    """Refuse an answer among these turns that says nothing: the model would learn to stop at once.
 
     Raises:
-        UserError: One of them has no text, no reasoning, no call of a tool and no picture.
+        UserError: It has no text, no reasoning, no call of a tool and no picture.
     """
     for turn in turns:
         message = messages[turn]
@@ -226,16 +221,7 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
 
 
 def check_calls(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse calls of tools where the chat template does not know of any.
-
-    Args:
-        messages: The messages of a row.
-        template: The chat template; None where code writes conversations.
-        source: The row's name in messages.
-
-    Raises:
-        UserError: A message calls a tool.
-    """
+    """Refuse calls of tools, with a UserError, where the chat template does not know of any; None stands for code."""
     for number, message in enumerate(messages, 1):
         if template is not None and message.get(TOOL_CALLS) and TOOL_CALLS not in template:
             raise UserError(
@@ -249,17 +235,9 @@ ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]
 
 
 def check_roles(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse a role that is mistyped.
+    """Refuse, with a UserError, a role that neither is common nor stands in the chat template, None where it is code.
 
     Many templates write whatever role they are given, so a mistyped one would train as it stands.
-
-    Args:
-        messages: The messages of a row.
-        template: The chat template, which may name further roles; None where code writes conversations.
-        source: The row's name in messages.
-
-    Raises:
-        UserError: A role is unknown.
     """
     for number, message in enumerate(messages, 1):
         role = message["role"]

@@ -23,9 +23,6 @@ class ChatTokenizer:
 
     A turn counts from the end of its prompt. The tokens of its prompt must begin the row: where the first token of the
     answer merges with the prompt's last one, the model would never generate these tokens.
-
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
     """
 
     def __init__(self, tokenizer: Any):

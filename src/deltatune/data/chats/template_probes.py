@@ -71,14 +71,12 @@ def behind_an_answer(write: Write, *, tools: bool) -> str | None:
 
 def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
     """Return a template's text behind an answer that ends a conversation, as behind_an_answer does."""
-    text = _tried(write, _answered(write, tools))
-    return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
+    return _behind(_ANSWER, _tried(write, _answered(write, tools)))
 
 
 def behind_the_question(write: Write) -> str | None:
     """Return a template's text behind a last question; None if it refuses to."""
-    text = _tried(write, [{"role": "user", "content": _QUESTION}])
-    return None if text is None or _QUESTION not in text else text[text.rindex(_QUESTION) + len(_QUESTION) :]
+    return _behind(_QUESTION, _tried(write, [{"role": "user", "content": _QUESTION}]))
 
 
 def around_content(write: Write) -> str:
@@ -155,6 +153,10 @@ def _tried(write: Write, messages: Messages) -> str | None:
         return write(messages)
     except _REFUSED:
         return None
+
+
+def _behind(mark: str, text: str | None) -> str | None:
+    return None if text is None or mark not in text else text[text.rindex(mark) + len(mark) :]
 
 
 def _between(text: str, first: str, last: str) -> str | None:

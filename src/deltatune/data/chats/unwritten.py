@@ -106,9 +106,6 @@ class UnwrittenParts:
 
     Reasoning is looked for in the answers that count, because templates drop it from the prompts of later ones.
 
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-
     Attributes:
         counts: How many messages or rows have unwritten parts of each kind.
     """
@@ -196,12 +193,7 @@ def _stands(written: str, rows: list[ChatRow]) -> bool:
 
 
 class _Marking:
-    """Makes the marked copy of one conversation.
-
-    Args:
-        tags: Matches the texts that templates look for, which stay.
-        ends: Those of them that end reasoning.
-    """
+    """Makes the marked copy of one conversation; `tags` match texts that templates look for, `ends` end thoughts."""
 
     def __init__(self, tags: re.Pattern[str], ends: tuple[str, ...]):
         self._tags, self._ends = tags, ends

@@ -112,7 +112,10 @@ def lay_out(
     for place, row in zip(numbers, rows, strict=True):
         place[: len(row)] = row
         held = [list(preferences[number].documents) for number in row]
-        documents += [[document for pair in held for document in pair]] if packed else _one_a_row(held)
+        if packed:
+            documents.append([document for pair in held for document in pair])
+        else:
+            documents += [[document] for document in held[0]] if held else [[], []]
     per_row = 2 * slots if packed else 1
     marks = np.full((len(documents), width), per_row, np.int32)
     for mark, held_here in zip(marks, documents, strict=True):
@@ -134,10 +137,6 @@ def lay_out(
 
 def _digests(document: Example) -> tuple[bytes, ...]:
     return () if document.pictures is None else document.pictures.digests
-
-
-def _one_a_row(held: list[list[Example]]) -> list[list[Example]]:
-    return [[document] for document in held[0]] if held else [[], []]
 
 
 # KTO would need an image of one row behind the prompt of another; ORPO predicts whole prompts, images included.

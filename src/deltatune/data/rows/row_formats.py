@@ -169,7 +169,7 @@ class RowFormats:
         null = [key for key in known if key in row and key not in present]
         if null:
             raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
-        hint = column_hint(row)
+        hint = _column_hint(row)
         missing = [] if hint else [key for key in known if key not in row]
         got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
         message = f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}."
@@ -204,13 +204,7 @@ def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
-    """Return the messages of a prompt and of its answer; only assistant turns of the answer count in the loss.
-
-    Args:
-        prompt: The messages of the prompt.
-        answer: The messages behind it.
-        name: The column of the answer.
-        source: The row's name in messages to the user.
+    """Return the messages of a prompt and of its answer, the column `name`; assistant turns of the answer alone count.
 
     Raises:
         UserError: The answer is empty, or says the prompt again.
@@ -378,7 +372,7 @@ _MEANT = {
 }
 
 
-def column_hint(row: Mapping[str, Any]) -> str:
+def _column_hint(row: Mapping[str, Any]) -> str:
     """Return a sentence on how to read a row with these columns, or an empty string if nothing is known about them."""
     names = [str(key) for key in row]
     if {"chosen", "rejected"} <= set(names):
@@ -393,14 +387,11 @@ def column_hint(row: Mapping[str, Any]) -> str:
         matching = [name for name in names if name.lower() in (kind, *words)]
         # A column of our own name needs no flag.
         if matching and kind not in names:
-            flags[kind] = f"--{kind}-column {_quoted(matching[0])}"
+            name = f'"{matching[0]}"' if " " in matching[0] else matching[0]
+            flags[kind] = f"--{kind}-column {name}"
         elif matching:
             flags[kind] = ""
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
     flags_to_give = " ".join(filter(None, chosen))
     return f"To read these columns, give {flags_to_give}." if flags_to_give else ""
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if " " in name else name

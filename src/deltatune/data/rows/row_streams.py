@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import UserError, first_line
 from .arrow_rows import as_written
-from .sources import load_hugging_face, names_of, parsed_line
+from .sources import load_hugging_face, names_of, parsed
 
 # A place in a stream, as JSON values; None is its beginning.
 Place = Any
@@ -49,7 +49,7 @@ class JsonLines:
                 file.seek(offset)
                 while len(rows) < count and (raw := file.readline()):
                     offset, number = offset + len(raw), number + 1
-                    row = parsed_line(raw, self._path, number)
+                    row = parsed(raw, self._path, number)
                     if row is not None:
                         rows.append((f"{self._path}:{number}", row[0]))
         except OSError as error:
@@ -111,19 +111,7 @@ class StreamedDataset:
 def hugging_face_streams(
     name: str, split: str | None = None, options: dict[str, Any] | None = None
 ) -> dict[str, StreamedDataset]:
-    """Open a data set of the Hugging Face hub, or a folder that the datasets library reads, as streams.
-
-    Args:
-        name: The data set's name on the hub, or its folder.
-        split: One split; None opens all splits.
-        options: Further arguments of `datasets.load_dataset`.
-
-    Returns:
-        The stream of each split, by the split's name.
-
-    Raises:
-        UserError: There is no such data set, split or option, or `split` is a part of one.
-    """
+    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
     if split is not None and "[" in split:
         raise UserError(
             f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "

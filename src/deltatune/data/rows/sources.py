@@ -92,18 +92,9 @@ def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
                 continue
-            row = parsed_line(raw, path, number)
+            row = parsed(raw, path, number)
             if row is not None:
                 yield f"{path}:{number}", row[0]
-
-
-def parsed_line(raw: bytes, path: Path, number: int) -> tuple[Any] | None:
-    """Return the row in a line of a JSONL file, alone in a tuple, or None if the line is blank.
-
-    Raises:
-        UserError: The line is not UTF-8 or not JSON.
-    """
-    return parsed(raw, path, number, expected="one object a line")
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -153,17 +144,7 @@ def names_of(name: str, splits: Iterable[str], options: dict[str, Any]) -> dict[
 def load_hugging_face(
     name: str, split: str | None, options: dict[str, Any], *, streaming: bool = False
 ) -> dict[str, Any]:
-    """Return the datasets library's own data set of each split, as hugging_face() opens it.
-
-    Args:
-        name: The data set's name on the hub, or its folder.
-        split: One split; None opens all splits.
-        options: Further arguments of `datasets.load_dataset`.
-        streaming: Whether the data sets are read while they are iterated over.
-
-    Raises:
-        UserError: There is no such data set, split or option, or reading it could run code.
-    """
+    """Return the datasets library's own data set of each split, as hugging_face() opens it, to be read or streamed."""
     import datasets
 
     if "trust_remote_code" in options:
@@ -326,7 +307,7 @@ def json_file(path: Path) -> DataTable:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
-    objects: list[Any] = parsed(content, path, expected="an array of objects")[0]  # type: ignore[index]
+    objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
 
     def rows() -> Rows:
         return ((f"{path} row {number}", row) for number, row in enumerate(objects, 1))
@@ -334,19 +315,17 @@ def json_file(path: Path) -> DataTable:
     return DataTable(str(path), len(objects), rows, rows, lambda: file_digest(path))
 
 
-def parsed(raw: bytes, path: Path, line: int | None = None, *, expected: str) -> tuple[Any] | None:
-    """Return the value that bytes of a file hold, alone in a tuple, or None if they are blank.
+def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
+    """Return the value that a line of a file, or with None the whole file, holds, alone in a tuple; None for blanks.
 
-    Args:
-        raw: The bytes; at the start of the file they may begin with a byte order mark.
-        path: The file.
-        line: The number of the line that they are, or None if they are the whole file.
-        expected: The expected JSON, for messages.
+    The bytes at the start of the file may begin with a byte order mark.
 
     Raises:
         UserError: They are not UTF-8, or not JSON, or hold half of a character.
     """
-    where, first = (str(path), 1) if line is None else (f"{path}:{line}", line)
+    where = str(path) if line is None else f"{path}:{line}"
+    first = line or 1
+    expected = "an array of objects" if line is None else "one object a line"
     try:
         text = raw.decode("utf-8-sig" if first == 1 else "utf-8")
     except UnicodeDecodeError as error:

@@ -48,15 +48,10 @@ def is_absent(value: Any) -> bool:
 
 
 def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse a part with a key that is not read.
-
-    Args:
-        part: The part of a message, or the object that describes an image.
-        known: The keys that are read.
-        where: The part's name in messages.
+    """Refuse a part of a message, or an object that describes an image, with a key that is not `known`.
 
     Raises:
-        UserError: There is another key, and its value is not empty.
+        UserError: There is such a key, and its value is not empty.
     """
     for key in part:
         if key not in known and not is_absent(part[key]):
@@ -67,15 +62,10 @@ def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: 
 
 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
-    """Refuse a row that marks its answer as a bad one: imitation would learn it like a good one.
-
-    Args:
-        row: The row.
-        read: The columns that are read as parts of the conversation.
-        source: The row's name in messages to the user.
+    """Refuse a row that marks its answer as a bad one, in a column beside those in `read`.
 
     Raises:
-        UserError: The row says that its answer is bad.
+        UserError: The row says that its answer is bad: imitation would learn it like a good one.
     """
     for name in _JUDGED:
         value = None if name in read else row.get(name)
@@ -90,11 +80,6 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
 
 def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
     """Refuse a row with marks in its texts for the values of a column that is not read: they would be learnt as text.
-
-    Args:
-        row: The row.
-        messages: Its messages.
-        source: The row's name in messages to the user.
 
     Raises:
         UserError: There is such a mark, or a message holds media of its own.
