@@ -16,12 +16,11 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import BatchOrder, Splits
-from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.packing import row_capacity
-from ..data.batches.stream_order import StreamOrder
+from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
-from ..data.vision.preparation import VisionProcessors
+from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa
