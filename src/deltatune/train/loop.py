@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import BatchOrder, Splits
-from ..data.batches.peekable_order import PeekableOrder
+from ..data.batches.order import PeekableOrder
 from ..data.chats.answer_ends import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference

@@ -16,27 +16,24 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import BatchOrder, Splits
-from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.packing import row_capacity
-from ..data.batches.stream_order import StreamOrder
+from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
-from ..data.vision.preparation import VisionProcessors
+from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import load
+from ..models.adapted_base import load, refused_by_mlx_vlm
 from ..models.document_isolation import check_packing
-from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
-from ..models.load import Loaded, comes_from_hub, locate
+from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
 from ..models.sampled_policy import PolicyHead, SampledPolicy
-from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed

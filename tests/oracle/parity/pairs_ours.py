@@ -10,8 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from deltatune.data import Batch, Example, collate
-from deltatune.data.preferences.complete import completed
-from deltatune.data.preferences.preference import Preference, lay_out
+from deltatune.data.preferences.preference import Preference, completed, lay_out
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity.cases import STEPS, Adapters, ParityRun
 from deltatune.selftest.parity.families import Config, Weights

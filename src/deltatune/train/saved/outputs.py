@@ -12,10 +12,9 @@ import mlx.nn as nn
 
 from ...lora import save_adapters
 from ...lora.adapter_files import WEIGHTS
-from ...models.adapted_base import LOADER, loader_of
+from ...models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ...models.load import locate
 from ...models.trained_checkpoint import FILE, TrainedCheckpoint
-from ...models.vision.adapters import layers_for_mlx_vlm
 from ...options.config import TrainConfig
 from . import state
 
