@@ -125,13 +125,8 @@ class Samples:
 
         Every rank must call it, and waits for rank 0.
         """
-
-        def ended() -> bool:
-            ending.check()
-            return ending.stop.asked and world.size == 1
-
         of_main: list[list[dict[str, str]] | None] = []
-        world.do_on_main(lambda: of_main.append(self.answers(ended)), "answer sample_prompts")
+        world.do_on_main(lambda: of_main.append(self.answers(ending.asks_to_stop)), "answer sample_prompts")
         return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:

@@ -73,8 +73,7 @@ def rollout_order(
     """
 
     def between() -> None:
-        ending.check()
-        if ending.stop.asked and world.size == 1:
+        if ending.asks_to_stop():
             raise InterruptedSamplingError
 
     rows = config.batch_size // world.size * config.grad_accumulation_steps * config.num_generations
