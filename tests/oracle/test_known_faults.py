@@ -13,11 +13,7 @@ import pytest
 from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load_model
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 WINDOW = 16
 ROWS = np.random.default_rng(0).integers(10, 300, (2, 40))

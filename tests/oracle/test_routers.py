@@ -13,11 +13,7 @@ from deltatune.patches import patched
 from deltatune.train.batch_loss import arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.updates.routers import RouterLosses, real_lengths
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 LENGTHS = (19, 11)
 

@@ -17,11 +17,7 @@ from deltatune.errors import UserError
 from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load, load_model
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "families"
 TABLE = runpy.run_path(str(SCRIPTS / "saved_families.py"))

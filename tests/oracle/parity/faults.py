@@ -1,7 +1,8 @@
-"""Faults to plant in deltatune: each must turn a replay red, or the replay proves nothing."""
+"""Replays of recordings, and faults to plant in deltatune: each must turn a replay red, or it proves nothing."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -17,7 +18,7 @@ from deltatune.lora.linear import LoRALinear
 from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
 from deltatune.selftest.parity import ours, recording
-from deltatune.selftest.parity.cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun
+from deltatune.selftest.parity.cases import FALL, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun, initial_adapters
 from deltatune.train import batch_loss
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -25,6 +26,24 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 FEW = 3
 _gated_delta = recurrence.gated_delta
 _cross_entropy = batch_loss.linear_cross_entropy
+
+
+@functools.cache
+def recorded(name: str) -> recording.Recording:
+    return recording.read(name)
+
+
+def falls(losses: list[float]) -> bool:
+    """Whether the losses of a whole run fall enough for it to tell a fault from rounding."""
+    first, last = np.mean(losses[:3]), np.mean(losses[-3:])
+    return len(losses) == STEPS and last <= first - FALL * abs(first)
+
+
+def replay(module: ModuleType, case: Any, name: str, plant: Callable[[], None] = lambda: None) -> ParityRun:
+    """Train a recorded case again by a module's `run`; `plant` is called when the patches are in force."""
+    reference = recorded(name)
+    adapters = initial_adapters(reference.targets)
+    return module.run(case, reference.config, reference.weights(case), adapters, plant)
 
 
 def shows(module: ModuleType, reference: recording.Recording, run: Callable[[pytest.MonkeyPatch], ParityRun]) -> bool:
