@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+import one_row as planted
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
 from deltatune.patches import PatchReport, PatchWarning, apply, left_alone_for, patch, patched, revert
 from deltatune.patches.tables import one_row_products
 
-ROOT = Path(__file__).parents[3]
-
-
-def benchmark():
-    spec = importlib.util.spec_from_file_location("one_row_benchmark", ROOT / "benchmarks" / "one_row.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-planted = benchmark()
 NAMES = [record.name for record in one_row_products.PATCHES]
 ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses a BLAS")
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
