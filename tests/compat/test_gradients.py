@@ -9,7 +9,7 @@ from cases import MOE, TEXT, VISION, bound, error, gradients, images, tokens
 
 from deltatune import patches
 from deltatune.patches import patched
-from deltatune.patches.tables import mlx_vlm_vision
+from deltatune.patches.tables import mlx_vlm
 
 pytestmark = pytest.mark.compat
 
@@ -51,7 +51,7 @@ def test_images(tiny_vision_model, record_property, request, monkeypatch, family
     request.getfixturevalue("loop")
     if family == "qwen3_vl_moe":
         # Its tower's GELUs are exchanged for good reason (docs/guides/vision.md): the same tower on both sides.
-        monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
+        monkeypatch.setattr(patches, "PATCHES", mlx_vlm.VISION)
         with patched():
             expected_loss, expected = gradients(model, rows, **more)
             allowed = bound(model, expected, rows, **more)

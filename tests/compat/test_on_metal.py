@@ -14,7 +14,7 @@ from metal import NO_GRADIENT
 
 from deltatune import patches
 from deltatune.patches import patched
-from deltatune.patches.tables import mlx_vlm_vision
+from deltatune.patches.tables import mlx_vlm
 
 pytestmark = pytest.mark.compat
 # Experts of mlx-vlm before 0.7.5 refuse before the kernel is asked.
@@ -71,7 +71,7 @@ def test_inference_is_upstreams_bit_for_bit(tiny_vision_model, monkeypatch, fami
     rows, more = images(model)
     # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/guides/vision.md).
     everything = patches.PATCHES
-    monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
+    monkeypatch.setattr(patches, "PATCHES", mlx_vlm.VISION)
     with patched():
         expected = logits(model, rows, **more)
         mx.eval(expected)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..errors import UserError, reason
 from ..ops.experts import single_rows
 from ..ops.functional import arrays_of, is_floating
-from ..patches.tables.loading import without_gaps
+from ..patches.tables.sorted_rows import without_gaps
 from .transformers_configs import with_joined_experts, with_released_names
 
 # How many tensors a message names before it counts the rest.

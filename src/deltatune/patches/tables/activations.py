@@ -11,17 +11,18 @@ import mlx.core as mx
 
 from ...ops.decoding import token_products
 from ...ops.pointwise import activations
-from ..last_convolution import taken
+from ...ops.tracing import trace
 from ..patch_record import Function, Patch
 from ..small_cases import LENGTH, WIDTH, alike, drawn, layer_input, plain_norm, same_layer, serving
 from ..whole_rows import decodes
+from .mlx_lm import Convolution
 
 
 def _silu(upstream: Function) -> Function:
     """nn.silu of a convolution's output. Elsewhere mlx-lm calls it inside functions that are compiled for any shape."""
 
     def silu(x: mx.array) -> mx.array:
-        last = taken(x)
+        last = trace.current().known.take(x, Convolution)
         if last is None:
             return upstream(x)
         return activations.silu_of_convolution(x, last.x, last.weight, last.segments, upstream)
