@@ -91,12 +91,10 @@ _asking: set[object] = set()
 
 
 def _of_device() -> tuple[Patch, ...]:
-    """The further patches for the device that MLX computes on."""
     return backend.here({"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL})
 
 
 def _records() -> tuple[Patch, ...]:
-    """The patches that this machine needs."""
     return (*one_row_products.records(), *_of_device(), *PATCHES)
 
 

@@ -171,8 +171,6 @@ def _ours(
 def _upstream_forward(
     upstream: Update, arrays: tuple[mx.array, ...], mask: mx.array | None, options: dict[str, Any]
 ) -> tuple[mx.array, mx.array]:
-    """The original's forward pass, bit for bit, with deltatune's gradient."""
-
     def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
         return upstream(*primals, None, mask, use_kernel=True, **options)
 

@@ -235,7 +235,6 @@ def _block_record(module: str, name: str) -> Patch:
 
 
 def _chosen() -> mx.array:
-    """The indices of two of four experts for each token."""
     return mx.array([[[0, 2], [3, 1], [1, 0], [2, 3], [0, 3]]])
 
 
@@ -247,7 +246,6 @@ _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
 
 def _switch_records(module: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
-    """The records of SwitchGLU, with the replacement `glu`, and of SwitchMLP."""
     shared = {**_RECORD, "module": module, **more}
     alike = _same_experts(*(_COMBINED if glu is _combining_switch else ()))
     return (

@@ -119,7 +119,6 @@ def _deepstack(upstream: Function) -> Function:
 
 
 def _adds_features(upstream: Function, ours: Function) -> str | None:
-    """Compare upstream's sum, of features [N, D], with ours, of features that are arranged by token."""
     hidden, features = drawn(0, 2, 3, 4), drawn(1, 3, 4)
     images = mx.array([[False, True, True], [True, False, False]])
     zero = mx.zeros((4,))

@@ -57,7 +57,6 @@ def in_force() -> bool:
 
 
 def _warn(result: ProbeResult) -> None:
-    """Warn of the fault, once a process."""
     if str(result) in _warned:
         return
     _warned.add(str(result))

@@ -79,7 +79,6 @@ def _load_weights(upstream: Function) -> Function:
 
 
 def _loads_alike(upstream: Function, ours: Function) -> str | None:
-    """Load the halves of an array into a layer through both."""
     weights = drawn(0, 2, 4, 6)
     layers = nn.Module(), nn.Module()
     for layer, load in zip(layers, (upstream, ours), strict=True):
