@@ -53,12 +53,7 @@ _MOONVIT = {
     "init_pos_emb_width": 8,
 }
 _DEEPSEEK = {"model_type": "deepseek_v3", **_TEXT, **_LATENT, **_EXPERTS, "rope_theta": 10000.0}
-_KIMI_VL = {
-    "text_config": _DEEPSEEK,
-    "vision_config": _MOONVIT,
-    "media_placeholder_token_id": 5,
-    "vocab_size": 320,
-}
+_KIMI_VL = {"text_config": _DEEPSEEK, "vision_config": _MOONVIT, "media_placeholder_token_id": 5, "vocab_size": 320}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "glm5_next": {

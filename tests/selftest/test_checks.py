@@ -28,15 +28,7 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.pass_launch import BODIES
 from deltatune.ops.products import low_rank, low_rank_kernels
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import (
-    controls,
-    examined,
-    experts,
-    implementations,
-    replays,
-    times,
-    training,
-)
+from deltatune.selftest import controls, examined, experts, implementations, replays, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 

@@ -86,8 +86,7 @@ def _compare(here: tuple[list[float], _Weights], expected: tuple[list[float], _W
     change = np.concatenate([(expected[1][name] - start[name]).ravel() for name in start])
     found_change = np.concatenate([(here[1][name] - start[name]).ravel() for name in start])
     return compared_with_bounds(
-        {"loss": loss, "weights": relative_norm(found_change, change)},
-        {"loss": _LOSS, "weights": _CHANGE},
+        {"loss": loss, "weights": relative_norm(found_change, change)}, {"loss": _LOSS, "weights": _CHANGE}
     )
 
 

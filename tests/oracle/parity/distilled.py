@@ -41,11 +41,7 @@ class DistilledCase:
         return two_layers(draw=8, learning_rate=1e-2)
 
 
-CASES = {
-    "forward": DistilledCase(0.0),
-    "reverse": DistilledCase(1.0, 0.7),
-    "generalised": DistilledCase(0.1),
-}
+CASES = {"forward": DistilledCase(0.0), "reverse": DistilledCase(1.0, 0.7), "generalised": DistilledCase(0.1)}
 
 
 def checksums(case: DistilledCase, weights: Weights) -> dict[str, str]:

@@ -130,23 +130,14 @@ def _adapter_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 # name: (how to plant it, the case that must turn red)
 FAULTS: dict[str, tuple[Plant, str]] = {
     "beta doubled": (_operator(lambda q, k, v, g, b: (q, k, v, g, 2 * b)), "qwen3_5_moe"),
-    "beta not doubled, where the family says so": (
-        _operator(lambda q, k, v, g, b: (q, k, v, g, b / 2)),
-        "olmo_hybrid",
-    ),
+    "beta not doubled, where the family says so": (_operator(lambda q, k, v, g, b: (q, k, v, g, b / 2)), "olmo_hybrid"),
     "log_g off by 0.1 %": (_operator(lambda q, k, v, g, b: (q, k, v, 1.001 * g, b)), "kimi_linear"),
     "log_g rounded to bf16": (
         _operator(lambda q, k, v, g, b: (q, k, v, g.astype(mx.bfloat16).astype(mx.float32), b)),
         "bailing_hybrid",
     ),
-    "gradient of log_g missing": (
-        _operator(lambda q, k, v, g, b: (q, k, v, mx.stop_gradient(g), b)),
-        "qwen3_next",
-    ),
-    "gradient of k off by 1 %": (
-        _operator(lambda q, k, v, g, b: (q, _scale_gradient(k, 1.01), v, g, b)),
-        "qwen3_5",
-    ),
+    "gradient of log_g missing": (_operator(lambda q, k, v, g, b: (q, k, v, mx.stop_gradient(g), b)), "qwen3_next"),
+    "gradient of k off by 1 %": (_operator(lambda q, k, v, g, b: (q, _scale_gradient(k, 1.01), v, g, b)), "qwen3_5"),
     "gradient of beta off by 1 %": (
         _operator(lambda q, k, v, g, b: (q, k, v, g, _scale_gradient(b, 1.01))),
         "kimi_linear-4bit",

@@ -69,11 +69,7 @@ IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
 _REASON = "its gradient keeps arrays that are cheap to compute again, and it passes over memory often"
 _WITHOUT = "Training is slower then, or needs more memory; nothing else changes."
 _RECORD: dict[str, Any] = {"reason": _REASON, "without": _WITHOUT}
-_SWIGLU: dict[str, Any] = _RECORD | {
-    "name": "swiglu",
-    "replacement": _swiglu,
-    "check": alike(layer_input, _other_rows),
-}
+_SWIGLU: dict[str, Any] = _RECORD | {"name": "swiglu", "replacement": _swiglu, "check": alike(layer_input, _other_rows)}
 _GATED_NORM: dict[str, Any] = _RECORD | {
     "signature": "(self, hidden_states, gate=None)",
     "replacement": _gated_norm,
@@ -81,19 +77,9 @@ _GATED_NORM: dict[str, Any] = _RECORD | {
 }
 
 PATCHES = (
-    Patch(
-        **_RECORD,
-        module="mlx.nn.layers.activations",
-        name="silu",
-        replacement=_silu,
-        check=IS_SILU,
-    ),
+    Patch(**_RECORD, module="mlx.nn.layers.activations", name="silu", replacement=_silu, check=IS_SILU),
     Patch(**_SWIGLU, module="mlx_lm.models.activations"),
-    Patch(
-        **_GATED_NORM,
-        module="mlx_lm.models.qwen3_next",
-        name="Qwen3NextRMSNormGated.__call__",
-    ),
+    Patch(**_GATED_NORM, module="mlx_lm.models.qwen3_next", name="Qwen3NextRMSNormGated.__call__"),
     Patch(
         **_GATED_NORM | {"signature": "(self, x, gate)"},
         module="mlx_lm.models.olmo_hybrid",
@@ -103,9 +89,5 @@ PATCHES = (
 # Those of mlx-vlm, which are not tried on NVIDIA GPUs.
 OF_MLX_VLM = (
     Patch(**_SWIGLU, module="mlx_vlm.models.activations"),
-    Patch(
-        **_GATED_NORM,
-        module="mlx_vlm.models.qwen3_5.language",
-        name="Qwen3_5RMSNormGated.__call__",
-    ),
+    Patch(**_GATED_NORM, module="mlx_vlm.models.qwen3_5.language", name="Qwen3_5RMSNormGated.__call__"),
 )
