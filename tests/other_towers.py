@@ -5,17 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_TEXT = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
+from families import COMMON
+
+_TEXT = {key: value for key, value in COMMON.items() if not key.endswith("token_id")}
 _EXPERTS = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,

@@ -135,10 +135,7 @@ def torch_folder(tmp_path):
 
 
 def with_torch(folder, *arguments):
-    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, *arguments], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    return python(*arguments, PYTHONPATH=os.pathsep.join([str(folder), *filter(None, sys.path)]))
 
 
 @pytest.fixture

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from deltatune.demo.assets import MODEL
+from deltatune.models.load import load
 
 # Raised inside transformers, PEFT, TRL and lm-eval.
 IGNORED = [f"ignore::{name}Warning" for name in ("Future", "User", "Runtime", "Deprecation")]
@@ -15,3 +20,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "oracle" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=live)
         items[:] = [item for item in items if item not in live]
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """The script's folder is on the path for a test alone: other folders have modules of the same names."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "families")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load(MODEL).tokenizer

@@ -87,7 +87,7 @@ def adapted(folder: Path, adapter: Path, kind: str = "lora", **options) -> np.nd
     return our_logits(model)
 
 
-def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray, keys: str | None = None) -> None:
+def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray) -> None:
     """PEFT with the export, and deltatune with PEFT's files of that, compute the logits `ours`."""
     import peft
 
@@ -105,45 +105,30 @@ def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray
     assert np.abs(our_logits(back) - ours).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_module_with_lora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "kimi_linear", "gemma3"])
-def test_dora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    keys = ["*_proj", "*.in_proj_*", "mlp.shared_expert*"] if name == "kimi_linear" else ["*_proj"]
-    exclude = ["*switch_mlp*"] if name == "kimi_linear" else []
-    check_both_ways(
-        tmp_path, folders, adapted(folders[1], tmp_path / "adapter", "dora", keys=keys[:1], exclude=exclude)
-    )
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
-def test_rslora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", rslora=True, scale=2.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    # transformers 5.23 cannot tie the head of bailing_hybrid.
-    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)],
-)
-def test_embeddings_and_head(name, tied, tmp_path):
-    folders = saved(tmp_path, name, tie_word_embeddings=tied)
+def embedded(name: str, tied: bool) -> tuple[str, dict, dict]:
     embedding = "*word_embeddings" if name == "bailing_hybrid" else "*embed_tokens"
-    keys = [embedding, "*.q_proj"] + ([] if tied else ["*lm_head"])
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+    return name, {"keys": [embedding, "*.q_proj"] + ([] if tied else ["*lm_head"])}, {"tie_word_embeddings": tied}
 
 
-@pytest.mark.parametrize("matrices", [["gate_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "up_proj"]])
-def test_some_matrices_of_the_experts(matrices, tmp_path):
-    folders = saved(tmp_path, "qwen3_5_moe")
-    keys = [f"mlp.switch_mlp.{matrix}" for matrix in matrices]
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+# A family, options of the adapter, and those of the model.
+ADAPTERS = {f"every module: {name}": (name, {}, {}) for name in FAMILIES}
+ADAPTERS |= {f"dora: {name}": (name, {"kind": "dora", "keys": ["*_proj"]}, {}) for name in ("qwen3_5", "olmo_hybrid")}
+ADAPTERS["dora: gemma3"] = ("gemma3", {"kind": "dora", "keys": ["*_proj"]}, {})
+ADAPTERS["dora: kimi_linear"] = ("kimi_linear", {"kind": "dora", "keys": ["*_proj"], "exclude": ["*switch_mlp*"]}, {})
+ADAPTERS |= {f"rslora: {name}": (name, {"rslora": True, "scale": 2.0}, {}) for name in ("qwen3", "qwen3_5_moe")}
+# transformers 5.23 cannot tie the head of bailing_hybrid.
+TIED = [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)]
+ADAPTERS |= {f"embeddings: {name}{', tied' * tied}": embedded(name, tied) for name, tied in TIED}
+for matrices in (["gate"], ["up"], ["down"], ["gate", "up"]):
+    keys = [f"mlp.switch_mlp.{matrix}_proj" for matrix in matrices]
+    ADAPTERS[f"experts: {', '.join(matrices)}"] = ("qwen3_5_moe", {"keys": keys}, {})
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_goes_to_peft_and_back(case, tmp_path):
+    name, options, of_model = ADAPTERS[case]
+    folders = saved(tmp_path, name, **of_model)
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", **options))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
