@@ -10,7 +10,7 @@ from parity.faults import falls, recorded
 from deltatune.ops import divergence
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import initial_adapters
-from deltatune.train.preferences import answers
+from deltatune.train.preferences import objectives
 
 CASES = {f"pairs/{name}": (case, pairs_ours.run) for name, case in pairs.CASES.items() if case.recorded}
 CASES |= {f"distilled/{name}": (case, distilled.run) for name, case in distilled.CASES.items()}
@@ -40,7 +40,7 @@ def no_reference(monkeypatch):
 
 
 def answers_alone_in_the_likelihood(monkeypatch):
-    plain = answers.answers_of
+    plain = objectives.answers_of
 
     def swapped(*arguments):
         found = plain(*arguments)

@@ -10,8 +10,7 @@ from host_machine import HostMachine
 
 from beside import load
 from deltatune.ops.kernels.launch import Launch, header
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.passes import BODIES, Passes
 from deltatune.patches import evidence
 
 acme = load(Path(__file__).with_name("acme_package.py")).acme

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..errors import first_line
 from ..machine import backend, blas_fault, environment
-from ..ops.experts import single_rows
+from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.operator.measure import relative_error
 from ..patches.tables.one_row_products import in_force
 
@@ -97,7 +97,7 @@ def find_views() -> Fault:
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, single_rows.needs_whole_matrices())
+    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, needs_whole_matrices())
 
 
 def _is_small(error: float) -> bool:
