@@ -22,6 +22,7 @@ from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
+from ..ops.tracing import trace
 from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
@@ -176,6 +177,7 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
+    shortened: bool = True,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
@@ -189,7 +191,8 @@ def trace_step(
         if config.loss == "grpo":
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
+        with trace.having(shortened=shortened):
+            first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
         phases = _gradient_phases(layout, [*start.traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]

@@ -14,6 +14,8 @@ import mlx.core as mx
 
 from ..functional import refuse_second_derivative
 from ..recomputation import Input, input_of
+from ..tracing import trace
+from ..tracing.turns import blank
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
@@ -51,7 +53,9 @@ def gated_delta_chunk(
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
     chunking, inputs = choose_chunking(length, batch * value_heads, k.shape[-1]), input_of(q, k, v)
-    forward = _keeping(chunking) if inputs.compute is None else _differentiable(chunking, inputs)
+    # The trace of a plan has fewer groups.
+    keeps = inputs.compute is None and not trace.current().shortened
+    forward = _keeping(chunking) if keeps else _differentiable(chunking, inputs)
     y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
@@ -128,6 +132,10 @@ def _forward(
     saved: list[mx.array] = []
     previous = [group_state, q, k, v, log_g, beta]
     for span in chunking.groups():
+        if span.left_out:
+            saved.append(blank(saved[-1], span.chunks, previous))
+            previous = [outputs, saved[-1], group_state]
+            continue
         group, _ = _load_group((q, k, v, log_g, beta), span, chunking.size, previous)
         y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
@@ -147,6 +155,9 @@ def _backward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
     results = [empty_chunks(x, chunking, k.shape[2]) for x in (q, k, v, log_g, beta)]
     previous = [group_dstate, q, k, v, log_g, beta, dy]
     for span, states in zip(reversed(chunking.groups()), reversed(saved), strict=True):
+        if span.left_out:
+            previous = [*previous, states]
+            continue
         group, (group_dy,) = _load_group((q, k, v, log_g, beta, dy), span, chunking.size, previous)
         *gradients, group_dstate = _group_backward(gates, group, states, group_dy, group_dstate)
         for result, gradient in zip(results, gradients, strict=True):
