@@ -212,7 +212,12 @@ def _loss(run: _Head, chunks: list[Turn], eager: bool, score: Score) -> Callable
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
-        return scaled, _scaled(d_hidden, cotangents[:1] * len(chunks), hidden, chunks), mx.zeros_like(targets), d_weights
+        return (
+            scaled,
+            _scaled(d_hidden, cotangents[:1] * len(chunks), hidden, chunks),
+            mx.zeros_like(targets),
+            d_weights,
+        )
 
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
@@ -391,5 +396,5 @@ def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> in
 def _chunks(tokens: int, size: int) -> list[Turn]:
     """Return ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
     length = -(-tokens // -(-tokens // size))
-    # MLX's queue holds the logits of several chunks.
-    return turns([*range(0, tokens, length), tokens], ends=5)
+    # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
+    return turns([*range(0, tokens, length), tokens], ends=10)

@@ -37,7 +37,7 @@ class LayerCut:
     @property
     def spans(self) -> list[Turn]:
         """Where each piece begins and ends."""
-        return turns(self.bounds)
+        return turns(self.bounds, ends=2)
 
     def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""

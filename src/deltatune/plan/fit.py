@@ -29,7 +29,6 @@ from .advice import advice
 from .array_layout import ArrayLayout
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import Brake, DeviceLimits, device_limits
-from .few_layers import few_layers
 from .forecast import Forecast, forecast_step
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
@@ -82,11 +81,9 @@ class Planner(NamedTuple):
         config = config or self.run.config
         batch = batch_shape(config, rows, length, self.run.splits)
         model = model or self.run.model
-        if checkpoints is None:
-            checkpoints = self.every_layer if config.grad_checkpoint else Checkpoints()
-        # Pictures enter some layers alone, and a step by layers has evaluations of its own.
-        layers = checkpoints if batch.images or layer_inputs else few_layers(model, checkpoints)
-        forecast = forecast_step(model, config, batch, self.layout, layers, layer_inputs=layer_inputs, brake=self.brake)
+        forecast = forecast_step(
+            model, config, batch, self.layout, checkpoints, layer_inputs=layer_inputs, brake=self.brake
+        )
         return with_sampling(forecast, model, config)
 
     @property

@@ -44,7 +44,7 @@ class PlanLines:
 
     Args:
         say: Takes one or more lines.
-        verbose: Whether to say which primitives hold the memory, and where in the model.
+        verbose: Whether to say where in the model the peak is.
     """
 
     def __init__(self, say: Callable[[str], object], verbose: bool = False):
@@ -81,7 +81,7 @@ class PlanPanel:
 
     Args:
         console: The terminal.
-        verbose: Whether to show which primitives hold the memory, and where in the model.
+        verbose: Whether to show where in the model the peak is.
     """
 
     def __init__(self, console: Console, verbose: bool = False):
@@ -123,11 +123,11 @@ class PlanPanel:
             f"{size(plan.bytes.amount)}{of}, {limits.why_bytes}; the peak is in the {_where(plan.bytes, self._verbose)}"
         )
         self._add("memory", text, share)
-        self._add("of it", f"{_parts(plan)}{_alive(plan.bytes) if self._verbose else ''}")
+        self._add("of it", f"{_parts(plan)}")
         if limits.buffers is not None or self._verbose:
             of = f" of {limits.buffers:,}" if limits.buffers is not None else ""
             share = plan.buffers.amount / limits.buffers if limits.buffers else None
-            more = f"; {_counts(plan)}{_alive(plan.buffers)}" if self._verbose else ""
+            more = f"; {_counts(plan)}" if self._verbose else ""
             self._add("buffers", f"{plan.buffers.amount:,}{of}, {limits.why_buffers}{more}", share)
         if plan.unknown:
             self._add("note", unknown(plan).strip())
@@ -244,15 +244,15 @@ def _shape(rows: int, length: int, max_seq_length: int) -> str:
 
 
 def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
-    """Return the memory of the run's step, with the primitives that hold it where `verbose`."""
+    """Return the memory of the run's step, with the places of its peaks where `verbose`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in the {_where(plan.bytes, verbose)}.")
-    lines.append(f"  {_parts(plan)}{_alive(plan.bytes) if verbose else ''}.")
+    lines.append(f"  {_parts(plan)}.")
     limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in the {_where(plan.buffers, verbose)}.")
-    lines.append(f"  {_counts(plan)}{_alive(plan.buffers) if verbose else ''}.")
+    lines.append(f"  {_counts(plan)}.")
     if plan.unknown:
         lines.append(unknown(plan).strip())
     lines.append("Largest that fits, one at a time:")
@@ -290,8 +290,3 @@ def _parts(plan: Forecast) -> str:
 
 def _counts(plan: Forecast) -> str:
     return ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
-
-
-def _alive(moment: Moment) -> str:
-    shown = ", ".join(f"{kind.kind} {size(kind.bytes)} in {kind.buffers:,}" for kind in moment.alive)
-    return f"; most of it from {shown}" if shown else ""

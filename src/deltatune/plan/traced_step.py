@@ -177,11 +177,12 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
-    shortened: bool = True,
+    shortened: bool = False,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `layer_inputs` are as in forecast_step(). UserError where options of `config` conflict.
+    `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
+    UserError where options of `config` conflict.
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
         step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
@@ -357,9 +358,9 @@ def simulate_forward(
     return machine
 
 
-def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None) -> Simulation:
-    """The simulated run of the step at the pace of MLX's default device; `brake` is MLX's memory limit."""
-    machine = Simulation(layout, backend.here(PACES), brake)
+def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None, *, queued: int = 0) -> Simulation:
+    """The simulated run of the step at the pace of MLX's default device; the numbers are those of Simulation."""
+    machine = Simulation(layout, backend.here(PACES), brake, queued)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)

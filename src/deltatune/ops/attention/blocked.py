@@ -337,5 +337,5 @@ def _parts(
     most = options.scores // (rows[0].shape[2] * min(_MOST, rows[0].shape[3]) * seen)
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, most))
     parts = [(slice(b, b + 1), slice(h, h + together)) for b in range(batch) for h in range(0, heads, together)]
-    for turn in turns(range(len(parts) + 1), ends=1):
+    for turn in turns(range(len(parts) + 1)):
         yield turn.left_out or part(*parts[turn.start])

@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     left_out: int = 0
 
 
-def turns(bounds: Sequence[int], ends: int = 2) -> list[Turn]:
+def turns(bounds: Sequence[int], ends: int = 1) -> list[Turn]:
     """Return the turns between each two bounds; in the trace of a plan, one for all but `ends` at either end."""
     every = [Turn(*span) for span in pairwise(bounds)]
     middle = every[ends:-ends]
@@ -40,8 +40,8 @@ def turns(bounds: Sequence[int], ends: int = 2) -> list[Turn]:
 def blank(like: mx.array, length: int, after: Sequence[mx.array], axis: int = 0) -> mx.array:
     """Return an array like another but for the length of an axis, which begins to exist after arrays.
 
-    It has a number of that array, since mx.compile merges constants of one shape.
+    It has a number of the first of these, since mx.compile merges constants of one shape.
     """
     shape = [*like.shape[:axis], length, *like.shape[axis + 1 :]]
-    number = like[(slice(1),) * like.ndim].reshape([])
-    return mx.depends([mx.full(shape, number)], list(after))[0]
+    number = after[0][(slice(1),) * after[0].ndim].reshape([])
+    return mx.depends([mx.full(shape, number, like.dtype)], list(after))[0]
