@@ -20,7 +20,7 @@ from ..ops.recomputation import Checkpoints
 from ..train.by_layer.layer_functions import signature
 from ..train.tree import leaves
 from .graph import Node
-from .simulate import Simulation
+from .simulate import Amount, Simulation
 from .traced_step import TracedStep
 
 # Fewer layers than these have none between the first and the last.
@@ -41,17 +41,6 @@ class StepPlace(NamedTuple):
             return "the update"
         near = f", near {paths[self.layer]}.{self.parameter}" if self.parameter else ""
         return f"the {_BACKWARD if self.phase == _BACKWARD else _FORWARD} pass{near}"
-
-
-class Amount(NamedTuple):
-    """Bytes and buffers, of one moment."""
-
-    bytes: float
-    buffers: float
-
-    def plus(self, other: Amount, times: float = 1) -> Amount:
-        """Add so many times another amount."""
-        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
 
 
 class FewLayers(NamedTuple):

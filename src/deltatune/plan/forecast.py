@@ -13,11 +13,11 @@ from ..options.config import TrainConfig
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .device_limits import Brake
-from .few_layers import Amount, FewLayers, StepPlace, few_layers, of_all_layers, only, peaks, places_of, serves
+from .few_layers import FewLayers, StepPlace, few_layers, of_all_layers, only, peaks, places_of, serves
 from .primitives import without_rule
-from .simulate import Simulation
+from .simulate import Amount, Simulation
 from .traced_layers import InputsPlace
-from .traced_step import BatchShape, before_step, simulate_step, simulate_tower, trace_step
+from .traced_step import BatchShape, Before, before_step, simulate_step, simulate_tower, trace_step
 
 
 @dataclass(frozen=True)
@@ -85,94 +85,115 @@ def forecast_step(
     layer_inputs: InputsPlace | None = None,
     brake: Brake | None = None,
 ) -> Forecast:
-    """Forecast a training step; nothing is evaluated and the model is left unchanged.
+    """Forecast one training step, as Steps does."""
+    return Steps(model, config, layout).forecast(shape, checkpoints, layer_inputs=layer_inputs, brake=brake)
+
+
+class Steps:
+    """Forecasts training steps of a model; nothing is evaluated and the model is left unchanged.
 
     Args:
         model: The model, with its adapters.
         config: The run.
-        shape: The shape of the batch.
         layout: How the loaded MLX stores its arrays.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; or the layers
-            that are traced for all.
-        layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
-        brake: From how many bytes on MLX waits for queued work; None where it does not.
     """
-    if checkpoints is None:
-        checkpoints = Checkpoints(range(len(describe(model))) if config.grad_checkpoint else ())
-    few = checkpoints if isinstance(checkpoints, FewLayers) else few_layers(model, checkpoints)
-    # Pictures enter some layers alone, and a step by layers has evaluations of its own.
-    if (shape.images or layer_inputs) and not few.all:
-        few = few.every
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        planned = _planned(model, config, shape, layout, few, layer_inputs, brake)
-        return planned or _planned(model, config, shape, layout, few.every, layer_inputs, brake)
-    finally:
-        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects made
-        # while the collector waited are young, so that all others need not be looked through.
-        gc.collect(0)
-        if collects:
-            gc.enable()
 
+    def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
+        self.model, self.config, self._layout = model, config, layout
+        # The arrays before a step of the layers at these positions.
+        self._before: dict[tuple[int, ...], Before] = {}
 
-def _planned(
-    model: nn.Module,
-    config: TrainConfig,
-    shape: BatchShape,
-    layout: ArrayLayout,
-    few: FewLayers,
-    layer_inputs: InputsPlace | None,
-    brake: Brake | None,
-) -> Forecast | None:
-    """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
-    paths = [layer.path for layer in describe(model)]
-    of_all, arrays = before_step(model, config, layout, few.recomputed)
-    with only(model, few):
-        of_few = of_all if few.all else before_step(model, config, layout, few.checkpoints)[0]
-        built = trace_step(
-            model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
+    def forecast(
+        self,
+        shape: BatchShape,
+        checkpoints: Checkpoints | FewLayers | None = None,
+        *,
+        layer_inputs: InputsPlace | None = None,
+        brake: Brake | None = None,
+    ) -> Forecast:
+        """Forecast one step.
+
+        Args:
+            shape: The shape of the batch.
+            checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; or the
+                layers that are traced for all.
+            layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
+            brake: From how many bytes on MLX waits for queued work; None where it does not.
+        """
+        if checkpoints is None:
+            checkpoints = Checkpoints(range(len(describe(self.model))) if self.config.grad_checkpoint else ())
+        few = checkpoints if isinstance(checkpoints, FewLayers) else few_layers(self.model, checkpoints)
+        # Pictures enter some layers alone, and a step by layers has evaluations of its own.
+        if shape.images or layer_inputs:
+            few = few.every
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            planned = self._planned(shape, few, layer_inputs, brake)
+            return planned or self._planned(shape, few.every, layer_inputs, brake)
+        finally:
+            # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
+            # made while the collector waited are young, so that all others need not be looked through.
+            gc.collect(0)
+            if collects:
+                gc.enable()
+
+    def _planned(
+        self, shape: BatchShape, few: FewLayers, layer_inputs: InputsPlace | None, brake: Brake | None
+    ) -> Forecast | None:
+        """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
+        model, config, layout = self.model, self.config, self._layout
+        paths = [layer.path for layer in describe(model)]
+        of_all = self._arrays_before(few.every)
+        with only(model, few):
+            of_few = self._arrays_before(few)
+            built = trace_step(
+                model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
+            )
+            machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
+            unqueued = simulate_step(built, layout, 0)
+            tower = simulate_tower(built, layout)
+            places = places_of(built, unqueued.evaluated, model)
+        left_out = of_all.held.plus(of_few.held, -1)
+
+        def whole(machine: Simulation) -> dict[StepPlace, Amount]:
+            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
+
+        if not few.all and not serves(few, places):
+            return None
+        queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
+        (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
+        amount, limit, where = most.bytes, None, largest.words(paths)
+        if brake is not None:
+            least = max(held.bytes for held in whole(unqueued).values())
+            limit = brake.limit(int(least))
+            amount = min(amount, max(least, limit))
+        if tower is not None and tower.bytes.amount > amount:
+            amount, where = tower.bytes.amount, "the vision tower, before the step"
+        return Forecast(
+            shape.rows,
+            shape.length,
+            config.lora_parameters.rank,
+            Moment(int(buffers.buffers), place.words(paths)),
+            Moment(int(amount), where),
+            of_all.counts,
+            of_all.sizes,
+            without_rule(unqueued.evaluated),
+            self._products(shape, few, layer_inputs) if layer_inputs else Products(),
+            built.layer_inputs,
+            limit,
         )
-        machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
-        unqueued = simulate_step(built, layout, 0)
-        tower = simulate_tower(built, layout)
-        places = places_of(built, unqueued.evaluated, model)
-    left_out = Amount(of_all.live_bytes - of_few.live_bytes, of_all.live - of_few.live)
 
-    def whole(machine: Simulation) -> dict[StepPlace, Amount]:
-        return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
+    def _products(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace) -> Products:
+        """The matrix products of a step by layers, by those of a short one, which has every turn of its loops."""
+        short = replace(shape, rows=1, length=min(shape.length, _COUNTED), images=None)
+        built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
+        counted = products([node for phase in built.phases for node in phase.order])
+        return counted.times(shape.rows * shape.length / short.length)
 
-    if not few.all and not serves(few, places):
-        return None
-    queued = [(amount, place) for machine in machines for place, amount in whole(machine).items()]
-    (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
-    amount, limit, where = most.bytes, None, largest.words(paths)
-    if brake is not None:
-        least = max(amount.bytes for amount in whole(unqueued).values())
-        limit = brake.limit(int(least))
-        amount = min(amount, max(least, limit))
-    if tower is not None and tower.bytes.amount > amount:
-        amount, where = tower.bytes.amount, "the vision tower, before the step"
-    return Forecast(
-        shape.rows,
-        shape.length,
-        config.lora_parameters.rank,
-        Moment(int(buffers.buffers), place.words(paths)),
-        Moment(int(amount), where),
-        {name: count for name, (count, _) in arrays.items()},
-        {name: size for name, (_, size) in arrays.items()},
-        without_rule(unqueued.evaluated),
-        _products(model, config, shape, layout, few, layer_inputs) if layer_inputs else Products(),
-        built.layer_inputs,
-        limit,
-    )
-
-
-def _products(
-    model: nn.Module, config: TrainConfig, shape: BatchShape, layout: ArrayLayout, few: FewLayers, inputs: InputsPlace
-) -> Products:
-    """The matrix products of a step by layers, by those of a short one, which has every turn of its loops."""
-    short = replace(shape, rows=1, length=min(shape.length, _COUNTED), images=None)
-    built = trace_step(model, config, short, layout, few.checkpoints, layer_inputs=inputs)
-    counted = products([node for phase in built.phases for node in phase.order])
-    return counted.times(shape.rows * shape.length / short.length)
+    def _arrays_before(self, few: FewLayers) -> Before:
+        """The arrays before a step of the chosen layers, which the model has now."""
+        at = tuple(few.chosen)
+        if at not in self._before:
+            self._before[at] = before_step(self.model, self.config, self._layout, few.checkpoints)
+        return self._before[at]

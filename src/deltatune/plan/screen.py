@@ -189,11 +189,7 @@ def verdict(run_forecast: RunForecast) -> str:
 
 def longest(result: Largest) -> str:
     """The longest row that fits, in a few words."""
-    value = result.probable or result.value
-    if not value:
-        return "how long a row may be is not known" if result.more else "no row fits"
-    about = "about " if result.probable else ""
-    return f"longest row {about}{value:,}{' or more' if result.more else ''}"
+    return f"longest row {words(result)}" if result.value else "no row fits"
 
 
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
@@ -223,7 +219,7 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
 
 def _waits(plan: Forecast, limits: DeviceLimits) -> str:
     """Return a note for a step that fits only because MLX waits for queued work; "" for others."""
-    waits = limits.brake is not None and plan.bytes.amount > limits.brake.most and fits(plan, limits)
+    waits = limits.brake is not None and plan.bytes.amount >= limits.brake.most and fits(plan, limits)
     return ", with less work queued for the GPU, which may take a quarter longer" if waits else ""
 
 
@@ -267,13 +263,9 @@ def tried(choice: Choice) -> str:
 
 def words(result: Largest) -> str:
     """The largest batch, length or rank that fits."""
-    more = " or more" if result.more else ""
-    if result.probable:
-        planned = f"{result.value:,} by a plan, " if result.value else ""
-        return f"{planned}{result.probable:,}{more} by how memory grows"
     if not result.value:
-        return "not known, since its plan would take long" if result.more else "none"
-    return f"{result.value:,}{more}"
+        return "none"
+    return f"{result.value:,}{' or more' if result.more else ''}"
 
 
 def _where(moment: Moment, verbose: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..machine import environment
 from .array_layout import ArrayLayout
@@ -49,6 +50,17 @@ PACES = {
     "metal": gpu_pace(environment.queued_on_metal(), reads_once=True),
     "cuda": gpu_pace(environment.queued()),
 }
+
+
+class Amount(NamedTuple):
+    """Bytes and buffers, of one moment."""
+
+    bytes: float
+    buffers: float
+
+    def plus(self, other: Amount, times: float = 1) -> Amount:
+        """Add so many times another amount."""
+        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from ..train.tree import leaves
 from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
-from .simulate import PACES, Simulation
+from .simulate import PACES, Amount, Simulation
 from .traced_layers import InputsPlace, NotedPasses, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
@@ -135,6 +135,14 @@ class _Start(NamedTuple):
     shared_buffers: list[list[int]]
 
 
+class Before(NamedTuple):
+    """The arrays that exist before a step: their memory, and the number and bytes of parameters, gradients, moments."""
+
+    held: Amount
+    counts: dict[str, int]
+    sizes: dict[str, int]
+
+
 @contextlib.contextmanager
 def _set_up(
     model: nn.Module,
@@ -153,20 +161,18 @@ def _set_up(
         yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
 
 
-def before_step(
-    model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None
-) -> tuple[Simulation, dict[str, tuple[int, int]]]:
-    """Return the arrays that exist before a step, and the number and bytes of parameters, gradients and moments."""
+def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
+    """Return the arrays that exist before a step."""
     with _set_up(model, config, layout, checkpoints, None) as start:
         machine = Simulation(layout, backend.here(PACES))
         machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
         shared = sum(len(group) - 2 for group in start.shared_buffers)
         parameters = [array for _, array in leaves(model.parameters())]
         groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
-        return machine, {
-            name: (len(arrays) - shared * (name == "parameters"), sum(array.nbytes for array in arrays))
-            for name, arrays in groups.items()
-        }
+        counts = {name: len(arrays) for name, arrays in groups.items()}
+        counts["parameters"] -= shared
+        sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
+        return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
 
 
 def trace_step(
