@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from .functional import holding, trainable
+from .functional import holding, trainable, with_gradient
 from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
 from .products.quantized_product import unpacked_once
@@ -157,7 +157,6 @@ class _Head:
             return self._head(rows)
 
     def in_training(self) -> bool:
-        """Whether every part of the head is in training mode."""
         return all(part.training for part in self.module.modules())
 
 
@@ -189,9 +188,7 @@ def _token_losses(run: _Head, chunks: list[Turn], eager: bool) -> Callable[..., 
         d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
         return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda *arguments: function(*arguments)[0]
+    return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
 def _loss(run: _Head, chunks: list[Turn], eager: bool, score: Score) -> Callable[..., mx.array]:
@@ -219,9 +216,7 @@ def _loss(run: _Head, chunks: list[Turn], eager: bool, score: Score) -> Callable
             d_weights,
         )
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda *arguments: function(*arguments)[0]
+    return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
 def _values(run, chunks, parameters, hidden, targets, weights, score):
@@ -325,8 +320,7 @@ def _chunk_backward(primals, cotangents, outputs):
     return (d_logits, mx.zeros_like(targets), *([] if weights is None else [mx.zeros_like(weights)]))
 
 
-_chunk_loss: Any = mx.custom_function(_chunk_forward)
-_chunk_loss.vjp(_chunk_backward)
+_chunk_loss = with_gradient(_chunk_forward, _chunk_backward)
 
 
 def _scale(gradient: mx.array, cotangent: mx.array, like: mx.array) -> mx.array:
@@ -348,8 +342,7 @@ def _scaled(d_hidden, cotangents, hidden, chunks) -> mx.array:
     )
 
 
-_final: Any = mx.custom_function(lambda gradient: gradient)
-_final.vjp(_refuse)
+_final = with_gradient(lambda gradient: gradient, _refuse)
 
 
 def _depends(primals, cotangent):
