@@ -12,13 +12,14 @@ import mlx.nn as nn
 
 from .errors import UserError
 
-# The function of mlx-lm and mlx-vlm that computes the gated delta rule.
+# The functions of mlx-lm and mlx-vlm that compute the gated delta rule, and Mamba-2's state-space duality.
 ENTRY_POINT = "gated_delta_update"
+STATE_SPACE = "ssm_update"
 
 
-def holds_entry_point(cls: type) -> bool:
-    """Whether the Python module of a class, or of one of its bases, has a global named gated_delta_update."""
-    return any(ENTRY_POINT in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
+def holds_entry_point(cls: type, name: str = ENTRY_POINT) -> bool:
+    """Whether the Python module of a class, or of one of its bases, has a global of this name."""
+    return any(name in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
 
 
 def is_gated_delta(module: nn.Module) -> bool:
@@ -27,6 +28,11 @@ def is_gated_delta(module: nn.Module) -> bool:
     It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and calls gated_delta_update, as those do not.
     """
     return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module))
+
+
+def is_state_space(module: nn.Module) -> bool:
+    """Whether a module is a mixer of Mamba-2, which calls ssm_update; Mamba's first kind has a loop of its own."""
+    return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module), STATE_SPACE)
 
 
 def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
