@@ -83,7 +83,8 @@ def check_packing(model: nn.Module, longest: int) -> None:
     ]
     if mamba:
         raise UserError(
-            f"packing: layers {', '.join(mamba)} are Mamba layers of the first kind, whose state cannot restart between documents. "
+            f"packing: layers {', '.join(mamba)} are Mamba layers of the first kind, whose state cannot restart "
+            "between documents. "
             "Train this model without packing."
         )
     lengths = _lengths(model)

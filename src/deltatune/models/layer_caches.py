@@ -24,8 +24,8 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
     returns its rows alone, is seen in a forward pass without an evaluation. Layers of mlx-vlm take positions besides,
-    windows and Mamba's first kind have caches of other kinds, and layers that share keys and values have one between them,
-    so they run on whole rows.
+    windows and Mamba's first kind have caches of other kinds, and layers that share keys and values have one between
+    them, so they run on whole rows.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Replaces the linear attention of mlx-lm and mlx-vlm: `ssm_update` of Mamba-2's layers, and Lightning attention's loop.
+"""Replaces linear attention of mlx-lm and mlx-vlm: `ssm_update` of Mamba-2's layers, and Lightning attention's loop.
 
 Versions read: mlx-lm 0.32.0 to 0.32.2, mlx-vlm 0.7.0 to 0.7.10.
 """
@@ -19,7 +19,7 @@ from ..patch_record import PACKING, TRAINING, Function, Patch
 from ..small_cases import BOUND, describe_difference, drawn, results
 
 WITHOUT = (
-    "These layers then train with upstream's code, which is right, but needs memory that grows with the chunk's square, "
+    "These layers then train with upstream's code, which is right, but needs several times as much memory, "
     "and they cannot keep packed documents separate."
 )
 STATE = "packed documents start without a state; pass no cache with segments."
@@ -38,7 +38,7 @@ def _decodes(state: mx.array | None) -> bool:
 
 
 def _ssm_update(upstream: Function) -> Function:
-    """Run Mamba-2's recurrence as linear attention. A call of a decoder, with its state or lengths, goes to upstream."""
+    """Run Mamba-2's recurrence as linear attention. A decoder's call, with its state or lengths, goes to upstream."""
 
     @functools.wraps(upstream)
     def ssm_update(
@@ -83,7 +83,7 @@ def _same_update(upstream: Function, ours: Function) -> str | None:
         outputs, expected = (
             results(lambda *x, f=function, o=options: f(*x, **o), arrays) for function in (upstream, ours)
         )
-        difference = describe_difference(outputs, expected, BOUND, f"deltatune's{f' with {[*options]}' * bool(options)}")
+        difference = describe_difference(outputs, expected, BOUND, f"deltatune's with {options}")
         if difference is not None:
             return difference
     return None
