@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .patches import patched
     from .plan.planned_run import PlannedRun, finetune, plan_run
     from .train import Trainer
-    from .train.callbacks import StopTraining
+    from .train.iterations import StopTraining
 
 _startup.prepare(_IMPLEMENTATIONS)
 
@@ -34,7 +34,7 @@ _startup.prepare(_IMPLEMENTATIONS)
 _MODULES = {
     "LoraConfig": "options.config",
     "PlannedRun": "plan.planned_run",
-    "StopTraining": "train.callbacks",
+    "StopTraining": "train.iterations",
     "TrainConfig": "options.config",
     "Trainer": "train",
     "attention": "ops.attention",
