@@ -167,8 +167,10 @@ def _backward(chunking: Chunking, floats: int, *arrays: mx.array) -> _Arrays:
             previous = [*previous, states]
             continue
         *parts, group_dy = _load_group((*inputs, dy), span, chunking.size, previous)
-        *gradients, group_dstate = _group_backward(gates, Group(*parts), states, group_dy, group_dstate)
-        for result, gradient in zip(results, gradients[:floats], strict=True):
+        gradients = _group_backward(gates, Group(*parts), states, group_dy, group_dstate)
+        group_dstate = gradients.state
+        inputs_alone = [gradient for gradient in gradients[:-1] if gradient is not None]
+        for result, gradient in zip(results, inputs_alone, strict=True):
             write_group(result, gradient, span, chunking)
         previous = [*results, group_dstate]
     return *(sequence_of(result, chunking) for result in results), group_dstate.reshape(dstate.shape)
