@@ -47,17 +47,9 @@ def test_durations(seconds, text):
 
 
 def test_lines_hold_every_figure():
-    record = {
-        "iteration": 10,
-        "train_loss": 1.23456,
-        "grad_norm": None,
-        "learning_rate": 1e-5,
-        "iterations_per_second": 2.5,
-        "tokens_per_second": 12345.6,
-        "peak_memory": 1.5,
-    }
+    record = RECORD | {"iteration": 10, "grad_norm": None, "peak_memory": 1.5}
     assert train_line(record, 20, 4.0) == (
-        "Iter 10/20: train loss 1.2346, grad norm -, lr 1e-05, 2.5 it/s, 12,346 tok/s, peak 1.5 GB, 0:04 left"
+        "Iter 10/20: train loss 1.2346, grad norm -, lr 1.25e-05, 2.5 it/s, 123,457 tok/s, peak 1.5 GB, 0:04 left"
     )
     assert "grad norm 0.5," in train_line(record | {"grad_norm": 0.5}, 20, 4.0)
     assert "peak 11.4 MB," in train_line(record | {"peak_memory": 0.0114}, 20, 4.0)
