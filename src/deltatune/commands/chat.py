@@ -61,7 +61,7 @@ class Chat:
     """
 
     def __init__(self, options: ChatOptions, session: Session):
-        from ..lora.without import can_be_without
+        from ..lora.convert import can_be_without
 
         self._options = options
         self._compares = options.compare
@@ -181,7 +181,7 @@ class Chat:
     def _ask_base(self, question: str) -> bool:
         """Print the answer of the base, which has heard the questions that were put to both."""
         from ..answering.session import Session
-        from ..lora.without import without_adapters
+        from ..lora.convert import without_adapters
 
         if len(self._dialogues) == 1:
             alone = dataclasses.replace(self._options, adapter_path=None, compare=False, seed=None)

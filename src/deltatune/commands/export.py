@@ -202,8 +202,7 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.gguf_adapter import write_gguf_adapter
-    from ..export.gguf_file import OUTTYPES
+    from ..export.gguf_file import OUTTYPES, write_gguf_adapter
 
     outtype = arguments.outtype or "f32"
     if outtype not in OUTTYPES:
