@@ -17,7 +17,7 @@ from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
 from deltatune.ops.decoding.row_caches import AttentionRows
 from deltatune.ops.recomputation import small_cases
 from deltatune.ops.tracing import trace
-from deltatune.ops.tracing.factors import Factors
+from deltatune.ops.tracing.trace import Factors
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from saved_adapters import moved

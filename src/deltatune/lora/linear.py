@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..machine import backend
 from ..ops.decoding.token_products import Matrix, joined, product
 from ..ops.products.low_rank import add_product, both_products, columns_product, rows_product
-from ..ops.products.narrow_product import dense_product
+from ..ops.products.quantized_product import dense_product
 from ..ops.recomputation import input_of
 from ..ops.tracing import trace
 from ..ops.tracing.known import Known

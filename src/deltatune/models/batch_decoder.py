@@ -27,7 +27,7 @@ from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
-from ..ops.tracing.factors import Factors
+from ..ops.tracing.trace import Factors
 from ..patches import patched
 from .sampled_policy import Chosen
 

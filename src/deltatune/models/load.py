@@ -27,7 +27,7 @@ from .. import upstream
 from ..errors import UserError, first_few, first_line, reason
 from ..json_files import read_json
 from ..machine.environment import expanded
-from ..ops.experts import single_rows
+from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..ops.random_state import drawing_from
 from ..patches import left_alone_for, refuse
@@ -414,7 +414,7 @@ def checked(model_class: type, path: Path) -> type:
 
     def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
         _compare(path, dict(weights), arrays_of(self.parameters()))
-        if single_rows.needs_whole_matrices():
+        if needs_whole_matrices():
             weights = without_gaps(weights)
         return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
 
