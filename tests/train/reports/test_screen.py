@@ -1,9 +1,12 @@
 """Tests the output of a run: plain lines in a pipe, and a panel, columns and a bar that fit a terminal."""
 
+import contextlib
 import errno
 import io
 import os
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from rich.cells import cell_len
@@ -252,3 +255,32 @@ def test_the_bar_of_a_terminal_that_was_closed_ends_no_run():
     screen.stop()
     screen.start(0, 2)
     screen.stop()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_draws_the_bar_where_it_has_widgets(monkeypatch, installed):
+    drawn = []
+
+    class Output(contextlib.AbstractContextManager):
+        def __exit__(self, *_):
+            return None
+
+        def clear_output(self, wait):
+            drawn.append(wait)
+
+        def close(self):
+            drawn.append("closed")
+
+    display, widgets = ModuleType("IPython.display"), ModuleType("ipywidgets")
+    display.display = lambda shown: drawn.append(getattr(shown, "text", shown))
+    widgets.Output = Output
+    widgets.__spec__ = ModuleSpec("ipywidgets", None)
+    for name, module in (("IPython", ModuleType("IPython")), ("IPython.display", display), ("ipywidgets", widgets)):
+        monkeypatch.setitem(sys.modules, name, module)
+    if not installed:
+        monkeypatch.setattr("deltatune.train.reports.screen.find_spec", lambda name: None)
+    screen = Screen(console=Console(force_jupyter=True, width=100))
+    screen.start(0, 4)
+    screen.advance(3, 1.5, 20.0)
+    screen.stop()
+    assert any(isinstance(one, Output) for one in drawn) is ("closed" in drawn) is installed
