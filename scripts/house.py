@@ -36,7 +36,7 @@ BUDGETS = {
     "doctor": Budget(1_145, 1_300),
     "export": Budget(1_750, 1_600),
     "plan": Budget(4_410, 3_300),
-    "train": Budget(10_625, 8_000),
+    "train": Budget(10_605, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(6_825, 5_300),
     "models": Budget(5_125, 3_600),

@@ -152,8 +152,8 @@ class Trainer:
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
-        plain = splits.plain_text
-        samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
+        self._loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)
+        samples = Samples(self._loaded, config, plain_text=splits.plain_text, weights=weights)
         thumbnails = [prompt.thumbnails for prompt in samples.prompts]
         on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
@@ -166,7 +166,6 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        self._tokenizer = tokenizer
         self.parts = Parts(
             model=model,
             config=config,
@@ -263,8 +262,9 @@ class Trainer:
             return PeekableOrder(prompts)
         assert trained.token_losses is not None
         parts = self.parts
-        tokenizer = self._tokenizer if self.splits.plain_text else ending_answers(self._tokenizer)
-        loaded = Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
+        loaded = self._loaded
+        if not self.splits.plain_text:
+            loaded = dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
         return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
 
     @property
