@@ -21,7 +21,7 @@ from deltatune.options.values import fields_of
 ALWAYS = [
     "model", "data", "hf_dataset", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
     "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
-    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming",
+    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming", "test", "val_batches",
     "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
     "clear_cache_threshold", "report_to", "trust_remote_code", "force", "text_feature",
     "prompt_feature", "completion_feature", "chat_feature",
@@ -63,8 +63,6 @@ CASES = {
     "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
     "pack": [(True, {}, GRPO)],
     "memory": [("4GB", {}, GRPO), ("4GB", {}, DISTILL)],
-    "test": [(True, {}, GRPO)],
-    "val_batches": [(3, {}, GRPO)],
     "mask_prompt": [(True, {}, GRPO)],
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],

@@ -51,7 +51,7 @@ from .reports.reporting import Reporting
 from .reports.screen import Screen
 from .rollouts.answer_sampler import check_covered
 from .rollouts.rollout_order import RolloutOrder
-from .rollouts.sampled_run import rollout_order
+from .rollouts.sampled_run import rollout_order, say_reward
 from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
@@ -251,18 +251,24 @@ class Trainer:
         if self._rewards is None or not isinstance(prompts, BatchOrder):
             return PeekableOrder(prompts)
         assert trained.token_losses is not None
-        parts = self.parts
+        loaded, rewards, world = self._answering, self._rewards, self.parts.world
+        return rollout_order(loaded, self.config, prompts, trained.token_losses, rewards, ending, world)
+
+    @property
+    def _answering(self) -> Loaded:
+        """The model, and its tokenizer with the tokens that end an answer."""
         tokenizer = self._tokenizer if self.splits.plain_text else ending_answers(self._tokenizer)
-        loaded = Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
-        return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
+        return Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
 
     def _say_rest(self, result: Result) -> None:
-        """Print for how long the run waited for the disk, and the loss on the test set."""
+        """Print for how long the run waited for the disk, and the loss or the reward on the test set."""
         parts = self.parts
         if parts.weights is not None:
             parts.screen.say(parts.weights.disk.said(result.seconds))
-        if parts.config.test:
-            examples = self.splits.test
+        examples = self.splits.test
+        if parts.config.test and self._rewards is not None:
+            say_reward("Test", self._answering, parts.config, examples, self._rewards, parts.world, parts.screen)
+        elif parts.config.test:
             say_loss("Test", parts.model, parts.config, examples, parts.world, parts.screen, parts.weights)
 
     @property

@@ -145,7 +145,7 @@ def test_services_get_samples_as_tables_and_texts(tmp_path, monkeypatch):
     log.send({"iteration": 7, "samples": [SAMPLE]}, services)
     for service in services:
         service.close()
-    table = (["iteration", "prompt", "expected", "answer"], [[7, "one\n*two*", "four", "three"]])
+    table = (["iteration", "prompt", "expected", "answer", "reward"], [[7, "one\n*two*", "four", "three", None]])
     assert ("wandb.log", ({"samples": table},), {"step": 7}) in calls
     assert ("swanlab.log", ({"samples": [("one\n*two*", "three")]},), {"step": 7}) in calls
     assert ("event", (7, ("samples/1", "    one\n    *two*\n\n---\n\n    four\n\n---\n\n    three"))) in calls

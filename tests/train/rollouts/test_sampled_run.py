@@ -100,6 +100,58 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["sampling/outside"] == 0
 
 
+def test_each_report_shows_the_best_the_middle_and_the_worst_answer(trainer_of, tmp_path, capsys):
+    rewards = Letters()
+    trainer_of(rewards=rewards, iters=3, grad_accumulation_steps=3).run()
+    answers = records(tmp_path / "out")[1]["samples"]
+    (prompts, texts, columns), weights = rewards.calls[0], rewards.weights
+    totals = weights @ Letters()(prompts, texts, columns, lambda: None)
+    ranked = sorted(totals, reverse=True)
+    expected = [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
+    assert [float(answer["reward"]) for answer in answers] == pytest.approx(expected, abs=1e-3)
+    for answer in answers:
+        assert (answer["prompt"], answer["answer"]) in zip(prompts, texts, strict=True)
+    shown = capsys.readouterr().out
+    assert all(f"(reward {answer['reward']})" in shown for answer in answers)
+    report = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "Sampled answers" in report
+    assert "metrics.jsonl has all of them" in report
+
+
+def test_an_evaluation_samples_with_the_same_rewards(trainer_of, tmp_path, capsys, rows):
+    """Its randomness is its own: it changes no bit of training, and it is the same in each evaluation."""
+    lines = rows.read_text().splitlines(keepends=True)
+    for split, part in (("train", lines), ("valid", lines[:5]), ("test", lines[:3])):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(part))
+    rewards = Letters()
+    trainer_of("plain", data=str(tmp_path / "data"), val_batches=0, iters=2).run()
+    options = {"val_batches": -1, "steps_per_eval": 1, "test": True, "early_stopping": 2, "iters": 2}
+    trainer_of(rewards=rewards, data=str(tmp_path / "data"), **options).run()
+    evaluations = [record for record in records(tmp_path / "out") if "val_loss" in record]
+    assert [record["iteration"] for record in evaluations] == [0, 1, 2]
+    # Five prompts in batches of two, with four answers each.
+    assert sorted(len(call[1]) for call in rewards.calls[:3]) == [4, 8, 8]
+    totals = [rewards.weights @ Letters()(*call, lambda: None) for call in rewards.calls[:3]]
+    mean = np.concatenate(totals).mean()
+    assert evaluations[0]["val_reward"] == pytest.approx(mean, abs=1e-5)
+    assert evaluations[0]["val_loss"] == pytest.approx(-mean, abs=1e-5)
+    assert "Test loss " in capsys.readouterr().out
+    plain, evaluated = (tmp_path / name / "adapters.safetensors" for name in ("plain", "out"))
+    assert plain.read_bytes() == evaluated.read_bytes()
+
+
+def test_a_run_ends_where_the_validation_reward_no_longer_rises(trainer_of, tmp_path, rows, capsys):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(rows.read_text())
+    options = {"val_batches": 1, "steps_per_eval": 1, "early_stopping": 1, "learning_rate": 1e-9}
+    result = trainer_of(data=str(tmp_path / "data"), **options).run()
+    assert result.stopped_early
+    assert result.iterations < 6
+    assert "Stopping early after iteration" in capsys.readouterr().out
+
+
 class LowTokens:
     """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
 

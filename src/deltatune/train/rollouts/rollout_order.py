@@ -6,7 +6,6 @@ depends on the seed and the number of the sampling alone, so that no random stat
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,15 +19,15 @@ from ...data.batches.order import BatchOrder
 from ...data.batches.rollout_batch import RolloutBatch
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
-from ...data.rows.row_formats import ASSISTANT
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
-from ...rewards import Rewards
 from ..distributed import World
+from ..evaluation.samples import written
 from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
 from .advantages import group_advantages, leave_one_out, total_rewards
-from .answer_sampler import AnswerSampler, SampledAnswers
+from .answer_sampler import SampledAnswers
+from .rewarded_sampler import RewardedSampler
 from .rollout_figures import figures, names_of
 
 # An advantage below this is rounding alone.
@@ -104,28 +103,25 @@ class RolloutOrder:
 
     Args:
         prompts: This rank's prompts, in the order of the data.
-        sampler: Samples answers to prompts.
-        rewards: The reward functions.
-        check: Is called while rewards are awaited, and may leave the sampling by an error.
+        sampler: Samples answers to prompts, and rewards them.
         scoring: Gives log-probabilities in training.
         config: The options of the run.
         world: The ranks of the run.
+
+    Attributes:
+        sampler: The argument.
     """
 
     def __init__(
         self,
         prompts: BatchOrder,
-        sampler: AnswerSampler,
-        rewards: Rewards,
-        check: Callable[[], None],
+        sampler: RewardedSampler,
         scoring: Scoring,
         config: TrainConfig,
         world: World,
     ):
+        self.sampler = sampler
         self._prompts = prompts
-        self._sampler = sampler
-        self._rewards = rewards
-        self._check = check
         self._scoring = scoring
         self._config = config
         self._world = world
@@ -135,12 +131,14 @@ class RolloutOrder:
         self._used = 0
         self._place = prompts.state()
         self._rollouts: Rollouts | None = None
+        # The weighted sums of the rewards of their answers, [N], and the advantages.
+        self._totals = np.zeros(0)
         self._advantages = np.zeros(0)
 
     @property
     def figures(self) -> tuple[str, ...]:
         """The names of the figures of a batch."""
-        return names_of(self._rewards.names)
+        return names_of(self.sampler.rewards.names)
 
     def peek(self) -> None:
         """The next batch depends on the present update."""
@@ -176,6 +174,21 @@ class RolloutOrder:
             self._end_sampling()
         return batch
 
+    def samples(self) -> list[dict[str, str]]:
+        """Return the best, the middle and the worst answer of the last sampling, each with its prompt and reward."""
+        ranked = [number for number in np.argsort(-self._totals, kind="stable") if not np.isnan(self._totals[number])]
+        if self._rollouts is None or not ranked:
+            return []
+        texts = self.sampler.texts(self._rollouts.answers)
+        return [
+            {
+                "prompt": written(self._prompt(self._rollouts, number).question),
+                "answer": texts[number],
+                "reward": f"{self._totals[number]:.4g}",
+            }
+            for number in dict.fromkeys((ranked[0], ranked[len(ranked) // 2], ranked[-1]))
+        ]
+
     def _end_sampling(self) -> None:
         self._sampling += 1
         self._used = 0
@@ -189,34 +202,14 @@ class RolloutOrder:
         """Sample answers to prompts, and reward them."""
         config = self._config
         prompts, shares = _joined(batches)
-        started = time.perf_counter()
         # The first half of the split is the dropout's of an iteration.
         key = mx.random.split(iteration_key(config.seed, self._sampling, self._world.rank))[1]
-        answers = self._sampler(prompts, key)
-        sampled = time.perf_counter()
-        rewards = np.zeros((len(self._rewards.names), 0), np.float32)
-        if prompts:
-            rewards = self._rewarded([prompt for prompt in prompts for _ in range(config.num_generations)], answers)
-        seconds = (sampled - started, time.perf_counter() - sampled)
-        rollouts = Rollouts(self._sampling, prompts, shares, answers, rewards, seconds)
+        rollouts = Rollouts(self._sampling, prompts, shares, *self.sampler(prompts, key))
         if needs_old(config):
             rollouts = replace(rollouts, old=self._scored(rollouts, self._scoring.policy))
         if config.beta:
             rollouts = replace(rollouts, reference=self._scored(rollouts, self._scoring.reference))
         return rollouts
-
-    def _rewarded(self, prompts: Sequence[PromptExample], answers: SampledAnswers) -> np.ndarray:
-        """Return the rewards [functions, N] of answers, each with its prompt."""
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        rows = zip(answers.tokens, answers.lengths, strict=True)
-        columns["completion_ids"] = [tokens[:length].tolist() for tokens, length in rows]
-        questions = [prompt.question for prompt in prompts]
-        completions: list[Any] = [
-            text if isinstance(question, str) else [{"role": ASSISTANT, "content": text}]
-            for text, question in zip(self._sampler.texts(answers), questions, strict=True)
-        ]
-        return np.asarray(self._rewards(questions, completions, columns, self._check), np.float32)
 
     def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
         """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
@@ -236,7 +229,8 @@ class RolloutOrder:
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
         config, size = self._config, self._config.num_generations
-        totals = total_rewards(rollouts.rewards, self._rewards.weights)
+        totals = total_rewards(rollouts.rewards, self.sampler.rewards.weights)
+        self._totals = totals
         if self._variant == RLOO:
             if rollouts.reference is not None and rollouts.old is not None:
                 counted = self._counted(rollouts)[:, None]
@@ -282,8 +276,7 @@ class RolloutOrder:
         assert batch.rollouts is not None
         of_sampling = batch.rollouts.figures
         if self._used == 0 and rollouts.prompts:
-            totals = total_rewards(rollouts.rewards, self._rewards.weights).reshape(-1, size)
-            of_sampling = figures(rollouts.rewards, totals, rollouts.answers, rollouts.seconds)
+            of_sampling = figures(rollouts.rewards, self._totals.reshape(-1, size), rollouts.answers, rollouts.seconds)
         return replace(batch, rollouts=replace(batch.rollouts, total=np.array(total, np.float32), figures=of_sampling))
 
     def _token_weights(self, rollouts: Rollouts, numbers: Sequence[int]) -> tuple[np.ndarray, float]:
