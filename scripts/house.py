@@ -31,7 +31,7 @@ BUDGETS = {
     "commands": Budget(1_740, 1_400),
     "answering": Budget(600, 1_000),
     "selftest": Budget(2_395, 2_200),
-    "demo": Budget(665, 700),
+    "demo": Budget(810, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_165, 1_300),
     "export": Budget(1_815, 1_600),

@@ -21,7 +21,7 @@ from deltatune.options.values import fields_of
 ALWAYS = [
     "model", "data", "hf_dataset", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
     "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
-    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming", "test", "val_batches",
+    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming", "test", "val_batches", "pack",
     "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
     "clear_cache_threshold", "report_to", "trust_remote_code", "force", "text_feature",
     "prompt_feature", "completion_feature", "chat_feature",
@@ -61,7 +61,6 @@ CASES = {
     "mask_truncated_completions": [(True, GRPO, {})],
     "sampler_correction": [("none", GRPO, {})],
     "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
-    "pack": [(True, {}, GRPO)],
     "memory": [("4GB", {}, GRPO), ("4GB", {}, DISTILL)],
     "mask_prompt": [(True, {}, GRPO)],
     "shuffle_buffer": [(8, {"streaming": True}, {})],

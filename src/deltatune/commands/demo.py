@@ -13,6 +13,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="train the bundled model on the bundled data and show its accuracy before and after"
     )
+    words = "learn from rewards of its own answers, and not from given ones"
+    parser.add_argument("kind", nargs="?", choices=["rl"], metavar="rl", help=words)
     parser.add_argument("--output", metavar="DIR", default="demo-out", help="folder for its files (default: demo-out)")
     parser.set_defaults(call=run, parser=parser)
 
@@ -20,6 +22,6 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return its exit code."""
     startup.leave_torch_out()
-    from ..demo import run_demo
+    from ..demo import run_demo, run_rewarded_demo
 
-    return run_demo(arguments.output)
+    return (run_rewarded_demo if arguments.kind else run_demo)(arguments.output)

@@ -379,7 +379,7 @@ def _check(
         return
     examples = splits["train"]
     rows = len(examples)
-    if config.pack:
+    if config.packs_data:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
         if rows < config.batch_size:
             packed = "1 packed row" if rows == 1 else f"{rows:,} packed rows"

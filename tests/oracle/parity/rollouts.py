@@ -220,7 +220,7 @@ def ours(case: Case) -> dict[str, Any]:
     assert batch.rollouts is not None
     for row, number, span in sampler.spans(batch):
         whole[number, : span.stop - span.start] = np.array(gradient)[row, span]
-        advantages[number] = batch.rollouts.advantages[row]
+        advantages[number] = batch.rollouts.advantages[row, span.start]
     return {"loss": value.item(), "advantages": advantages.tolist(), "gradients": of_rows(whole)}
 
 

@@ -18,6 +18,14 @@ WRONG = {
     "a form of another loss": ({"loss_variant": "hinge"}, "grpo has no form 'hinge'; expected dapo"),
     "cispo without its limit": ({"loss_variant": "cispo"}, "epsilon_high: cispo needs the largest ratio"),
     "a reference within top_k": ({"beta": 0.1, "top_k": 5}, "beta: the reference may give .* leave these out"),
+    "packed answers that gspo weighs": (
+        {"pack": True, "loss_variant": "gspo"},
+        "pack: loss_variant: gspo weighs whole",
+    ),
+    "packed answers that a correction weighs": (
+        {"pack": True, "sampler_correction": "sequence"},
+        "pack: sampler_correction: sequence weighs whole answers",
+    ),
     "a reference of full fine-tuning": (
         {"beta": 0.1, "fine_tune_type": "full"},
         "beta: the reference is the model without its adapter, and fine_tune_type: full trains them",

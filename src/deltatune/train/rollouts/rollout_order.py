@@ -16,6 +16,7 @@ import numpy as np
 
 from ...data.batches.batch import Batch, bucket_widths, collate
 from ...data.batches.order import BatchOrder
+from ...data.batches.packing import pack
 from ...data.batches.rollout_batch import RolloutBatch
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
@@ -218,12 +219,10 @@ class RolloutOrder:
         for start in range(0, len(scored), rows):
             group = list(range(start, min(start + rows, len(scored))))
             nothing = np.zeros(len(scored), np.float32)
-            batch = self._laid_out(rollouts, group, nothing, nothing, rows)
+            batch, places = self._laid_out(rollouts, group, nothing, nothing, rows)
             scores = score(batch)
-            for row, number in enumerate(group):
-                length = rollouts.answers.lengths[number]
-                first = len(self._prompt(rollouts, number).tokens) - 1
-                scored[number, :length] = scores[row, first : first + length]
+            for number, place in zip(group, places, strict=True):
+                scored[number, : rollouts.answers.lengths[number]] = scores[place]
         return scored
 
     def _take(self, rollouts: Rollouts) -> None:
@@ -272,7 +271,7 @@ class RolloutOrder:
         # Few numbers of rows are compiled: powers of two, in groups, up to those of a whole batch.
         most = config.batch_size // self._world.size
         room = min(2 ** max(len(judged) - 1, 0).bit_length(), most) * size
-        batch = self._laid_out(rollouts, rows, weights, self._advantages, room)
+        batch, _ = self._laid_out(rollouts, rows, weights, self._advantages, room)
         assert batch.rollouts is not None
         of_sampling = batch.rollouts.figures
         if self._used == 0 and rollouts.prompts:
@@ -295,35 +294,63 @@ class RolloutOrder:
 
     def _laid_out(
         self, rollouts: Rollouts, numbers: Sequence[int], weights: np.ndarray, advantages: np.ndarray, rows: int
-    ) -> Batch:
-        """Lay answers out in a batch of so many rows, one behind its prompt in each.
+    ) -> tuple[Batch, list[tuple[int, slice]]]:
+        """Lay answers out in a batch, each behind its prompt: one in a row, or as documents that share rows.
 
         Args:
             rollouts: The answers.
             numbers: Their numbers.
             weights: [N], the weight of each token of an answer.
             advantages: [N], the advantage of each answer.
-            rows: The rows of the batch; those without an answer are blank.
+            rows: The rows of the batch, or the most where they are shared; those without an answer are blank.
+
+        Returns:
+            The batch, and for each of the numbers the row and the positions of its answer.
         """
         answers = rollouts.answers
-        documents: list[list[Example]] = []
-        for number in numbers:
-            prompt = self._prompt(rollouts, number)
-            tokens = np.concatenate([prompt.tokens, answers.tokens[number, : answers.lengths[number]]])
-            targets = np.arange(len(tokens)) >= len(prompt.tokens)
-            documents.append([Example(tokens, targets, prompt.source)])
-        widths = bucket_widths(self._config.max_seq_length)
-        longest = max((document.positions for row in documents for document in row), default=1)
-        width = widths[bisect_left(widths, longest)]
-        batch = collate([*documents, *[[]] * (rows - len(documents))], width, packed=False)
+        documents = [self._document(rollouts, number) for number in numbers]
+        positions = [document.positions for document in documents]
+        packed = self._config.pack
+        shared: list[tuple[int, ...]] = [(at,) for at in range(len(documents))]
+        # Packed rows are as wide as the longest prompt with the longest answer, so that one width is compiled.
+        width = self._prompts.widths[-1]
+        if packed:
+            shared = pack(positions, width)
+            rows = min(2 ** max(len(shared) - 1, 0).bit_length(), rows)
+        else:
+            widths = bucket_widths(self._config.max_seq_length)
+            width = widths[bisect_left(widths, max(positions, default=1))]
+        filled = [[documents[at] for at in row] for row in shared]
+        batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
-        beside = {name: np.zeros(batch.weights.shape, np.float32) for name in placed if placed[name] is not None}
-        of_rows = np.zeros(rows, np.float32)
-        for row, number in enumerate(numbers):
-            at = batch.weights[row] > 0
-            for name, array in beside.items():
-                array[row, at] = placed[name][number, : answers.lengths[number]]  # type: ignore[index]
-            batch.weights[row] *= weights[number]
-            of_rows[row] = advantages[number]
+        of_targets = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
+        of_targets["advantages"] = np.zeros_like(batch.weights)
+        places = _places(shared, documents)
+        for number, place in zip(numbers, places, strict=True):
+            for name in of_targets.keys() & placed.keys():
+                of_targets[name][place] = placed[name][number, : answers.lengths[number]]  # type: ignore[index]
+            of_targets["advantages"][place] = advantages[number]
+            batch.weights[place] *= weights[number]
         blank = np.zeros((2, len(self.figures)), np.float32)
-        return replace(batch, rollouts=RolloutBatch(of_rows, total=np.array(1, np.float32), figures=blank, **beside))
+        beside = RolloutBatch(total=np.array(1, np.float32), figures=blank, **of_targets)
+        return replace(batch, rollouts=beside), places
+
+    def _document(self, rollouts: Rollouts, number: int) -> Example:
+        """Return an answer behind its prompt."""
+        prompt = self._prompt(rollouts, number)
+        answer = rollouts.answers.tokens[number, : rollouts.answers.lengths[number]]
+        tokens = np.concatenate([prompt.tokens, answer])
+        return Example(tokens, np.arange(len(tokens)) >= len(prompt.tokens), prompt.source)
+
+
+def _places(rows: Sequence[Sequence[int]], documents: Sequence[Example]) -> list[tuple[int, slice]]:
+    """Return the row of each document and the positions of its targets, where documents of a row follow one another."""
+    places: dict[int, tuple[int, slice]] = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for at in members:
+            document = documents[at]
+            end = start + document.positions
+            places[at] = (row, slice(end - int(document.targets.sum()), end))
+            start = end
+    return [places[at] for at in range(len(documents))]
