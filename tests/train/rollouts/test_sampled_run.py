@@ -181,7 +181,8 @@ def test_packed_answers_have_the_gradients_of_rows_of_their_own(options, trainer
     batches: dict[bool, list[Any]] = {False: [], True: []}
     for pack in batches:
         more = {"data": str(rows), "iters": 3 * options.get("num_iterations", 1), "learning_rate": 1e-5}
-        run_with(trainer_of(str(pack), LowTokens(), pack=pack, **more | options), lambda _, batch: batches[pack].append(batch))  # noqa: B023
+        trainer = trainer_of(str(pack), LowTokens(), pack=pack, **more | options)
+        run_with(trainer, lambda _, batch, seen=batches[pack]: seen.append(batch))
     assert min(len(batch.inputs) for batch in batches[True]) < min(len(batch.inputs) for batch in batches[False])
     apart, packed = (
         [record for record in records(tmp_path / str(pack)) if "train_loss" in record] for pack in (False, True)
