@@ -13,8 +13,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="train the bundled model on the bundled data and show its accuracy before and after"
     )
-    words = "learn from rewards of its own answers, and not from given ones"
-    parser.add_argument("kind", nargs="?", choices=["rl"], metavar="rl", help=words)
+    parser.add_argument("kind", nargs="?", choices=["rl"], metavar="rl", help="learn from rewards of its own answers")
     parser.add_argument("--output", metavar="DIR", default="demo-out", help="folder for its files (default: demo-out)")
     parser.set_defaults(call=run, parser=parser)
 

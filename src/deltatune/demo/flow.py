@@ -227,10 +227,10 @@ def _print_training(screen: DemoScreen, result: Result, config: TrainConfig) -> 
     print_cost(screen, result, f"{config.batch_size} messages")
 
 
-def print_cost(screen: DemoScreen, result: Result, each: str) -> None:
-    """Print the time, the speed and the memory of training, with the content of `each` iteration."""
+def print_cost(screen: DemoScreen, result: Result, batch: str) -> None:
+    """Print the time, the speed and the memory of training, with the content of a batch."""
     screen.line(
-        f"{result.iterations:,} iterations of {each} in {result.seconds:.0f} s; "
+        f"{result.iterations:,} iterations of {batch} in {result.seconds:.0f} s; "
         f"{result.tokens_per_second:,.0f} tok/s; peak memory {gigabytes(result.peak_memory)}."
     )
 

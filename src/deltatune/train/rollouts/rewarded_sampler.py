@@ -63,8 +63,8 @@ class RewardedSampler:
         sampled = time.perf_counter()
         rewards = np.zeros((len(self.rewards.names), 0), np.float32)
         if prompts:
-            each = len(answers.lengths) // len(prompts)
-            rewards = self._rewarded([prompt for prompt in prompts for _ in range(each)], answers)
+            generations = len(answers.lengths) // len(prompts)
+            rewards = self._rewarded([prompt for prompt in prompts for _ in range(generations)], answers)
         return answers, rewards, (sampled - started, time.perf_counter() - sampled)
 
     def _rewarded(self, prompts: Sequence[PromptExample], answers: SampledAnswers) -> np.ndarray:
