@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -111,7 +112,8 @@ class RewardEvaluation:
         names = names_of(self._sampler.rewards.names)
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         sums = np.zeros((2, len(names)))
-        for done, prompts in enumerate(islice(order.epoch_examples(), total), start=1):
+        prompts_of_batches: Iterator[Any] = islice(order.epoch_examples(), total)
+        for done, prompts in enumerate(prompts_of_batches, start=1):
             key = iteration_key(self._config.seed, _EVALUATION + done, self._world.rank)
             try:
                 if prompts:
