@@ -28,26 +28,26 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_740, 1_400),
-    "answering": Budget(600, 1_000),
+    "commands": Budget(1_590, 1_400),
+    "answering": Budget(595, 1_000),
     "selftest": Budget(2_395, 2_200),
     "demo": Budget(810, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_165, 1_300),
-    "export": Budget(1_815, 1_600),
+    "export": Budget(1_750, 1_600),
     "plan": Budget(4_475, 3_300),
-    "train": Budget(10_935, 8_000),
+    "train": Budget(10_685, 8_000),
     "rewards": Budget(700, 600),
-    "data": Budget(7_175, 5_300),
-    "models": Budget(5_240, 3_600),
+    "data": Budget(6_845, 5_300),
+    "models": Budget(5_120, 3_600),
     "patches": Budget(4_305, 3_400),
-    "lora": Budget(2_715, 2_300),
-    "ops": Budget(15_165, 12_000),
+    "lora": Budget(2_500, 2_300),
+    "ops": Budget(15_515, 12_000),
     "machine": Budget(2_065, 2_500),
-    "options": Budget(1_430, 1_050),
-    "root": Budget(915, 450),
-    "kernels": Budget(11_820, 10_800),
-    "tests": Budget(58_100, 46_000),
+    "options": Budget(1_395, 1_050),
+    "root": Budget(920, 450),
+    "kernels": Budget(12_095, 10_800),
+    "tests": Budget(57_540, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1

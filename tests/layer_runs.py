@@ -96,7 +96,7 @@ def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
                 found = passes.gradients(
                     arrays(given, frozen_tower(model)), model.trainable_parameters(), mx.random.key(7), routers, lengths
                 )
-                loss = evaluated(model, Evaluation(model, trained.loss, World(), by_layers=passes.evaluate), given)
+                loss = evaluated(model, Evaluation(model, trained.loss, World(), passes=passes), given)
         weights.close()
         return found, loss, weights, passes
 

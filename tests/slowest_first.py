@@ -30,7 +30,7 @@ SLOWEST = (
     "train/by_layer/test_layer_pictures.py",
     "examples/test_examples.py",
     "patches/tables/test_attention.py",
-    "ops/kernels/test_hopper_expert_product.py",
+    "ops/kernels/test_expert_product.py",
     "train/test_resized.py",
     "train/saved/test_kills.py",
     "train/ending/test_interrupt.py",

@@ -159,7 +159,7 @@ def test_sizes(text, size):
         (["eval", "--adapter-path", ""], "argument --adapter-path: expected text in UTF-8 that is not empty"),
         (["demo", "--output", ""], "argument --output: expected text in UTF-8 that is not empty"),
         (["doctor", "--model", "\udcff"], r"argument --model: expected text in UTF-8 that is not empty, got '.udcff'"),
-        (["generate", "--model", "m", "-p", "x", "--extra-eos-token", ""], "argument --extra-eos-token: expected text"),
+        (["generate", "--model", "m", "-p", "x", "--extra-eos-token", ""], "--extra-eos-token: entry 1: expected text"),
         (["train", "-c", ""], "argument -c/--config: expected text"),
         (["train", "-c", "/none.yaml"], "config /none.yaml: cannot be read"),
         (["train", "--model", "/no/such", "--data", "/none"], "/no/such"),

@@ -16,17 +16,14 @@ from .errors import UserError
 ENTRY_POINT = "gated_delta_update"
 
 
-def holds_entry_point(cls: type) -> bool:
-    """Whether the Python module of a class, or of one of its bases, has a global named gated_delta_update."""
-    return any(ENTRY_POINT in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
-
-
 def is_gated_delta(module: nn.Module) -> bool:
     """Whether a module is a gated-delta mixer.
 
-    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and calls gated_delta_update, as those do not.
+    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and the Python module of its class or of a base
+    has a global named gated_delta_update, as theirs do not.
     """
-    return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module))
+    sources = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    return {"A_log", "dt_bias"} <= module.keys() and any(ENTRY_POINT in vars(source) for source in sources if source)
 
 
 def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,12 +41,9 @@ def layer_kind(layer: nn.Module) -> str:
     for module in modules:
         if "A_log" in module:
             return "delta" if is_gated_delta(module) else "mamba"
+    keys = ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
     names = {name for module in modules for name in module.children()}
-    return "attention" if any(_is_key_projection(name) for name in names) else "other"
-
-
-def _is_key_projection(name: str) -> bool:
-    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
+    return "attention" if any(name in keys or name.startswith("kv_a_proj") for name in names) else "other"
 
 
 def layer_paths(model: nn.Module) -> list[str]:

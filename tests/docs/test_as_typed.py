@@ -36,7 +36,7 @@ NOT_RUN = {
     "deltatune chat": "it reads questions; tests/commands/test_chat.py",
     "deltatune doctor": "tests/doctor runs it",
     "deltatune selftest": "it takes minutes; tests/selftest",
-    "deltatune export --to gguf": "it needs llama.cpp; tests/export/test_gguf_file.py and test_gguf_adapter.py",
+    "deltatune export --to gguf": "it needs llama.cpp; tests/export/test_gguf_file.py",
     "deltatune export --to mlx --model Qwen/Qwen3.5-0.8B --adapter-path adapters --save-path to-share --push-to-hub": (
         "it needs the hub; tests/export/test_hub.py"
     ),

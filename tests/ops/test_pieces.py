@@ -13,7 +13,7 @@ from deltatune.ops import checkpoint, layer_cut, pieces
 from deltatune.ops.attention import attention
 from deltatune.ops.layer_cut import ROWS, TOKENS, LayerCut
 from deltatune.ops.pieces import Carry
-from deltatune.ops.tracing.known_masks import MaskRule, remember
+from deltatune.ops.segments import MaskRule, remember
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import whole_rows
 from deltatune.train.batch_loss import Arrays, mean_loss_and_gradients

@@ -131,6 +131,8 @@ def test_every_option_is_always_read_or_has_a_condition():
     assert options | set(ALWAYS) == FIELDS.keys()
     assert not options & set(ALWAYS)
     assert listed(TRAINING) == CASES.keys() | BY_FACTS.keys()
+    # The help lists options of rewards beside those of the answers that they reward.
+    assert {FIELDS[name][1]["group"] for name in options if name.startswith("reward_")} == {"reinforcement learning"}
 
 
 @pytest.fixture

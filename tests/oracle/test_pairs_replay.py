@@ -11,7 +11,7 @@ from parity.pairs import CASES
 
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import FALL, STEPS, initial_adapters
-from deltatune.train.preferences import answers
+from deltatune.train.preferences import objectives
 
 RECORDED = [name for name, case in CASES.items() if case.recorded]
 
@@ -46,7 +46,7 @@ def no_reference(monkeypatch):
 
 
 def answers_alone_in_the_likelihood(monkeypatch):
-    plain = answers.answers_of
+    plain = objectives.answers_of
 
     def swapped(*arguments):
         found = plain(*arguments)

@@ -10,9 +10,8 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops.segments import attention_mask
+from deltatune.ops.segments import attention_mask, rule_of
 from deltatune.ops.tracing import trace
-from deltatune.ops.tracing.known_masks import rule_of
 from deltatune.patches import patched, revert, whole_rows
 from deltatune.patches.tables import one_row_products
 

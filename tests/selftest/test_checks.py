@@ -25,8 +25,8 @@ from deltatune.ops.operator.measure import relative_norm
 from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.products import low_rank, low_rank_kernels
+from deltatune.ops.pointwise.passes import BODIES
+from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.selftest import (
     controls,
@@ -177,7 +177,7 @@ DAILY = [pytest.param(*COMPARED[name], id=name) for name in COMPARED if name not
 @pytest.mark.parametrize(("operator", "workload"), DAILY + WEEKLY)
 def test_kernels(operator, workload, host_folder):
     if operator is low_rank.OPERATOR:
-        text = cuda_text(low_rank_kernels.ROWS)
+        text = cuda_text(low_rank.ROWS)
         machine = HostMachine(host_folder, text, False, 99 * 1024, cuda=True, optimised=True)
     else:
         machine = HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES, *vocabulary_loss.FILES)))

@@ -6,11 +6,10 @@ than MLX's grouped convolution, and the same pass can leave out inputs of anothe
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
 from ..machine import backend
+from .functional import with_gradient
 
 # How many products one fp32 sum adds up, before the sums of the blocks are added.
 BLOCK = 64
@@ -91,9 +90,7 @@ def joined_conv(x: mx.array, weight: mx.array, segments: mx.array | None = None)
 
 def _shifted_products(padded: mx.array, weight: mx.array, segment: mx.array | None = None) -> mx.array:
     """Convolve padded [B, T+K-1, C] with weight [C, K] to [B, T, C], within segment [B, T+K-1, 1] if it is given."""
-    function: Any = mx.custom_function(_forward)
-    function.vjp(_backward)
-    return function(padded, weight, segment)
+    return with_gradient(_forward, _backward)(padded, weight, segment)
 
 
 def _backward(primals, cotangent, _output):

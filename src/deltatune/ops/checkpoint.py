@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from . import pieces
 from .containers import ArgumentArrays, Rebuild, unknown_kind
-from .functional import holding, is_floating, recomputed, trainable, undisturbed
+from .functional import holding, is_floating, recomputed, trainable, undisturbed, with_gradient
 from .layer_cut import layer_cut
 from .pieces import Carry
 from .random_state import drawing_from, repeatable
@@ -121,7 +121,6 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
 
 
 def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
-    """Call fn(*args, **kwargs) as an MLX function of arrays with a gradient that recomputes it."""
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     told = trace.current()
@@ -148,10 +147,8 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     if not inputs:
         return fn(*args, **kwargs)
     arguments.arrays.clear()
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
     with repeatable() as key:
-        outputs = function(mx.stop_gradient(key), *inputs)
+        outputs = with_gradient(forward, backward)(mx.stop_gradient(key), *inputs)
     count, rebuild = results[0]
     side_outputs.collect(list(outputs[count:]))
     return rebuild(outputs[:count])

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .tracing.known_masks import rule_of
+from .segments import rule_of
 
 # Classes of objects that a layer may change while it runs, by name, and the attributes that it may change.
 # The layers of kimi_k3 append to ResidualBlocks. Layers of afm7 and deepseek_v41 leave arrays there that later ones
@@ -173,7 +173,6 @@ class _Container:
 
     @classmethod
     def of(cls, tree: Any) -> _Container:
-        """Make the record of an object of a class in CONTAINERS."""
         attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
         for name in attributes:
             setattr(empty, name, None)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..machine import backend
-from .functional import holding, trainable
+from .functional import holding, trainable, with_gradient
 from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
 from .products.quantized_product import unpacked_once
@@ -157,7 +157,6 @@ class _Head:
             return self._head(rows)
 
     def in_training(self) -> bool:
-        """Whether every part of the head is in training mode."""
         return all(part.training for part in self.module.modules())
 
 
@@ -189,9 +188,7 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
         d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
         return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda *arguments: function(*arguments)[0]
+    return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
 def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[..., mx.array]:
@@ -216,9 +213,7 @@ def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[
         d_hidden = mx.concatenate([_scale(d, cotangents[0], hidden) for d in d_hidden])
         return scaled, d_hidden, mx.zeros_like(targets), d_weights
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda *arguments: function(*arguments)[0]
+    return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
 def _values(run, bounds, parameters, hidden, targets, weights, score):
@@ -314,8 +309,7 @@ def _chunk_backward(primals, cotangents, outputs):
     return (d_logits, mx.zeros_like(targets), *([] if weights is None else [mx.zeros_like(weights)]))
 
 
-_chunk_loss: Any = mx.custom_function(_chunk_forward)
-_chunk_loss.vjp(_chunk_backward)
+_chunk_loss = with_gradient(_chunk_forward, _chunk_backward)
 
 
 def _scale(gradient: mx.array, cotangent: mx.array, like: mx.array) -> mx.array:
@@ -326,8 +320,7 @@ def _refuse(_primal, _cotangent, _output):
     raise ValueError("linear_cross_entropy has no second derivative.")
 
 
-_final: Any = mx.custom_function(lambda gradient: gradient)
-_final.vjp(_refuse)
+_final = with_gradient(lambda gradient: gradient, _refuse)
 
 
 def _depends(primals, cotangent):

@@ -110,11 +110,14 @@ def not_differentiated_again(function: Callable[..., Any], rule: Callable[..., A
 
     Only a derivative of such a pass asks for the rule, so `differentiated_once` leaves it out.
     """
-    if trace.current().once:
-        return function
-    with_rule = mx.custom_function(function)
-    with_rule.vjp(rule)
-    return cast(Callable[..., Any], with_rule)
+    return function if trace.current().once else with_gradient(function, rule)
+
+
+def with_gradient(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of MLX with the gradients rule(primals, cotangents, outputs)."""
+    differentiable: Any = mx.custom_function(function)
+    differentiable.vjp(rule)
+    return cast(Callable[..., Any], differentiable)
 
 
 def refuse_second_derivative(message: str) -> Callable[..., None]:
@@ -139,7 +142,6 @@ def _without_vmap(message: str) -> Callable[..., tuple[mx.array, ...]]:
     def refuse(*_: object) -> None:
         raise ValueError(message)
 
-    same = mx.custom_function(lambda *arrays: arrays)
-    same.vjp(lambda primals, cotangents, outputs: cotangents)
+    same: Any = with_gradient(lambda *arrays: arrays, lambda primals, cotangents, outputs: cotangents)
     same.vmap(refuse)
     return cast(Callable[..., tuple[mx.array, ...]], same)

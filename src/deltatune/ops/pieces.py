@@ -17,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .functional import holding, is_floating, recomputed, trainable, undisturbed
+from .functional import holding, is_floating, recomputed, trainable, undisturbed, with_gradient
 from .layer_cut import ROWS, TOKENS, LayerCut
 from .random_state import drawing_from, repeatable, skip
+from .segments import rule_of
 from .tracing import side_outputs, trace
-from .tracing.known_masks import rule_of
 
 
 class States:
@@ -144,10 +144,8 @@ def in_pieces(
     told = trace.current()
     carry = carry if cut.axis == TOKENS else Carry(states=0)
     pieces = _Pieces(layer, module, paths, carry, cut, options, told.segments, told.side_outputs is not None)
-    function: Any = mx.custom_function(lambda *arrays: pieces.forward(*arrays))
-    function.vjp(lambda primals, cotangents, outputs: pieces.backward(primals, cotangents, outputs))
     with repeatable() as key:
-        y, *more = function(mx.stop_gradient(key), *parameters, x)
+        y, *more = with_gradient(pieces.forward, pieces.backward)(mx.stop_gradient(key), *parameters, x)
         # The next layer has to draw other random numbers than this one.
         skip()
     side_outputs.collect(more[pieces.saved :])
@@ -171,7 +169,6 @@ class _Pieces:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each piece begins and ends."""
         return self.cut.spans
 
     @property
@@ -201,7 +198,6 @@ class _Pieces:
         return [mx.concatenate(ys, axis=self.cut.axis), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        """Return the gradients of the key, the parameters and x."""
         dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
         d_aside = list(cotangents[1 + self.saved :])
         # Nothing is recomputed before its cotangent exists.

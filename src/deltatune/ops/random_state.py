@@ -81,8 +81,6 @@ def skip() -> None:
 
 
 class _Counted(list):
-    """A state that counts how often its key was replaced."""
-
     draws = 0
 
     def __setitem__(self, at: Any, key: Any) -> None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..machine import backend
-from .functional import as_list
+from .functional import as_list, with_gradient
 from .tracing import dispatch, trace
 
 # Arrays of fewer elements are not worth a rule of their own; a token alone, as in decoding, stays below.
@@ -148,9 +148,7 @@ def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
         cotangents = as_list(cotangents)
         return mx.vjp(listed, mx.depends(as_list(primals), cotangents), cotangents)[1]
 
-    forward: Any = mx.custom_function(listed)
-    forward.vjp(backward)
-    return cast(Arrays, forward(*inputs))
+    return with_gradient(listed, backward)(*inputs)
 
 
 def remembered(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:

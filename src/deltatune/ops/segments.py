@@ -3,16 +3,44 @@
 Models have no argument for this, so patched layers read it in the trace (tracing/trace.py). The context
 `segments(array)` must enclose the whole call of mx.value_and_grad and not only the loss function: a checkpointed layer
 runs again in the backward pass, after the loss function has returned.
+
+Attention takes the rule behind a mask and never reads the mask. MLX computes an array when it is read, so such a mask
+takes no memory, unless other code reads it, and then it is right there too.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .tracing import trace
-from .tracing.known_masks import MaskRule, remember
+
+
+class MaskRule(NamedTuple):
+    """The positions that a causal mask of as many queries as keys hides beside later ones.
+
+    Attributes:
+        window: How many keys a query sees at most, itself and those before it; None for all.
+        segments: The documents of a packed batch [B, T], of which a query sees its own alone; None for rows of one.
+        read: Whether the model asked for an array, which its layers then read themselves.
+    """
+
+    window: int | None
+    segments: mx.array | None
+    read: bool = False
+
+
+def remember(mask: mx.array, rule: MaskRule) -> mx.array:
+    """Remember the rule of `mask` for as long as the array lives, and return the mask."""
+    trace.current().known.note(mask, rule)
+    return mask
+
+
+def rule_of(mask: mx.array) -> MaskRule | None:
+    """Return the rule that was remembered for this very array; None if there is none."""
+    return trace.current().known.of(mask, MaskRule)
 
 
 def current() -> mx.array | None:
@@ -41,7 +69,7 @@ def segments(array: mx.array | None) -> AbstractContextManager[None]:
 def attention_mask(array: mx.array, window_size: int | None = None, *, read: bool = False) -> mx.array:
     """Return the causal mask [B, 1, T, T] within segments [B, T]; True where a query (row) may see a key (column).
 
-    deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there (known_masks.py).
+    deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there.
 
     Args:
         array: The segments.

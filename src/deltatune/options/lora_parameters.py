@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from .values import FINITE, Range, fix, option
+from .values import COUNT, FINITE, POSITIVE, Range, fix, option
 
-_GROUP = "what trains"
+_option = partial(option, "what trains")
 
 
 @dataclass(frozen=True)
@@ -19,51 +20,42 @@ class LoraConfig:
         UserError: A value is not one that the option may have.
     """
 
-    rank: int = option(16, _GROUP, "inner size of each adapter's update", range=Range(least=1))
-    rank_pattern: dict[str, int] = option(
+    rank: int = _option(16, "inner size of each adapter's update", range=COUNT)
+    rank_pattern: dict[str, int] = _option(
         dict,
-        _GROUP,
         "ranks of the modules that match a pattern (see keys), as JSON, in place of rank; of several patterns that "
         'match, the first counts: {"mlp.switch_mlp.*": 4}',
-        range=Range(least=1),
+        range=COUNT,
     )
-    scale: float = option(2.0, _GROUP, "factor of the update, which is PEFT's alpha / rank", range=Range(above=0))
-    alpha: float | None = option(
+    scale: float = _option(2.0, "factor of the update, which is PEFT's alpha / rank", range=POSITIVE)
+    alpha: float | None = _option(
         None,
-        _GROUP,
         "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank), of each "
         "module's own rank",
-        range=Range(above=0),
+        range=POSITIVE,
     )
-    dropout: float = option(
-        0.0, _GROUP, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
+    dropout: float = _option(
+        0.0, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
     )
-    keys: list[str] | None = option(
+    keys: list[str] | None = _option(
         None,
-        _GROUP,
         "patterns (fnmatch) of the modules to adapt, by full path, path in a layer or name; default: every "
         "linear, expert and embedding module of the chosen layers",
         flag=False,
     )
-    exclude: list[str] = option(list, _GROUP, "patterns of the modules that get no adapter", flag=False)
-    layer_kinds: list[str] | None = option(
-        None,
-        _GROUP,
-        "kinds of layers to adapt; default: all",
-        flag=False,
-        choices=("delta", "attention", "mamba", "other"),
+    exclude: list[str] = _option(list, "patterns of the modules that get no adapter", flag=False)
+    layer_kinds: list[str] | None = _option(
+        None, "kinds of layers to adapt; default: all", flag=False, choices=("delta", "attention", "mamba", "other")
     )
-    layers: list[int] | None = option(
+    layers: list[int] | None = _option(
         None,
-        _GROUP,
         "indices of the layers to adapt, in place of num_layers; negative ones count from the last",
         flag=False,
         range=FINITE,
     )
-    rslora: bool = option(False, _GROUP, "divide the scale by the square root of the rank", flag=False)
-    init: str = option(
+    rslora: bool = _option(False, "divide the scale by the square root of the rank", flag=False)
+    init: str = _option(
         "zero",
-        _GROUP,
         "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
         flag=False,
         choices=("zero", "pissa"),

@@ -101,30 +101,38 @@ class Range:
 
 
 FINITE = Range()
+COUNT = Range(least=1)
+NOT_NEGATIVE = Range(least=0)
+POSITIVE = Range(above=0)
 
 
 def option(
-    default: Any,
     group: str,
+    default: Any,
     text: str,
     *,
     flag: bool | str = True,
     choices: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
     range: Range | None = None,
+    **more: Any,
 ) -> Any:
     """Return the field of a dataclass that is an option.
 
     Args:
-        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
         group: The group in which the option is listed.
+        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
         text: The option's help text.
         flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
         choices: The texts that the option may be; any where there are none.
         words: The words that the option may hold, separated by commas.
         range: The numbers that the option may be; a test asks every number for one.
+        more: `empty`, whether a text may be empty; and of the flag `short`, a second name, `metavar`, the word for its
+            value, and `negated`, False where there is no flag with no- before the name.
     """
-    about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range}
+    about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range, **more}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=about)
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=about)
     return dataclasses.field(default=default, metadata=about)

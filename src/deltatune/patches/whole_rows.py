@@ -19,14 +19,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.attention import attention
-from ..ops.attention.call import AttentionCall
 from ..ops.attention.choice import OPERATOR
+from ..ops.attention.trial_case import AttentionCall
 from ..ops.decoding import attention_token
 from ..ops.decoding.row_caches import lengths_of
 from ..ops.functional import is_floating
 from ..ops.operator import candidates
+from ..ops.segments import MaskRule, remember, rule_of
 from ..ops.tracing import dispatch, trace
-from ..ops.tracing.known_masks import MaskRule, remember, rule_of
 from . import callers
 
 Function = Callable[..., Any]

@@ -19,7 +19,7 @@ from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig
-from ..train.bounds import Bounds
+from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data import Batch
-from ..data.batches.rollout_batch import RolloutBatch
+from ..data.batches.batch import RolloutBatch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.vision.frozen_tower import FrozenTower

@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
@@ -17,9 +18,7 @@ from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
 from ..rewards import RewardError
-from .by_layer.layer_passes import LayerPasses
 from .by_layer.store import Store
-from .callbacks import Callbacks, StopTraining
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import InterruptedSamplingError
@@ -40,6 +39,24 @@ from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
+
+
+class StopTraining(Exception):  # noqa: N818 (a request, and no error)
+    """A callback raises it to end the run in order: everything is saved, and the results are returned."""
+
+
+class Callbacks(NamedTuple):
+    """The functions that a run calls, on every rank; values are the same on all ranks but for times.
+
+    Attributes:
+        on_report: Takes the record of a training report, as metrics.jsonl has it.
+        on_evaluation: Takes the record of an evaluation.
+        on_save: Takes the output folder after a save.
+    """
+
+    on_report: Callable[[dict[str, Any]], object] | None = None
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None
+    on_save: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,6 @@ class Iterations:
         saving: Saves the run.
         ending: Ends the run early.
         trained: The loss and the layers of the model as the patches made them (setup.training).
-        passes: The passes of a step by layers, where `config.memory` bounds the run.
         freed_memory: Gives freed memory back between iterations.
     """
 
@@ -91,7 +107,6 @@ class Iterations:
         saving: Saving,
         ending: Ending,
         trained: Training,
-        passes: LayerPasses | None,
         freed_memory: FreedMemory,
     ):
         self.parts = parts
@@ -101,7 +116,7 @@ class Iterations:
         self._saving = saving
         self._ending = ending
         self._freed_memory = freed_memory
-        self._loss, self._passes = trained.loss, passes
+        self._trained = trained
         self._watched = nonfinite.watched(trained.layers)
         self._figures = trained.figures + router_figures(parts.model)
         self._evaluation = self._evaluation_of(engine.state.order, trained)
@@ -114,8 +129,7 @@ class Iterations:
         parts = self.parts
         if isinstance(order, RolloutOrder):
             return RewardEvaluation(order.sampler, parts.config, parts.world)
-        by_layers = None if self._passes is None else self._passes.evaluate
-        about = trained.figures, by_layers, trained.layers, parts.weights
+        about = trained.figures, trained.passes, trained.layers, parts.weights
         return Evaluation(parts.model, trained.loss, parts.world, *about)
 
     def run(self) -> None:
@@ -207,7 +221,6 @@ class Iterations:
         return True
 
     def _saved_before(self, error: UserError) -> UserError:
-        """Save the last update before every rank ends with an error; return the error that says so."""
         self._ending.in_order()
         at, folder = self.progress.iteration, self.parts.outputs.state.parent
         if at == 0:
@@ -234,7 +247,6 @@ class Iterations:
         return True
 
     def _call(self, callback: Callable[[Any], object] | None, value: Any) -> None:
-        """Call a function of the caller; the run ends where it raises StopTraining on any rank."""
         if callback is None:
             return
         stops = False
@@ -337,6 +349,6 @@ class Iterations:
         if damage is not None:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
-        cause = nonfinite.cause(parts.model, self._loss, self._batches, self._watched, self._passes)
+        cause = nonfinite.cause(parts.model, self._trained.loss, self._batches, self._watched, self._trained.passes)
         saved = f"the state after iteration {self.progress.iteration:,} is saved in {parts.outputs.state.parent}"
         raise nonfinite.refusal(f"iteration {at:,}: {what}: {cause}", saved)

@@ -78,7 +78,6 @@ class TrainingState:
         self._updating = False
 
     def _no_sums(self) -> Sums:
-        """Return the sums at the start of an accumulation window."""
         return Sums(self.step.zeros(), mx.array(0.0), mx.array(0.0))
 
     def begin_micro_batch(self) -> None:

@@ -13,13 +13,11 @@ THOUGHT = {"reasoning_content": "so"}
 
 
 def rows_of(tokenizer, messages, *, mask_prompt=None, last_turn=False):
-    """Return the examples of a conversation."""
     encode = TextEncoder(tokenizer, Features(), mask_prompt, last_turn=last_turn)
     return encode({"messages": messages}, "file:1")
 
 
 def counted(tokenizer, messages, **options) -> list[list[str]]:
-    """Return, for each row, the pieces of text with target tokens."""
     rows = []
     for example in rows_of(tokenizer, messages, **options):
         pieces, open_piece = [], False
@@ -35,6 +33,7 @@ def counted(tokenizer, messages, **options) -> list[list[str]]:
 
 def test_every_assistant_turn_counts(tokenizer):
     assert counted(tokenizer, CONVERSATION) == [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
+    assert counted(tokenizer, CONVERSATION[:3]) == [["an answer<|im_end|>\n"]]
 
 
 def test_the_last_turn_alone_counts_when_asked(tokenizer, tokenizers):
@@ -46,10 +45,6 @@ def test_the_last_turn_alone_counts_when_asked(tokenizer, tokenizers):
     # Of the turns that may count, the last one does.
     weighted = [QUESTION, ANSWER, FURTHER, SECOND | {"weight": 0}]
     assert counted(tokenizer, weighted, last_turn=True) == [["an answer<|im_end|>\n"]]
-
-
-def test_a_turn_that_is_not_the_last_message(tokenizer):
-    assert counted(tokenizer, CONVERSATION[:3]) == [["an answer<|im_end|>\n"]]
 
 
 def test_every_token_counts_when_asked(tokenizers):

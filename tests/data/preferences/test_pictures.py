@@ -8,7 +8,7 @@ from PIL import Image
 
 from console import called
 from deltatune.data.datasets import first_image, load_datasets
-from deltatune.data.vision.preparation import VisionProcessors
+from deltatune.data.vision.media import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.vision.split import vision_spec

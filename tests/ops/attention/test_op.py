@@ -11,7 +11,7 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.ops.attention import attention, attention_blocked, attention_naive, choice, fused_op
-from deltatune.ops.attention.call import AttentionCall
+from deltatune.ops.attention.trial_case import AttentionCall
 from deltatune.ops.operator import candidates, verdicts
 from deltatune.ops.operator.candidates import ImplementationWarning
 

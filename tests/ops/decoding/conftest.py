@@ -6,27 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from host_machine import HostMachine, cuda_text
 
-from beside import load
 from deltatune.machine import backend
+from deltatune.ops.decoding import gated_attention_token
 from deltatune.ops.kernels.launch import Kernel, Launch, header
-
-host = load(Path(__file__).parents[1] / "kernels" / "host_machine.py")
 
 # The least memory that a block may have on an NVIDIA GPU.
 NVIDIA_BYTES = 99 * 1024
 
 
 @pytest.fixture(scope="session")
-def running(host_folder: Path) -> Callable[..., Callable[[Launch], list]]:
-    """Return running(kernel, nvidia=False): what runs the launches of a kernel, which NVIDIA GPUs alone run or not."""
+def running(host_folder: Path) -> Callable[[Kernel], Callable[[Launch], list]]:
+    """Return running(kernel): the function that runs the launches of a kernel."""
 
-    def run(kernel: Kernel, nvidia: bool = False) -> Callable[[Launch], list]:
+    def run(kernel: Kernel) -> Callable[[Launch], list]:
         if backend.device() == "cuda":
             return Launch.run
         if "fragments.h" in kernel.files:
-            return host.HostMachine(host_folder, host.cuda_text(kernel), True, NVIDIA_BYTES, cuda=True).run
-        bytes = NVIDIA_BYTES if nvidia else None
-        return host.HostMachine(host_folder, header("metal", kernel.files), watch=True, bytes=bytes).run
+            return HostMachine(host_folder, cuda_text(kernel), True, NVIDIA_BYTES, cuda=True).run
+        # NVIDIA GPUs alone run the kernel of a gated attention layer.
+        bytes = NVIDIA_BYTES if kernel is gated_attention_token.KERNEL else None
+        return HostMachine(host_folder, header("metal", kernel.files), watch=True, bytes=bytes).run
 
     return run

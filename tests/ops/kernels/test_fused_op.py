@@ -19,6 +19,7 @@ from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.operator.case import judged
 from deltatune.ops.recomputation import cheap_recomputed, remembered
+from deltatune.ops.tracing import dispatch
 
 SHAPES = {"q": (2, 20, 2, 16), "k": (2, 20, 2, 16), "v": (2, 20, 4, 24), "log_g": (2, 20, 4), "beta": (2, 20, 4)}
 NAMES = tuple(SHAPES)
@@ -31,6 +32,9 @@ def arguments(dtype=mx.float32) -> dict[str, mx.array]:
     return {name: array.astype(dtype) for name, array in arrays.items()}
 
 
+fused = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"))
+
+
 @pytest.fixture
 def on_machine(machine):
     """The fused operator as on a Mac, run by the host machine, and the list of the names of its launches."""
@@ -40,9 +44,10 @@ def on_machine(machine):
         launched.append(launch.name)
         return machine.run(launch)
 
-    function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"))
+    # A launch asks the host machine to compile it together with those that come with it.
+    execute.foresee = machine.foresee
     with on(execute):
-        yield function, launched
+        yield fused, launched
 
 
 def gradients(function, arrays: dict, **constants) -> tuple[list, list]:
@@ -55,7 +60,10 @@ def gradients(function, arrays: dict, **constants) -> tuple[list, list]:
         return (mx.arange(x.size) % 7 - 3).reshape(x.shape).astype(x.dtype)
 
     shapes = (arrays["v"], mx.zeros((2, 4, 24, 16)))
-    return mx.vjp(call, list(arrays.values()), [ramp(x) for x in shapes])
+    differentiated = partial(mx.vjp, call, list(arrays.values()), [ramp(x) for x in shapes])
+    if function is fused:
+        dispatch.current().device.foresee(differentiated)
+    return differentiated()
 
 
 def close(found, expected, tolerance=2e-6) -> None:
@@ -236,8 +244,7 @@ def test_refuses_vmap_by_name(mapped, around):
     arrays |= {name: mx.stack([arrays[name]] * 3) for name in mapped}
 
     def loss(*given):
-        function = partial(gated_delta_fused, tiling_of_call=tiling_on("metal"))
-        return function(*given[:-1], mask=given[-1])[0].sum()
+        return fused(*given[:-1], mask=given[-1])[0].sum()
 
     axes = tuple(0 if name in mapped else None for name in arrays)
     refused = r"mx\.vmap cannot map the fused kernels.*fold the mapped axis into B"

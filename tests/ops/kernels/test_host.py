@@ -42,24 +42,48 @@ CASES = {
     "documents, odd sizes": {"segments": True, "batch": 1, "length": 50, "repeats": 3, "key_size": 7, "value_size": 5},
     "heads of 128": {"batch": 1, "length": 40, "repeats": 1, "key_size": 128, "value_size": 128},
 }
+LONG = CASES["heads of 128"] | {"length": 130}
+CASES |= {
+    "heads of 128, one key": CASES["one key"] | LONG,
+    "heads of 128, near keys": CASES["near keys, beta 1.9"] | LONG,
+    # The rows of u and R have more padding where keys are wider than 128, for the states' tails.
+    "wide keys": CASES["near keys, beta 1.9"] | {"key_size": 160, "value_size": 24, "length": 130},
+}
+SUMS = ("heads of 128, one key", "heads of 128, near keys", "wide keys")
 # fp16 differs from fp32 only in loads and stores, so a few cases are enough.
 IN_FP16 = ("65 tokens", "mixed gates", "near keys, beta 1.9", "documents, masked middle")
 RUNS = [
     (name, dtype)
     for dtype in ("float32", "bfloat16", "float16")
     for name in CASES
-    if dtype != "float16" or name in IN_FP16
+    if (dtype != "float16" or name in IN_FP16) and (dtype == "bfloat16" or name not in SUMS)
 ]
 # Sizes whose kernels have the other type in `make test`.
 WEEKLY = [("one token", "bfloat16"), ("15 tokens", "float32"), ("left padding", "bfloat16")]
 WEEKLY += [("documents, odd sizes", "float32"), ("heads of 128", "float32"), ("documents, masked middle", "float16")]
 
 
+# Cases with norms no worse than those of MLX's operations in the same dtype. The host machine rounds every product
+# before it adds it; chunk's matrix products and a GPU's do not.
+HARD = ("open gates", "mixed gates", "one key", "near keys, beta 0.95", "near keys, beta 1.9", "beta 2")
+TIMES_CHUNK = {"near keys, beta 1.9": 4.0}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [pytest.param(*run, marks=[pytest.mark.weekly] * (run in WEEKLY)) for run in RUNS]
 )
-def test_forward_and_backward(name, dtype, machine, check, table):
-    check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name))
+def test_forward_and_backward(name, dtype, machine, check, on_host, norms, table):
+    """In fp32 no worse than chunk, in bf16 beside naive: d(log_g), a sum over a state, is what the tails are for."""
+    case = table.Case(name, **CASES[name])
+    fused = norms(*check(machine, case, dtype, lanes=len(name)))
+    if dtype == "float16" or name not in ("65 tokens", *HARD, *SUMS):
+        return
+    by = gated_delta_chunk if dtype == "float32" else gated_delta_naive
+    others = norms(*on_host(None, case, getattr(mx, dtype), by=by))
+    bounds = {key: fused_bf16_norm(error) for key, error in others.items()}
+    if dtype == "float32":
+        bounds = {key: max(FUSED_NORM, TIMES_CHUNK.get(name, 1.0) * error) for key, error in others.items()}
+    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
 
 
 class OfEachKernel:
@@ -106,40 +130,6 @@ PER_CHANNEL_WEEKLY = [("one token", "bfloat16"), ("documents, odd sizes", "float
 )
 def test_a_gate_per_channel(name, dtype, machine, check, table):
     check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name), per_channel=True)
-
-
-# The host machine rounds every product before it adds it; chunk's matrix products and a GPU's do not.
-TIMES_CHUNK = {"near keys, beta 1.9": 4.0}
-HARD = ("open gates", "mixed gates", "one key", "near keys, beta 0.95", "near keys, beta 1.9", "beta 2")
-
-
-@pytest.mark.parametrize("name", ["65 tokens", *HARD])
-def test_in_fp32_no_worse_than_chunk(name, machine, on_host, norms, table):
-    case = table.Case(name, **CASES[name])
-    fused = norms(*on_host(machine, case, mx.float32))
-    chunk = norms(*on_host(None, case, mx.float32, by=gated_delta_chunk))
-    factor = TIMES_CHUNK.get(name, 1.0)
-    bounds = {key: max(FUSED_NORM, factor * error) for key, error in chunk.items()}
-    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
-
-
-LONG = CASES["heads of 128"] | {"length": 130}
-SUMS = {
-    "heads of 128, one key": CASES["one key"] | LONG,
-    "heads of 128, near keys": CASES["near keys, beta 1.9"] | LONG,
-}
-# The rows of u and R have more padding where keys are wider than 128, for the states' tails.
-SUMS |= {"wide keys": CASES["near keys, beta 1.9"] | {"key_size": 160, "value_size": 24, "length": 130}}
-
-
-@pytest.mark.parametrize("name", ["65 tokens", *HARD, *SUMS])
-def test_in_bf16_beside_naive(name, machine, on_host, norms, table):
-    """Checks every output and gradient. d(log_g), a sum over a state, is what the states' tails are for."""
-    case = table.Case(name, **(CASES | SUMS)[name])
-    fused = norms(*on_host(machine, case, mx.bfloat16))
-    naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive))
-    bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
-    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
 
 
 def test_a_state_in_fp32_is_rounded_once_a_chunk(machine, on_host, norms, table):
@@ -212,3 +202,41 @@ def test_the_order_of_lanes_changes_no_bit(dtype, per_channel, machine, on_host,
 @pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
 def test_no_two_lanes_race(dtype, per_channel, watching, check, table):
     check(watching, table.Case("watched", **WATCHED), dtype, per_channel=per_channel)
+
+
+# Linear attention's kernels are the same text with another word: of each kind of gate, dtype and division a case.
+LINEAR = [
+    ("one token", "bfloat16", False),
+    ("65 tokens", "float32", False),
+    ("65 tokens", "bfloat16", True),
+    ("mixed gates", "bfloat16", False),
+    ("closed gates", "float32", True),
+    ("documents, masked middle", "bfloat16", False),
+    ("documents, masked middle", "float32", True),
+    ("left padding", "float16", False),
+    ("documents, odd sizes", "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "per_channel"), LINEAR)
+def test_linear_attention(name, dtype, per_channel, machine, check, table):
+    check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name), per_channel=per_channel, erases=False)
+
+
+# States of 128 and 256, of which nothing is forgotten, so that the gradients of gates show the states' tails.
+STATES = {"batch": 1, "length": 130, "repeats": 3, "value_size": 64, "gates": "open", "keys": "near"}
+
+
+@pytest.mark.parametrize("key_size", [128, 256])
+@pytest.mark.parametrize("tiling", [{}, FOUR_TILES], ids=["a group", "two groups"])
+def test_linear_attention_beside_naive(key_size, tiling, nvidia_sized, on_host, norms, table):
+    case = table.Case("states", **STATES, key_size=key_size)
+    fused = norms(*on_host(nvidia_sized[False], case, mx.bfloat16, erases=False, **tiling))
+    naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive, erases=False))
+    bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
+    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
+
+
+@pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
+def test_linear_attention_does_not_race(tiling, nvidia_sized, check, table):
+    check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", erases=False, **tiling)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from deltatune.ops.gated_delta import long_scans
-from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import choose_tiling
-from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS, header, on
+from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS, on
 
 # Seven chunks of sixteen in fp32, the last of them incomplete; heads of no whole tiles.
 LENGTH, KEY_HEADS, HEADS, KEY_SIZE, VALUE_SIZE = 100, 1, 2, 24, 40
@@ -22,11 +21,6 @@ CASES = {
     "a gate a channel": {"per_channel": True, "documents": True},
     "bf16": {"dtype": mx.bfloat16, "stateful": True},
 }
-
-
-@pytest.fixture(scope="module")
-def machine(host_folder, host_module):
-    return host_module.HostMachine(host_folder, header("metal", FILES))
 
 
 def differentiate(machine, launches, dtype=mx.float32, per_channel=False, documents=False, stateful=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +14,18 @@ from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
-from deltatune.ops.products import low_rank, low_rank_kernels
-from deltatune.ops.products.low_rank import add_product, both_products, columns_product, rows_product
-from deltatune.ops.products.low_rank_kernels import BOTH, COLUMNS, ROWS, WIDE, LowRankProduct
+from deltatune.ops.products import low_rank
+from deltatune.ops.products.low_rank import (
+    BOTH,
+    COLUMNS,
+    ROWS,
+    WIDE,
+    LowRankProduct,
+    add_product,
+    both_products,
+    columns_product,
+    rows_product,
+)
 
 TEXT = load(Path(__file__).with_name("host_machine.py")).cuda_text(ROWS)
 SCALE = 1.75
@@ -62,17 +70,19 @@ def _wide(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32), dtype=np.float64)
 
 
-def _drawn(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> list[mx.array]:
+def _drawn(*shapes: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
     draw = np.random.default_rng(sum(shapes[0]))
     return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape in shapes]
 
 
-def _worst(found: mx.array, left: np.ndarray, right: np.ndarray, y: np.ndarray | float = 0.0) -> float:
-    """The largest error of y + SCALE * left right, as a share of each element's bound from rounding and fp32 sums."""
-    exact = y + SCALE * left @ right
+def _worst(found: mx.array, exact: np.ndarray, size: np.ndarray, terms: int) -> float:
+    """The largest error as a share of each element's bound: one rounding, and one in fp32 for each term of a sum.
+
+    `size` is what the terms' magnitudes add up to.
+    """
     assert found.shape == exact.shape
-    sums = (left.shape[1] + 1) * 2.0**-23 * (SCALE * np.abs(left) @ np.abs(right) + np.abs(y))
-    worst = (np.abs(_wide(found) - exact) / (ROUNDING[found.dtype] * np.abs(exact) + sums + 2.0**-24)).max()
+    bound = ROUNDING[found.dtype] * np.abs(exact) + terms * 2.0**-23 * size + 2.0**-24
+    worst = (np.abs(_wide(found) - exact) / bound).max()
     return float("inf") if np.isnan(worst) else float(worst)
 
 
@@ -81,26 +91,42 @@ def _on(device, function, *arguments, **options):
         return function(*arguments, **options)
 
 
-def _errors(machine, dtype: mx.Dtype, rows: int, width: int, rank: int, seed: int = 1) -> Iterator[float]:
-    """The errors of every product: along rows, over rows, of both at once, and of those that are added to y."""
-    x, a, h = _drawn(dtype, (rows, width), (width, rank), (rows, rank))
-    b = mx.contiguous(a.T)
-    x64, a64, h64 = _wide(x), _wide(a), _wide(h)
-    products = [
-        (lambda: [rows_product(x, a, SCALE)], [(x64, a64)]),
-        (lambda: [rows_product(x, b, SCALE, transpose=True)], [(x64, a64)]),
-        (lambda: both_products(x, h, b, SCALE), [(x64, a64), (h64.T, x64)]),
-        (lambda: [columns_product(x, h, SCALE)], [(x64.T, h64)]),
-        (lambda: [columns_product(h, x, SCALE)], [(h64.T, x64)]),
-        (lambda: [add_product(x, h, b, SCALE)], [(h64, a64.T, x64)]),
-        (lambda: [add_product(x, h, a, SCALE, transpose=True)], [(h64, a64.T, x64)]),
-    ]
-    # A defect is looked for in one product after another: an optimised kernel takes longer to compile than the text.
-    if not machine.watch:
-        machine.foresee(lambda: [product() for product, _ in products])
-    for product, exact in products:
-        found = _on(partial(machine.run, seed=seed), product)
-        yield max(_worst(*one) for one in ((y, *factors) for y, factors in zip(found, exact, strict=True)))
+# Of x [rows, width], a [width, rank] or its transpose b, and h [rows, rank]: our products along rows, over rows, of
+# both at once, and those that are added to x; what they are; their operands; and which axis each result sums over.
+PRODUCTS = {
+    "rows": (lambda x, a: [rows_product(x, a, SCALE)], lambda x, a: [SCALE * x @ a], "xa", [1]),
+    "rows, b": (lambda x, b: [rows_product(x, b, SCALE, transpose=True)], lambda x, b: [SCALE * x @ b.T], "xb", [1]),
+    "both": (
+        lambda *xhb: [*both_products(*xhb, SCALE)],
+        lambda x, h, b: [SCALE * x @ b.T, SCALE * h.T @ x],
+        "xhb",
+        [1, 0],
+    ),
+    "columns": (lambda x, h: [columns_product(x, h, SCALE)], lambda x, h: [SCALE * x.T @ h], "xh", [0]),
+    "across": (lambda x, h: [columns_product(h, x, SCALE)], lambda x, h: [SCALE * h.T @ x], "xh", [0]),
+    "wide": (lambda x, h, b: [add_product(x, h, b, SCALE)], lambda x, h, b: [x + SCALE * h @ b], "xhb", [2]),
+    "wide, a": (
+        lambda *xha: [add_product(*xha, SCALE, transpose=True)],
+        lambda x, h, a: [x + SCALE * h @ a.T],
+        "xha",
+        [2],
+    ),
+}
+
+
+def _errors(machine, dtype: mx.Dtype, rows: int, width: int, rank: int, products=tuple(PRODUCTS)) -> list[float]:
+    """The errors of these products."""
+    x, a, h = _drawn((rows, width), (width, rank), (rows, rank), dtype=dtype)
+    arrays, terms = {"x": x, "a": a, "h": h, "b": mx.contiguous(a.T)}, (rows + 1, width + 1, rank + 1)
+    operands = {name: [arrays[one] for one in PRODUCTS[name][2]] for name in products}
+    machine.foresee(lambda: [PRODUCTS[name][0](*operands[name]) for name in products])
+    errors = []
+    for name in products:
+        ours, theirs, _, axes = PRODUCTS[name]
+        wide = [_wide(array) for array in operands[name]]
+        found, exact, sizes = _on(machine.run, ours, *operands[name]), theirs(*wide), theirs(*map(np.abs, wide))
+        errors += [_worst(*each, terms[axis]) for *each, axis in zip(found, exact, sizes, axes, strict=True)]
+    return errors
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -121,7 +147,7 @@ def test_every_number_of_rows_that_a_block_takes(rank, lines, gpu, divide):
 # Ten and more parts of the rows, and of the columns: a block loads the shares of eight at once.
 @pytest.mark.parametrize(("side", "width", "rank"), [(1, 648, 8), (2, 200, 7), (8, 1096, 16), (4, 40, 64)])
 def test_sums_of_several_blocks(side, width, rank, gpu, divide):
-    each = low_rank_kernels.round_rows(rank, side)
+    each = low_rank.round_rows(rank, side)
     divide(side, each)
     assert max(_errors(gpu, mx.bfloat16, 9 * each + 5, width, rank)) <= 1
 
@@ -135,7 +161,7 @@ def test_arrays_that_are_not_aligned(make_machine, host_module, divide):
 
 
 def test_leading_axes_and_the_shapes_of_results(gpu):
-    x, b, h = _drawn(mx.bfloat16, (2, 9, 40), (4, 40), (2, 9, 4))
+    x, b, h = _drawn((2, 9, 40), (4, 40), (2, 9, 4))
     with on(gpu.run):
         y = rows_product(x, b, SCALE, transpose=True)
         assert columns_product(h, x).shape == (4, 40)
@@ -143,22 +169,18 @@ def test_leading_axes_and_the_shapes_of_results(gpu):
         assert [y.shape for y in both_products(x, h, b)] == [(2, 9, 4), (4, 40)]
         assert add_product(x, h, b).shape == (2, 9, 40)
     assert y.shape == (2, 9, 4)
-    assert _worst(y.reshape(18, 4), _wide(x).reshape(18, 40), _wide(b).T) <= 1
+    x, b = _wide(x), _wide(b).T
+    assert _worst(y, SCALE * x @ b, SCALE * np.abs(x) @ np.abs(b), 41) <= 1
 
 
 def test_the_order_of_lanes_and_blocks_changes_no_bit_and_nothing_races(make_machine, divide):
     machine = make_machine(watch=True)
-    x, a, h = _drawn(mx.bfloat16, (270, 136), (136, 8), (270, 8))
-    b = mx.contiguous(a.T)
+    x, h, b = _drawn((270, 136), (270, 8), (8, 136))
     divide(1, 256)
-    for product in (
-        lambda: [rows_product(x, a, SCALE)],
-        lambda: [columns_product(x, h, SCALE)],
-        lambda: both_products(x, h, b, SCALE),
-        lambda: [add_product(x, h, b, SCALE)],
-    ):
-        for one, two in zip(*(_on(partial(machine.run, seed=seed), product) for seed in (1, 2)), strict=True):
-            assert mx.array_equal(one, two)
+    operands = {"rows, b": (x, b), "columns": (x, h), "both": (x, h, b), "wide": (x, h, b)}
+    for name, arrays in operands.items():
+        runs = [_on(partial(machine.run, seed=seed), PRODUCTS[name][0], *arrays) for seed in (1, 2)]
+        assert all(map(mx.array_equal, *runs))
 
 
 @pytest.mark.parametrize("shape", [(600, 264), (600, 64), (200, 264)], ids=str)
@@ -172,7 +194,7 @@ def test_no_mark_stays_in_memory(shape, gpu, divide):
         return outputs
 
     divide(1, 256)
-    x, b, h = _drawn(mx.bfloat16, shape, (8, shape[1]), (shape[0], 8))
+    x, b, h = _drawn(shape, (8, shape[1]), (shape[0], 8))
     with on(run):
         both_products(x, h, b)
         columns_product(h, x)
@@ -181,50 +203,55 @@ def test_no_mark_stays_in_memory(shape, gpu, divide):
         assert not (np.array(found).view(np.uint32).reshape(-1, 2) == set_once).all(axis=1).any()
 
 
-# Each defect: the text, and what replaces it.
+# Each defect, after a product that shows it: the text, and what replaces it.
 DEFECTS = {
-    "other inputs of the weight": ("(g >> 1) * 8 + i * 2 + (g & 1), column", "(g >> 1) * 8 + (i ^ 1) * 2, column"),
-    "inputs that are loaded and not multiplied": ("start += 2 * step", "start += 3 * step"),
-    "rows in another order": ("t * 2 + (i & 1) + (i >> 1) * 8", "t * 4 + i"),
-    "rows past the end": ("return number < count ? number : count - 1;", "return number;"),
-    "inputs past the end": ("inputs + k, k < inputs ? 8 : 0);\n  }\n  DELTA", "inputs + k, 8);\n  }\n  DELTA"),
-    "columns past the end": ("row < end && column < columns ? 8", "row < end ? 8"),
-    "the rows of the next block": ("row < end && column < columns ? 8", "column < columns ? 8"),
-    "ranks past the end": ("column < RANK && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
-    "a result past the end": ("if (from + row >= rows) continue;", ""),
-    "a column past the end": ("i / RANK) < columns;", "i / RANK) < columns + 8;"),
-    "no transposed fragments": ("if (!TRANSPOSED) b = across_lanes(b)", "if (TRANSPOSED) b = across_lanes(b)"),
-    "columns that are not neighbours": ("line, line + 1, n, at.lane", "line, line, n, at.lane"),
-    "no barrier before the sums": ("  barrier();\n", ""),
-    "a group left out": ("group < GROUPS; ++group) sum", "group < GROUPS - 1; ++group) sum"),
-    "rows of a transposed fragment": (
+    "rows: other inputs of the weight": (
+        "(g >> 1) * 8 + i * 2 + (g & 1), column",
+        "(g >> 1) * 8 + (i ^ 1) * 2, column",
+    ),
+    "rows: inputs that are loaded and not multiplied": ("start += 2 * step", "start += 3 * step"),
+    "rows: rows past the end": ("return number < count ? number : count - 1;", "return number;"),
+    "rows: inputs past the end": ("inputs + k, k < inputs ? 8 : 0);\n  }\n  DELTA", "inputs + k, 8);\n  }\n  DELTA"),
+    "rows: a result past the end": ("if (from + row >= rows) continue;", ""),
+    "rows: no transposed fragments": ("if (!TRANSPOSED) b = across_lanes(b)", "if (TRANSPOSED) b = across_lanes(b)"),
+    "rows: no barrier before the sums": ("  barrier();\n", ""),
+    "rows: a group left out": ("group < GROUPS; ++group) sum", "group < GROUPS - 1; ++group) sum"),
+    "both: rows in another order": ("t * 2 + (i & 1) + (i >> 1) * 8", "t * 4 + i"),
+    "both: columns past the end": ("row < end && column < columns ? 8", "row < end ? 8"),
+    "both: the rows of the next block": ("row < end && column < columns ? 8", "column < columns ? 8"),
+    "both: a column past the end": ("i / RANK) < columns;", "i / RANK) < columns + 8;"),
+    "both: columns that are not neighbours": ("line, line + 1, n, at.lane", "line, line, n, at.lane"),
+    "both: rows of a transposed fragment": (
         "{across_lanes(a[0]), across_lanes(a[2])",
         "{across_lanes(a[0]), across_lanes(a[1])",
     ),
-    "another order of the weight": ("pair[1] = pair_of_seconds", "pair[1] = pair_of_firsts"),
-    "a side left out": ("side < SIDE; ++side)\n      sum +=", "side < SIDE - 1; ++side)\n      sum +="),
-    "one place for two rounds": ("memory + turn * along_floats", "memory"),
-    "a block that does not wait": ("missing) == 0.0f", "missing) == 1.0f"),
-    "the marks of others": ("marks + 2 * at.x * share.parts", "marks + 2 * at.y * share.parts"),
-    "a share left out": ("i < 8; ++i)\n      if (start + i < count)", "i < 4; ++i)\n      if (start + i < count)"),
-    "rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
-    "the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
-    "other columns of the weight": ("(g >> 1) * 8 + j * 2 + (g & 1), columns", "(g >> 1) * 8 + (j ^ 1) * 2, columns"),
+    "both: another order of the weight": ("pair[1] = pair_of_seconds", "pair[1] = pair_of_firsts"),
+    "both: a side left out": ("side < SIDE; ++side)\n      sum +=", "side < SIDE - 1; ++side)\n      sum +="),
+    "both: one place for two rounds": ("memory + turn * along_floats", "memory"),
+    "both: a block that does not wait": ("missing) == 0.0f", "missing) == 1.0f"),
+    "both: the marks of others": ("marks + 2 * at.x * share.parts", "marks + 2 * at.y * share.parts"),
+    "both: a share left out": (
+        "i < 8; ++i)\n      if (start + i < count)",
+        "i < 4; ++i)\n      if (start + i < count)",
+    ),
+    "rows, b: ranks past the end": ("column < RANK && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
+    "wide: rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
+    "wide: the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
+    "wide, a: other columns of the weight": (
+        "(g >> 1) * 8 + j * 2 + (g & 1), columns",
+        "(g >> 1) * 8 + (j ^ 1) * 2, columns",
+    ),
 }
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect(defect, make_machine, host_module, divide):
-    machine, fault, wrong = make_machine(host_module.plant(TEXT, *DEFECTS[defect]), watch=True), None, False
+    machine, product = make_machine(host_module.plant(TEXT, *DEFECTS[defect]), watch=True), defect.split(":")[0]
     divide(4, 128)
     # More inputs than all groups load at once.
-    width = 1032 if "inputs" in defect else 520
-    try:
-        wrong = any(not error <= 1 for error in _errors(machine, mx.bfloat16, 530, width, 5))
-    except host_module.HostError as error:
-        fault = str(error)
-    # The fault comes from the run and not from the compiler; without one, a result is wrong.
-    assert fault.startswith("low_rank_") if fault else wrong
+    errors = partial(_errors, machine, mx.bfloat16, 530, 1032 if "inputs" in defect else 520, 5, [product])
+    # A fault comes from the run and not from the compiler.
+    assert host_module.shows(lambda: not max(errors()) <= 1, "low_rank_")
 
 
 KERNELS = [
@@ -235,6 +262,10 @@ KERNELS = [
     LowRankProduct(BOTH, mx.bfloat16, 8, block_rows=128, side=2),
     LowRankProduct(WIDE, mx.bfloat16, 8, False),
     LowRankProduct(WIDE, mx.bfloat16, 8, True),
+    # Of several adapters.
+    LowRankProduct(ROWS, mx.bfloat16, 24, False, 3, 16),
+    LowRankProduct(COLUMNS, mx.bfloat16, 32, False, 2, 256),
+    LowRankProduct(WIDE, mx.bfloat16, 16, True, 2),
 ]
 
 
@@ -274,17 +305,17 @@ def test_when_the_kernels_are_used(monkeypatch):
 
 def test_how_the_work_is_divided(monkeypatch):
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
-    rows = [low_rank_kernels.rows_lines(total, 8) for total in (1, 1024, 2048, 3584, 4096, 16384)]
+    rows = [low_rank.rows_lines(total, 8) for total in (1, 1024, 2048, 3584, 4096, 16384)]
     assert rows == [16, 16, 16, 32, 32, 64]
-    assert low_rank_kernels.rows_lines(16384, 64) == 32
-    low_rank_kernels.division.cache_clear()
+    assert low_rank.rows_lines(16384, 64) == 32
+    low_rank.division.cache_clear()
     for columns in (16, 512, 1024, 2048, 3584, 4096, 6144):
         for along in (False, True):
-            side, each = low_rank_kernels.division(4096, columns, 8, along)
-            assert each % low_rank_kernels.round_rows(8, side) == 0
+            side, each = low_rank.division(4096, columns, 8, along)
+            assert each % low_rank.round_rows(8, side) == 0
             blocks = -(-columns // (64 * side)) * -(-4096 // each)
             assert blocks >= (16 if columns == 16 else 128)
-    low_rank_kernels.division.cache_clear()
+    low_rank.division.cache_clear()
 
 
 @pytest.fixture
@@ -304,8 +335,7 @@ def on_gpu(gpu, monkeypatch) -> list[str]:
 
 
 def test_a_layer_of_lora_takes_its_narrow_products_from_the_kernels(on_gpu):
-    arrays = _drawn(mx.bfloat16, (2, 9, 64), (64, 4), (4, 40), (64, 40), (2, 9, 40))
-    x, a, b, weight, dy = arrays
+    x, a, b, weight, dy = arrays = _drawn((2, 9, 64), (64, 4), (4, 40), (64, 40), (2, 9, 40))
 
     def update(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         return with_low_rank(lambda x: x @ weight, x, a, b, SCALE)
@@ -322,32 +352,15 @@ def test_a_layer_of_lora_takes_its_narrow_products_from_the_kernels(on_gpu):
         assert np.abs(_wide(found) - expected).max() <= 2.0**-6 * np.abs(expected).max()
 
 
-def test_a_second_derivative_is_that_of_the_products(on_gpu):
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_second_derivative_is_that_of_the_products(name, on_gpu):
     """The gradient of a gradient of LoRA is one of the kernels' own results."""
-    x, a, b = _drawn(mx.bfloat16, (9, 64), (64, 4), (4, 64))
-    h = x @ a
-    # Ours, MLX's, and the operands.
-    products = [
-        (lambda x, a: [rows_product(x, a, SCALE)], lambda x, a: [SCALE * x @ a], [x, a]),
-        (lambda x, b: [rows_product(x, b, SCALE, transpose=True)], lambda x, b: [SCALE * x @ b.T], [x, b]),
-        (lambda x, h: [columns_product(x, h, SCALE)], lambda x, h: [SCALE * x.T @ h], [x, h]),
-        (lambda x, h: [columns_product(h, x, SCALE)], lambda x, h: [SCALE * h.T @ x], [x, h]),
-        (
-            lambda x, h, b: list(both_products(x, h, b, SCALE)),
-            lambda x, h, b: [SCALE * x @ b.T, SCALE * h.T @ x],
-            [x, h, b],
-        ),
-        (lambda x, h, b: [add_product(x, h, b, SCALE)], lambda x, h, b: [x + SCALE * h @ b], [x, h, b]),
-        (
-            lambda x, h, a: [add_product(x, h, a, SCALE, transpose=True)],
-            lambda x, h, a: [x + SCALE * h @ a.T],
-            [x, h, a],
-        ),
-    ]
-    for ours, theirs, arrays in products:
-        cotangents = [mx.ones_like(y) for y in ours(*arrays)]
-        found = mx.vjp(ours, arrays, cotangents)[1]
-        exact, d = ([array.astype(mx.float32) for array in group] for group in (arrays, cotangents))
-        for one, true in zip(found, mx.vjp(theirs, exact, d)[1], strict=True):
-            assert np.abs(_wide(one) - _wide(true)).max() <= 2.0**-6 * np.abs(_wide(true)).max()
+    x, a, b, h = _drawn((9, 64), (64, 4), (4, 64), (9, 4))
+    ours, theirs, names, _ = PRODUCTS[name]
+    arrays = [{"x": x, "a": a, "b": b, "h": h}[each] for each in names]
+    d = [mx.ones_like(y) for y in ours(*arrays)]
+    found = mx.vjp(ours, arrays, d)[1]
+    exact, d = ([array.astype(mx.float32) for array in group] for group in (arrays, d))
+    for one, true in zip(found, mx.vjp(theirs, exact, d)[1], strict=True):
+        assert np.abs(_wide(one) - _wide(true)).max() <= 2.0**-6 * np.abs(_wide(true)).max()
     assert on_gpu

@@ -13,7 +13,7 @@ import pytest
 from beside import load
 from deltatune.machine import backend, environment
 from deltatune.ops.attention import choice
-from deltatune.ops.attention.call import AttentionCall
+from deltatune.ops.attention.trial_case import AttentionCall
 from deltatune.ops.kernels import cubin, nvrtc
 from deltatune.ops.operator import candidates, first_use, verdicts
 from deltatune.ops.operator.foresight import foreseen

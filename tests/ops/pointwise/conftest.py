@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+import mlx.core as mx
 import pytest
 from host_machine import HostMachine
 
@@ -13,13 +14,20 @@ from deltatune.ops.kernels.launch import Device, Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.operator.case import Case
 from deltatune.ops.pointwise import adam, stored_moments
-from deltatune.ops.pointwise.pass_launch import BODIES
 
 
 @pytest.fixture(scope="session")
 def execute(host_folder):
-    """Runs a launch on the host machine, or on the GPU where there is one."""
-    return Launch.run if backend.device() == "cuda" else HostMachine(host_folder, header("metal", BODIES)).run
+    """Runs a launch on a host machine with the text of its kernel, or on the GPU where there is one."""
+    machines: dict[tuple[str, ...], HostMachine] = {}
+
+    def run(launch: Launch, seed: int = 1) -> list[mx.array]:
+        files = launch.kernel.files
+        if files not in machines:
+            machines[files] = HostMachine(host_folder, header("metal", files))
+        return machines[files].run(launch, seed)
+
+    return Launch.run if backend.device() == "cuda" else run
 
 
 @pytest.fixture

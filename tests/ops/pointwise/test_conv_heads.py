@@ -9,8 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import against_float64
 from deltatune.ops.kernels.launch import on
 from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import relative_error
 from deltatune.ops.pointwise import conv, conv_heads, conv_silu
 from deltatune.ops.pointwise.conv import FORWARD, NormedHeads
 from deltatune.ops.pointwise.passes import Passes
@@ -47,10 +49,8 @@ def drawn(case, dtype, spread=1.0, batch=2):
     count, size, values, taps, length, stateful, _ = CASES[case]
     channels = 2 * count * size + values
     shapes = [(batch, length, channels), (channels, taps), *[(batch, taps - 1, channels)] * stateful]
-    keys = mx.random.split(mx.random.key(7), len(shapes))
-    factors = (spread, 1.0, spread)
-    draws = zip(shapes, keys, factors, strict=False)
-    return [(factor * mx.random.normal(shape, key=key)).astype(dtype) for shape, key, factor in draws]
+    x, weight, *state = against_float64.drawn(*shapes, dtype=dtype, seed=7)
+    return [spread * x, weight, *(spread * array for array in state)]
 
 
 def ours(case, batch=2):
@@ -59,28 +59,15 @@ def ours(case, batch=2):
     return lambda x, weight, state=None: conv_heads(x, weight, heads, state, documents)
 
 
-def error(found, exact):
-    found = np.array(found.astype(mx.float32), np.float64)
-    assert found.shape == exact.shape
-    return np.abs(found - exact).max() / np.abs(exact).max()
-
-
 @pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 def test_values_and_gradients_against_float64(case, spread, dtype, execute):
     heads, owner = form_of(case)
     arrays = drawn(case, dtype, spread)
-    shapes = [y.shape for y in ours(case)(*arrays)]
-    cotangents = [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i, shape in enumerate(shapes)]
-    outputs, gradients = mx.vjp(ours(case), arrays, cotangents)
-    with mx.stream(mx.cpu):
-        wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
-        exact = mx.vjp(lambda x, w, state=None: list(reference_heads(x, w, heads, state, owner)), wide, d)
-        exact = [np.array(array) for group in exact for array in group]
-    names = ("q", "k", "v", "dx", "dweight", "dstate")
-    for name, one, other in zip(names, [*outputs, *gradients], exact, strict=False):
-        assert one.dtype == dtype
-        assert error(one, other) < BOUND[dtype], (name, error(one, other))
+    found = against_float64.errors(
+        ours(case), lambda x, w, state=None: reference_heads(x, w, heads, state, owner), arrays
+    )
+    assert max(found) < BOUND[dtype], found
 
 
 def test_rows_of_zeros_have_finite_gradients(execute):
@@ -123,7 +110,7 @@ def test_a_row_in_pieces_is_the_whole_row(execute):
     assert all(mx.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
     for one, other in zip(gradients, expected, strict=True):
         # A row's gradient is a sum of at most four terms, here in another order.
-        assert error(one, np.array(other, np.float64)) < 1e-6
+        assert relative_error(one, other) < 1e-6
 
 
 def test_without_heads_it_is_the_convolution_alone(execute):

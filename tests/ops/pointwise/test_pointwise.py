@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from against_float64 import drawn, errors
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.operator import first_use
@@ -36,13 +37,6 @@ def conv_case(batch, length, channels, taps, segmented):
     owner = np.array(documents(length))[0] if segmented else None
     shapes = [(batch, taps - 1 + length, channels), (channels, taps)]
     return ours, lambda x, weight: reference_conv(x, weight, length, owner), shapes
-
-
-def draw(*shapes, dtype=mx.float32, spread=1.0, seed=3):
-    """Draw normal numbers, times `spread` except for parameters, which have one axis."""
-    keys = mx.random.split(mx.random.key(seed), len(shapes))
-    drawn = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
-    return [(array * (spread if array.ndim > 1 else 1.0)).astype(dtype) for array in drawn]
 
 
 def rows(width):
@@ -95,44 +89,31 @@ CASES = {
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 def test_value_and_gradients_against_float64(case, spread, dtype, execute):
     function, reference, shapes = CASES[case]
-    arrays = draw(*shapes, dtype=dtype, spread=spread)
-    ours = function
-
-    def listed(f):
-        return lambda *given: list(result) if isinstance(result := f(*given), tuple) else [result]
-
-    outputs = listed(ours)(*arrays)
-    cotangents = draw(*[y.shape for y in outputs], dtype=outputs[0].dtype, seed=4)
-    found = [*outputs, *mx.vjp(listed(ours), arrays, cotangents)[1]]
-    with mx.stream(mx.cpu):
-        wide, d = ([array.astype(mx.float64) for array in group] for group in (arrays, cotangents))
-        expected = [np.array(array) for group in mx.vjp(listed(reference), wide, d) for array in group]
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        error = np.abs(np.array(one.astype(mx.float32), np.float64) - other).max() / np.abs(other).max()
-        assert error < BOUND[dtype], error
-    assert all(gradient.dtype == array.dtype for gradient, array in zip(found[len(outputs) :], arrays, strict=True))
+    # Parameters have one axis.
+    arrays = [array * (spread if array.ndim > 1 else 1.0) for array in drawn(*shapes, dtype=dtype)]
+    found = errors(function, reference, arrays)
+    assert max(found) < BOUND[dtype], found
 
 
 def test_a_gate_close_to_zero_is_accurate(execute):
-    a, b, A_log, dt_bias = draw((4, 8), (4, 8), (8,), (8,))
+    a, b, A_log, dt_bias = drawn((4, 8), (4, 8), (8,), (8,))
     log_g, _ = gates(a - 14, b, A_log, dt_bias)
     exact = -np.exp(np.array(A_log, np.float64)) * np.log1p(np.exp(np.array(a, np.float64) - 14 + np.array(dt_bias)))
     assert np.abs(np.array(log_g) / exact - 1).max() < 1e-5
 
 
 def test_arrays_with_other_strides_and_odd_offsets(execute):
-    (x,) = draw((3, 10, 64))
+    (x,) = drawn((3, 10, 64))
     transposed = x.swapaxes(0, 1)
     found, expected = (norm(y, 1.0, 1e-6) for y in (transposed, mx.contiguous(transposed)))
     assert mx.array_equal(found, expected)
-    flat = draw((65,))[0]
+    flat = drawn((65,))[0]
     offset, copied = flat[1:], mx.contiguous(flat[1:])
     assert mx.array_equal(swiglu(offset, offset), swiglu(copied, copied))
 
 
 def test_compiled_and_checkpointed(execute):
-    x, g, w = draw(*rows(64), (64,))
+    x, g, w = drawn(*rows(64), (64,))
 
     def loss(x, g, w):
         return swiglu(gated_norm(x, w, g, 1e-6), x).square().sum()
@@ -148,33 +129,26 @@ def test_compiled_and_checkpointed(execute):
 def test_gradients_of_parameters_close_over_no_array(execute, monkeypatch):
     """mx.vjp walks through all that a closed-over array was computed from: the whole step, for each piece of a row."""
     function, _, shapes = CASES["gates"]
-    arrays, differentiate, closed = draw(*shapes), mx.vjp, []
+    arrays, differentiate, closed = drawn(*shapes), mx.vjp, []
 
     def watched(inner, primals, cotangents):
         closed.append([cell.cell_contents for cell in inner.__closure__ or ()])
         return differentiate(inner, primals, cotangents)
 
     monkeypatch.setattr(mx, "vjp", watched)
-    outputs = function(*arrays)
-    ones = [mx.ones_like(y) for y in (outputs if isinstance(outputs, tuple) else [outputs])]
-
-    def listed(*given):
-        result = function(*given)
-        return list(result) if isinstance(result, tuple) else [result]
-
-    differentiate(listed, arrays, ones)
+    differentiate(lambda *arrays: list(function(*arrays)), arrays, [mx.ones_like(y) for y in function(*arrays)])
     assert closed
     assert not [item for cells in closed for item in cells if isinstance(item, (mx.array, list, tuple))]
 
 
 def test_no_second_derivative(execute):
-    (x,) = draw((2, 64))
+    (x,) = drawn((2, 64))
     with pytest.raises(NotImplementedError, match="swiglu has no second derivative"):
         mx.grad(lambda x: mx.grad(lambda x: swiglu(x, x).sum())(x).sum())(x)
 
 
 def test_refuses_what_does_not_fit():
-    x, y, short = draw((2, 64), (2, 32), (2, 12))
+    x, y, short = drawn((2, 64), (2, 32), (2, 12))
     with pytest.raises(ValueError, match="one shape and dtype"):
         swiglu(x, y)
     with pytest.raises(ValueError, match=r"W one of \(8, 16"):
@@ -208,7 +182,7 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
     monkeypatch.setattr(first_use, "_right", {})
     for module in (recomputation, gating, conv):
         monkeypatch.setattr(module, "LEAST", 0)
-    x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
+    x, g, w, taps = drawn((2, 9, 64), (2, 9, 64), (64,), (64, 4))
     assert silu.serves(x, g)
     assert norms.norm_serves(x, 0.5, 1e-6)
     assert norms.gated_norm_serves(x, w, g, 1e-6)
@@ -227,7 +201,7 @@ def test_every_kernel_is_tried_on_small_arrays_of_its_kind(execute, monkeypatch)
 
 def test_few_elements_are_not_worth_building_kernels(monkeypatch):
     monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: pytest.fail("built"))
-    x, g, w, taps = draw((2, 9, 64), (2, 9, 64), (64,), (64, 4))
+    x, g, w, taps = drawn((2, 9, 64), (2, 9, 64), (64,), (64, 4))
     assert not silu.serves(x, g)
     assert not norms.norm_serves(x, 0.5, 1e-6)
     assert not norms.gated_norm_serves(x, w, g, 1e-6)

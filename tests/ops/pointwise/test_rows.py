@@ -6,10 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.machine import backend
 from deltatune.ops.kernels.launch import on
-from deltatune.ops.operator import first_use
-from deltatune.ops.pointwise import rows
 from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
 from two_dtypes import in_two_dtypes
 
@@ -75,18 +72,6 @@ def test_sums_of_rows_against_float64(dtype, k, result, weighted, execute):
     assert found.dtype == (result or dtype)
     error = np.abs(np.array(found.astype(mx.float32)) - expected).max() / np.abs(expected).max()
     assert error < ROUNDING[result or dtype]
-
-
-def test_when_the_kernels_are_used(monkeypatch):
-    large, small, narrow = (mx.zeros(shape) for shape in ((1024, 64), (8, 64), (10240, 12)))
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    assert rows.serves(large, 1024)
-    assert not rows.serves(small, 1023)
-    assert not rows.serves(narrow, 10240)
-    for device in ("cpu", "metal"):
-        monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert not rows.serves(large, 1024)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

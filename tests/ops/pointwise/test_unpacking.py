@@ -5,14 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import HostMachine
+from host_machine import HostMachine, plant
 
 from deltatune.machine import backend
 from deltatune.ops import functional
 from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
-from deltatune.ops.pointwise.pass_launch import BODIES
+from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
 from deltatune.ops.products.quantized_product import Quantization, packed_product, unpacked
 
@@ -94,10 +94,7 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect_shows(defect, host_folder):
-    text = header("metal", BODIES)
-    old, new = DEFECTS[defect]
-    assert text.count(old) == 1
-    machine = HostMachine(host_folder, text.replace(old, new))
+    machine = HostMachine(host_folder, plant(header("metal", BODIES), *DEFECTS[defect]))
     with pytest.raises(AssertionError):
         check_two_layouts(machine.run)
 
@@ -156,22 +153,6 @@ def test_a_product_is_differentiated_twice(on_gpu):
         assert mx.allclose(one, other, rtol=1e-4, atol=1e-5 * mx.abs(other).max().item())
 
 
-def test_when_the_kernel_is_used(monkeypatch):
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    large, packing = random_matrix((512, 256)), {"group_size": 64, "bits": 4, "mode": "affine"}
-    assert unpacking.serves(*large, mx.bfloat16, **packing)
-    assert not unpacking.serves(*random_matrix((128, 256)), mx.bfloat16, **packing)
-    assert not unpacking.serves(*large, mx.float64, **packing)
-    assert not unpacking.serves(*large[:2], None, mx.bfloat16, **packing)
-    assert not unpacking.serves(*large, mx.bfloat16)
-    for other in ({"mode": "mxfp4"}, {"bits": 8}, {"bits": 7}, {"group_size": 32}, {"group_size": 16}):
-        assert not unpacking.serves(*large, mx.bfloat16, **packing | other)
-    for device in ("cpu", "metal"):
-        monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert not unpacking.serves(*large, mx.bfloat16, **packing)
-
-
 def test_other_packings_are_left_to_mlx(on_gpu):
     matrix = mx.random.normal((64, 128), key=mx.random.key(0))
     packed = mx.quantize(matrix, group_size=32, bits=4, mode="mxfp4")
@@ -181,8 +162,3 @@ def test_other_packings_are_left_to_mlx(on_gpu):
         assert found.dtype == expected.dtype
         assert mx.array_equal(found, expected)
     assert not on_gpu
-
-
-@pytest.mark.parametrize("bits", unpacking.BITS)
-def test_a_kernel_that_is_wrong_or_fails_is_not_used(bits, check_trial):
-    check_trial(unpacking.trial_case(64, bits, mx.bfloat16, mx.bfloat16), 1.05)

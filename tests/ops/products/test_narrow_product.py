@@ -11,7 +11,7 @@ from deltatune.lora import DoRALinear, LoRALinear
 from deltatune.machine import backend
 from deltatune.ops.operator.measure import ROUNDING, as_float64, largest_error, poison
 from deltatune.ops.products import quantized_product
-from deltatune.ops.products.narrow_product import dense_product, narrow_product, serves
+from deltatune.ops.products.quantized_product import dense_product, narrow_product, serves_narrow
 from deltatune.patches import patched
 from deltatune.patches.tables import narrow_products
 
@@ -41,10 +41,10 @@ def test_product_and_gradients_are_those_of_float64(name, slab_bytes, monkeypatc
 
 def test_which_products_it_serves():
     row, rows, weight = (mx.zeros(shape, mx.bfloat16) for shape in ((1, 1, 8), (1, 2, 8), (3, 8)))
-    assert serves(rows, weight)
-    assert not serves(row, weight)
-    assert not serves(rows.astype(mx.float32), weight)
-    assert not serves(rows, weight.astype(mx.float32))
+    assert serves_narrow(rows, weight)
+    assert not serves_narrow(row, weight)
+    assert not serves_narrow(rows.astype(mx.float32), weight)
+    assert not serves_narrow(rows, weight.astype(mx.float32))
     assert mx.array_equal(dense_product(row, weight), row @ weight.T)
 
 

@@ -20,8 +20,7 @@ from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import heads
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.passes import BODIES, Passes
 from deltatune.patches import patched
 from deltatune.patches.tables import pointwise
 

@@ -17,8 +17,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import conv
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.passes import BODIES, Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import delta_layers

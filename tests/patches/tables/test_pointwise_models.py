@@ -15,8 +15,7 @@ from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, gating, weighted_norms
-from deltatune.ops.pointwise.pass_launch import BODIES
-from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.passes import BODIES, Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm

@@ -10,30 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import UserError, first_line
 from .arrow_rows import as_written
-from .sources import load_hugging_face, parsed_line
+from .sources import load_hugging_face, names_of, parsed
 
 # A place in a stream, as JSON values; None is its beginning.
 Place = Any
-
-
-class RowStream(Protocol):
-    """Rows that are read in order.
-
-    Attributes:
-        name: The stream's name in messages.
-    """
-
-    name: str
-
-    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
-        """Return up to `count` rows from a place, each with its source, and the place after them.
-
-        There are fewer than `count` rows only at the end of the data.
-        """
 
 
 class JsonLines:
@@ -54,7 +38,10 @@ class JsonLines:
             raise UserError(_unreadable(path, error)) from error
 
     def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
-        """Return up to `count` rows from a place, as RowStream.read does."""
+        """Return up to `count` rows from a place, each with its source, and the place after them.
+
+        There are fewer than `count` rows only at the end of the data.
+        """
         offset, number = place or (0, 0)
         rows: list[tuple[str, Any]] = []
         try:
@@ -62,7 +49,7 @@ class JsonLines:
                 file.seek(offset)
                 while len(rows) < count and (raw := file.readline()):
                     offset, number = offset + len(raw), number + 1
-                    row = parsed_line(raw, self._path, number)
+                    row = parsed(raw, self._path, number)
                     if row is not None:
                         rows.append((f"{self._path}:{number}", row[0]))
         except OSError as error:
@@ -80,12 +67,14 @@ class StreamedDataset:
 
     Args:
         name: The stream's name in messages.
+        begin: The number of the first row in messages.
         path: The data set's name on the hub, or its folder.
         split: The split.
         options: Further arguments of `datasets.load_dataset`.
     """
 
     name: str
+    begin: int
     path: str
     split: str
     options: dict[str, Any]
@@ -93,7 +82,7 @@ class StreamedDataset:
     _open: tuple[Place, Any, Iterator[Any]] | None = field(default=None, repr=False)
 
     def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
-        """Return up to `count` rows from a place, as RowStream.read does."""
+        """Return up to `count` rows from a place, as JsonLines.read does."""
         dataset, rows = self._at(place)
         self._open = None
         start = 0 if place is None else place["rows"]
@@ -102,16 +91,15 @@ class StreamedDataset:
             rows_read.extend(islice(rows, count))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{self.name} row {start + len(rows_read)}: cannot be read: {first_line(error)}; the data are damaged, "
-                "incomplete or out of reach."
+                f"{self.name} row {self.begin + start + len(rows_read)}: cannot be read: {first_line(error)}; the data "
+                "are damaged, incomplete or out of reach."
             ) from error
         after = {"rows": start + len(rows_read), "state": dataset.state_dict()}
         self._open = (after, dataset, rows)
-        read = enumerate((as_written(row, dataset.features) for row in rows_read), start)
+        read = enumerate((as_written(row, dataset.features) for row in rows_read), self.begin + start)
         return [(f"{self.name} row {number}", row) for number, row in read], after
 
     def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
-        """Return the data set and its rows from a place."""
         if self._open is not None and place is not None and self._open[0] == place:
             return self._open[1:]
         dataset = load_hugging_face(self.path, self.split, self.options, streaming=True)[self.split]
@@ -123,23 +111,12 @@ class StreamedDataset:
 def hugging_face_streams(
     name: str, split: str | None = None, options: dict[str, Any] | None = None
 ) -> dict[str, StreamedDataset]:
-    """Open a data set of the Hugging Face hub, or a folder that the datasets library reads, as streams.
-
-    Args:
-        name: The data set's name on the hub, or its folder.
-        split: One split; None opens all splits.
-        options: Further arguments of `datasets.load_dataset`.
-
-    Returns:
-        The stream of each split, by the split's name.
-
-    Raises:
-        UserError: There is no such data set, split or option, or `split` is a part of one.
-    """
+    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
     if split is not None and "[" in split:
         raise UserError(
             f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
             "val_batches: 0 for no validation."
         )
     splits = load_hugging_face(name, split, options or {}, streaming=True)
-    return {key: StreamedDataset(f"{name} [{key}]", name, key, options or {}) for key in splits}
+    names = names_of(name, splits, options or {})
+    return {key: StreamedDataset(*names[key], name, key, options or {}) for key in splits}

@@ -18,12 +18,7 @@ MARKS = (*_LEARNT, _MASKED, *_PARTS)
 
 
 def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
-    """Return whether a message of the assistant counts in the loss: no mark says otherwise.
-
-    Args:
-        message: The message.
-        number: Its place in the conversation, from 1.
-        source: The row's name in messages to the user.
+    """Return whether a message of the assistant, `number` of its conversation, counts in the loss: no mark denies it.
 
     Raises:
         UserError: A mark has a value that says neither, or marks parts of a turn.

@@ -1,4 +1,4 @@
-"""Tells the user of columns that say something about an answer which imitating it does not use."""
+"""Refuses keys and tells of columns that say something and are not read: they would be lost silently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...errors import UserError
-from .message_parts import is_absent
+from ...options.values import nearest
+
+# The keys of a part of a message that is text.
+TEXT_KEYS = ("type", "text")
 
 # Whether an answer is a good one: the column of TRL, and that of LLaMA-Factory.
 _JUDGED = ("label", "kto_tag")
@@ -39,16 +42,30 @@ _MARKS = {_OBJECTS: ("<bbox>", "<ref-object>"), **dict.fromkeys(_AUDIO, ("<audio
 MEDIA = ("image", "images", "video", "videos", *_AUDIO)
 
 
-def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
-    """Refuse a row that marks its answer as a bad one: imitation would learn it like a good one.
+def is_absent(value: Any) -> bool:
+    """Whether a value is none: null, or an empty text, list or object, as programs write for keys that they leave."""
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
 
-    Args:
-        row: The row.
-        read: The columns that are read as parts of the conversation.
-        source: The row's name in messages to the user.
+
+def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a part of a message, or an object that describes an image, with a key that is not `known`.
 
     Raises:
-        UserError: The row says that its answer is bad.
+        UserError: There is such a key, and its value is not empty.
+    """
+    for key in part:
+        if key not in known and not is_absent(part[key]):
+            raise UserError(
+                f"{where}: unknown key {str(key)[:60]!r}{nearest(str(key), list(known))}: it is not read; expected "
+                f"{', '.join(known)}. Remove it."
+            )
+
+
+def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
+    """Refuse a row that marks its answer as a bad one, in a column beside those in `read`.
+
+    Raises:
+        UserError: The row says that its answer is bad: imitation would learn it like a good one.
     """
     for name in _JUDGED:
         value = None if name in read else row.get(name)
@@ -63,11 +80,6 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
 
 def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
     """Refuse a row with marks in its texts for the values of a column that is not read: they would be learnt as text.
-
-    Args:
-        row: The row.
-        messages: Its messages.
-        source: The row's name in messages to the user.
 
     Raises:
         UserError: There is such a mark, or a message holds media of its own.
@@ -89,7 +101,6 @@ def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, 
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message, also where it is a list of parts."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return "".join(text for text in texts if isinstance(text, str))

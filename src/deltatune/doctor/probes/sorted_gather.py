@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ...errors import first_line
 from ...machine import backend, environment
-from ...ops.experts import single_rows
+from ...ops.experts.tiles import needs_whole_matrices
 from ...ops.operator.measure import relative_error
 from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, TF32_BOUND, Fault
 
@@ -51,7 +51,7 @@ def find_views() -> Fault:
     )
     what = "mx.gather_mm multiplies with other experts' matrices"
     around = "deltatune lays them out anew, when it loads and when it trains"
-    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, single_rows.needs_whole_matrices())
+    return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, needs_whole_matrices())
 
 
 def _fault_by_error(name: str, error: float, what: str, around: str, avoided: bool) -> Fault:

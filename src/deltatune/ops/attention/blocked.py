@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple, cast
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import refuse_second_derivative, without_vmap
+from ..functional import refuse_second_derivative, with_gradient, without_vmap
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -99,17 +99,14 @@ def attention_blocked(
 @lru_cache(maxsize=256)
 def _forward_by(options: BlockedOptions) -> _Function:
     """Return f(q, k, v, sinks, segments?, mask?) -> (y, the factor of the weights of each row)."""
-    forward = mx.custom_function(lambda *arrays: _forward(options, *arrays))
-    backward = mx.custom_function(lambda *arrays: _backward(options, *arrays))
-    call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
+    refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
+    backward = with_gradient(partial(_backward, options), refuse)
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
-        gradients = call_backward(*primals, cotangents[0], outputs[1])
+        gradients = backward(*primals, cotangents[0], outputs[1])
         return *gradients, *map(mx.zeros_like, primals[4:])
 
-    forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
-    return call_forward
+    return with_gradient(partial(_forward, options), vjp)
 
 
 def _forward(
@@ -202,7 +199,6 @@ class _Part:
         return self.options.with_sinks or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
     def blocks(self) -> Iterator[QueryBlock]:
-        """Yield the blocks that see a key, in order."""
         (*heads, queries, _), keys, options = self.queries[0].shape, self.k.shape[3], self.options
         ahead, first = keys - queries, 0
         while first < queries:
@@ -229,7 +225,6 @@ class _Part:
         return rows.reshape(*rows.shape[:2], 1, -1, rows.shape[4])
 
     def unfolded(self, rows: mx.array, block: QueryBlock) -> mx.array:
-        """Undo `folded`."""
         return rows.reshape(*rows.shape[:2], -1, block.last - block.first, rows.shape[4])
 
     def weights(self, rows: mx.array, block: QueryBlock) -> tuple[mx.array, mx.array | None]:

@@ -13,10 +13,10 @@ from ..operator.operator import Candidate, Operator
 from ..tracing import trace
 from . import fused_op, trial_case, workloads
 from .blocked import attention_blocked
-from .call import AttentionCall
 from .fused import FusedOptions
 from .naive import attention_naive
 from .native import attention_native, is_linear
+from .trial_case import AttentionCall
 
 # Up to this number of scores, MLX's own attention is as fast on a CPU or faster (docs/decisions/attention.md),
 # and its matrix of scores takes no more memory than a block of `blocked` with all its intermediate results.

@@ -49,12 +49,13 @@ QUERIES = replace(
 KEYS = replace(
     QUERIES,
     name="attention_keys",
+    body="attention_keys",
     values=(*_VALUES, "TO_KEYS", "TO_VALUES"),
     arrays=(*QUERIES.arrays[:-1], "dk", "dv"),
 )
-# The same for one of the two gradients alone.
-KEYS_ALONE = replace(QUERIES, name="attention_keys_alone", arrays=(*QUERIES.arrays[:-1], "dk"))
-VALUES_ALONE = replace(QUERIES, name="attention_values_alone", arrays=(*QUERIES.arrays[:-1], "dv"))
+# The same for one of the two gradients alone: wide heads have more sums than a lane of an Apple GPU has registers.
+KEYS_ALONE, VALUES_ALONE = replace(KEYS, name="attention_keys_alone"), replace(KEYS, name="attention_values_alone")
+_LEFT_OUT = {KEYS_ALONE: "dv", VALUES_ALONE: "dk"}
 DELTA = Kernel(
     name="attention_delta",
     files=FILES,
@@ -107,14 +108,14 @@ def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> La
 
 @lru_cache(maxsize=1024)
 def _plan(kernel: Kernel, options: FusedOptions, machine: str, dtype: mx.Dtype, *shapes: Shape) -> Plan:
-    """Return the plan of a kernel for q, k and v of these shapes."""
     q, k, v = shapes
     kinds: Outputs = {"y": ((*q[:3], v[3]), dtype), "sums": (q[:3], mx.float32)}
     kinds |= {"dq": (q, dtype), "dk": (k, dtype), "dv": (v, dtype)}
     rows = q if kernel in (FORWARD, QUERIES) else k
-    values = options.values(dtype, *shapes) | {"PIECE": PIECE, "TO_KEYS": True, "TO_VALUES": True}
+    outputs = [name for name in kernel.arrays if name not in (*kernel.inputs, _LEFT_OUT.get(kernel))]
+    values = options.values(dtype, *shapes) | {"PIECE": PIECE, "TO_KEYS": "dk" in outputs, "TO_VALUES": "dv" in outputs}
     return Plan(
-        outputs={name: kinds[name] for name in kernel.arrays if name not in kernel.inputs},
+        outputs={name: kinds[name] for name in outputs},
         values=values | _memory(kernel, values, machine),
         blocks=(-(-rows[2] // TILE), rows[1], rows[0]),
         groups=GROUPS,

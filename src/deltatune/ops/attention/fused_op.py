@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import log
-from typing import cast
 
 import mlx.core as mx
 
 from ...machine import backend, nvidia
-from ..functional import not_differentiated_again, refuse_second_derivative, without_vmap
+from ..functional import not_differentiated_again, refuse_second_derivative, with_gradient, without_vmap
 from . import fused, hopper, long_launches
 from .blocked import NO_SECOND_DERIVATIVE, NO_VMAP
 from .fused import FusedOptions
@@ -110,15 +109,12 @@ def _forward_by(options: FusedOptions, machine: str) -> _Function:
             gradients = [array for kernel in kernels for array in long_launches.run(kernel, options, x, machine)]
         return *gradients, *([sink_gradient(x["sinks"], x["sums"], delta)] if options.with_sinks else [])
 
-    forward = mx.custom_function(run_forward)
-
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
         backward = not_differentiated_again(run_backward, refuse_second_derivative(NO_SECOND_DERIVATIVE))
         gradients = backward(*primals, cotangents[0], *outputs)
         return *gradients, *map(mx.zeros_like, primals[len(gradients) :])
 
-    forward.vjp(vjp)
-    return cast(_Function, forward)
+    return with_gradient(run_forward, vjp)
 
 
 def sink_gradient(sinks: mx.array, sums: mx.array, delta: mx.array) -> mx.array:

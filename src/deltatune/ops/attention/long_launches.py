@@ -64,7 +64,6 @@ def _of_rows(options: FusedOptions, x: Arrays, first: int, last: int) -> Arrays:
 
 
 def _parts(kernel: Kernel, options: FusedOptions, x: Arrays, of_keys: bool) -> list[Part]:
-    """Return the rows, or the keys, of each part."""
     batch, heads, count, size = x["q"].shape
     keys, products = x["k"].shape[2], _PRODUCTS[kernel]
     if options.segmented and not options.causal:

@@ -10,8 +10,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..operator import candidates
-from .call import AttentionCall
 from .choice import OPERATOR
+from .trial_case import AttentionCall
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 

@@ -87,7 +87,6 @@ def serves(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> 
 
 @lru_cache(maxsize=256)
 def _plan(shape: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype, scale: float) -> Plan:
-    """Return the plan of a call with queries and keys of these shapes."""
     rows, heads, _, size = shape
     ratio = heads // keys[1]
     together = math.gcd(ratio, MOST_HEADS)

@@ -160,7 +160,6 @@ def covers(layer: DeltaToken, arrays: TokenArrays) -> bool:
 
 
 def _fits(layer: DeltaToken, arrays: TokenArrays) -> bool:
-    """Whether the arrays' shapes and dtypes are those of the layer."""
     heads, rows, taps = layer.heads, arrays.before.shape[0], arrays.taps.shape[-1]
     whole = len(arrays.projected) == 1
     shapes = {
@@ -206,7 +205,6 @@ def _parts(layer: DeltaToken, projected: tuple[mx.array, ...]) -> list[mx.array]
 
 @lru_cache(maxsize=256)
 def _plan(layer: DeltaToken, rows: int, taps: int, whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
-    """Return the plan of a call with so many rows and taps, and parameters of `others`; see trial_case."""
     heads, widths = layer.heads, layer.widths
     places = {name: f"projected + {sum(widths[:i])}" for i, name in enumerate(("x", "z", "b", "a"))} if whole else {}
     strides = (sum(widths),) * 3 if whole else widths[:3]

@@ -177,7 +177,6 @@ def _ends(layer: GatedAttention) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _plan(layer: GatedAttention, keys: tuple[int, ...], whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
-    """Return the plan of a call with keys of this shape, and weights of `others`; see trial_case."""
     widths, ratio = layer.widths, layer.heads // layer.key_heads
     together = math.gcd(ratio, MOST_HEADS)
     strides = (sum(widths),) * 3 if whole else widths

@@ -157,7 +157,6 @@ def covers(call: LinearToken) -> bool:
 
 
 def _fits(call: LinearToken) -> bool:
-    """Whether the arrays' shapes fit together."""
     if call.x.ndim < 2 or call.weight.ndim != 2 or not call.x.size or not call.weight.size:
         return False
     (*rows, inputs), outputs, adapters = call.x.shape, call.weight.shape[0], call.low_rank

@@ -32,16 +32,12 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class _Normed:
-    """The origin of a normed array: the norm's input, and the norm."""
-
     x: mx.array
     norm: RowNorm
 
 
 @dataclass(frozen=True)
 class _Product:
-    """The origin of a linear layer's output."""
-
     call: LinearToken
     matrix: Matrix
 

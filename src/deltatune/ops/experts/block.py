@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import backend
-from ..functional import is_floating, not_differentiated_again, refuse_second_derivative
+from ..functional import is_floating, not_differentiated_again, refuse_second_derivative, with_gradient
 from ..pointwise import scored_swiglu, silu
 from ..tracing import trace
 from .gradient_sums import GradientSums, WithLowRank
@@ -127,9 +127,9 @@ class _Block:
 
     def function(self, num_routing: int) -> Callable[..., list[mx.array]]:
         """Return f(x, scores, *routing, *arguments) -> [y, *saved]: the layout's arrays, then those of projections."""
-        forward: Any = mx.custom_function(
-            lambda x, scores, *more: self.forward(x, scores, more[:num_routing], more[num_routing:])
-        )
+
+        def forward(x: mx.array, scores: mx.array, *more: mx.array) -> list[mx.array]:
+            return self.forward(x, scores, more[:num_routing], more[num_routing:])
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
             num_saved = len(outputs) - 1
@@ -142,8 +142,7 @@ class _Block:
             dx, dscores, *d_arguments = gradients(cotangents[0], *outputs[1:], *primals)
             return [dx, dscores, *map(mx.zeros_like, primals[2 : 2 + num_routing]), *d_arguments]
 
-        forward.vjp(vjp)
-        return forward
+        return with_gradient(forward, vjp)
 
     def forward(self, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays) -> list[mx.array]:
         """Return y and the saved tensors of the backward pass: of each chunk its order and its `InnerRows`."""
@@ -171,7 +170,6 @@ class _Block:
     def backward(
         self, dy: mx.array, x: mx.array, scores: mx.array, routing: _Arrays, arguments: _Arrays, saved: _Arrays
     ) -> list[mx.array]:
-        """Return the gradients of x, of the scores, and of each of the arguments."""
         readers, down = self._with_arguments(arguments, x.dtype)
         layout = self.layout
         dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
@@ -250,7 +248,6 @@ class _Block:
         return tiles.astype(mx.float32) if self.in_fp32 else tiles
 
     def _with_arguments(self, arguments: _Arrays, dtype: mx.Dtype) -> tuple[Readers, Projection]:
-        """Return up and gate, and down, with these arguments."""
         remaining = iter(arguments)
         up, down, *gate = [
             p.with_arguments(*islice(remaining, len(p.argument_names))).with_factors_for(dtype)
@@ -260,7 +257,6 @@ class _Block:
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:
-    """Choose the sizes of tiles and chunks, from shapes alone."""
     experts, pairs = projections[0].experts, tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)

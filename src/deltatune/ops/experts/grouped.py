@@ -14,8 +14,7 @@ import mlx.core as mx
 from ...machine import backend, nvidia
 from ..kernels.launch import Kernel, Launch, Plan, Values, numbers
 from . import grouped_hopper
-from .grouped_hopper import HopperTile
-from .grouped_product import GroupedProduct
+from .grouped_hopper import GroupedProduct, HopperTile
 
 # The groups of 32 lanes in a block.
 _GROUPS = 4

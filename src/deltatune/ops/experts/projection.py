@@ -15,9 +15,8 @@ import mlx.core as mx
 from ...machine import backend
 from ..products.quantized_product import unpacked
 from . import grouped, trial_case
-from .grouped_product import GroupedProduct, Packed
-from .single_rows import needs_whole_matrices, single_rows
-from .tiles import Chunk
+from .grouped_hopper import GroupedProduct, Packed
+from .tiles import Chunk, needs_whole_matrices, single_rows
 
 
 @dataclass(frozen=True)

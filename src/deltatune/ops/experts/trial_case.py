@@ -11,8 +11,7 @@ from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
 from . import grouped, grouped_hopper
 from .grouped import TileShape
-from .grouped_hopper import HopperTile
-from .grouped_product import GroupedProduct, Packed
+from .grouped_hopper import GroupedProduct, HopperTile, Packed
 from .tolerances import GROUPED, ON_TENSOR_CORES
 
 # How many rows each expert has: the first and the fourth none, the second more than a tile.
@@ -109,7 +108,6 @@ def product_case(
 
 
 def _sizes_for(tile: TileShape | HopperTile) -> tuple[int, int]:
-    """Return the inputs and outputs of a product with this tile."""
     if isinstance(tile, HopperTile):
         return _INPUTS, tile.columns + _OUTPUTS_OVER
     outputs = _SMALL if tile[1] < _LARGE // 2 else _LARGE
@@ -128,7 +126,6 @@ def gradient_case(dtype: mx.Dtype, tile: TileShape, added: bool) -> Case[Device]
 
 
 def _drawn(dtype: mx.Dtype, inputs: int, outputs: int) -> list[mx.array]:
-    """Draw rows of inputs, rows of outputs, and a matrix for each expert."""
     rows = sum(_COUNTS)
     shapes = ((rows, inputs), (rows, outputs), (len(_COUNTS), outputs, inputs))
     return random_arrays([(shape, dtype) for shape in shapes])

@@ -158,7 +158,6 @@ def _constant(name: str, value: int | bool | mx.Dtype) -> str:
 
 @cache
 def _shapes_read(kernel: CubinKernel) -> tuple[bool, ...]:
-    """Return for each input whether the source reads its shape."""
     return tuple(f"{name}_shape" in kernel.source for name in kernel.inputs)
 
 

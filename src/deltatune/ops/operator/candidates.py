@@ -213,7 +213,6 @@ def _checked(candidate: Candidate) -> Callable[..., Any]:
 
 
 def _stored(operator: Operator, name: str) -> str:
-    """Return the name under which the verdict is stored."""
     return f"{operator.name}-{name}"
 
 

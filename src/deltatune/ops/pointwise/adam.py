@@ -17,7 +17,7 @@ from ..kernels.launch import Arrays, Device, Outputs, numbers
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import ROUNDING, in_float64, random_arrays
-from .pass_launch import by_lane, size_of
+from .passes import by_lane, size_of
 
 # How many elements one lane holds.
 _LANE = 8

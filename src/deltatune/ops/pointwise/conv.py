@@ -16,8 +16,7 @@ import mlx.core as mx
 from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..operator.measure import Kind
-from .pass_launch import by_lane
-from .passes import LEAST, Arrays, Passes, wide
+from .passes import LEAST, Arrays, Passes, by_lane, wide
 
 # The filter lengths K that the kernels support, and the largest head that they norm.
 TAPS, LARGEST_HEAD = (2, 3, 4), 256
@@ -178,7 +177,6 @@ class _Form:
         return ("q", "k", "v") if self.heads else ("y",)
 
     def outputs(self, x: mx.array) -> Outputs:
-        """The shapes and dtypes of the forward kernel's outputs."""
         tokens, heads = (x.shape[0], x.shape[1] - self.before), self.heads
         shapes: list[tuple[int, ...]] = [(*tokens, heads.count, heads.size)] * 2 if heads else []
         shapes.append((*tokens, self.values))

@@ -8,8 +8,7 @@ import mlx.core as mx
 
 from ..kernels.launch import Launch
 from ..operator.kernel_operator import KernelWorkload
-from .pass_launch import by_lane, size_of
-from .passes import Arrays, Passes, wide
+from .passes import Arrays, Passes, by_lane, size_of, wide
 
 # The fewest elements for which the kernel is used: it saves a dozen launches, which few elements are enough for.
 LEAST = 2**10

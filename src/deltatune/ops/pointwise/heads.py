@@ -16,8 +16,7 @@ from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
 from .norms import WIDTHS
-from .pass_launch import by_lane
-from .passes import Arrays, Passes
+from .passes import Arrays, Passes, by_lane
 
 # The supported rotary dimensions: two elements that turn together are in lanes with numbers that differ in one bit.
 ROTARY = (16, 32, 64, 128, 256)
@@ -133,7 +132,6 @@ class _Form:
         return f"{what} of {self.width} ({self.heads} a lane, {self.rotary_dims} turn, {self.base}, {self.eps})"
 
     def launch(self, name: str, inputs: dict[str, mx.array], outputs: Outputs, last: tuple[str, ...]) -> Launch:
-        """Describe the launch of the body `name` with the last arguments `last`."""
         batch, length, heads, _ = inputs["x"].shape
         lanes = self.width // 8
         first = ("(long)x_shape[0] * x_shape[1]", "x_shape[1]", "x_shape[2]", f"{self.eps!r}f")

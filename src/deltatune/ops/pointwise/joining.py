@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..kernels.launch import Device, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
-from .pass_launch import by_lane, size_of
+from .passes import by_lane, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
 MOST = 64

@@ -9,8 +9,7 @@ import mlx.core as mx
 from ..kernels.launch import Launch, Outputs, numbers
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from .pass_launch import by_lane, pieces_of
-from .passes import Arrays, Passes, wide
+from .passes import Arrays, Passes, by_lane, pieces_of, wide
 
 # The supported widths: a row takes 1 to 32 lanes of one group, a power of two, with eight elements each.
 WIDTHS = (8, 16, 32, 64, 128, 256)

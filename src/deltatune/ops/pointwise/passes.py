@@ -1,20 +1,79 @@
-"""A function with one kernel for its value and one for its gradient, after a trial on this machine."""
+"""Launches with a lane for each piece of work; and functions with such a kernel for their value and their gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 
-from ..functional import as_list, not_differentiated_again, refuse_second_derivative
-from ..kernels.launch import Device, Launch
+from ..functional import as_list, not_differentiated_again, refuse_second_derivative, with_gradient
+from ..kernels.launch import LANES, Device, Kernel, Launch, Outputs, Plan
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import Kind, in_float64, random_arrays
 from ..recomputation import is_small_case, note
+
+BODIES = ("passes/pointwise.h", "passes/heads.h", "passes/packed.h", "passes/stored_moments.h")
+
+
+def by_lane(
+    name: str,
+    inputs: dict[str, mx.array],
+    outputs: Outputs,
+    arguments: tuple[str, ...],
+    lanes: int,
+    constants: tuple[int, ...] = (),
+    resident: int = 0,
+) -> Launch:
+    """Return the launch of one kernel body.
+
+    Args:
+        name: The name of the body.
+        inputs: The input arrays by name.
+        outputs: The shapes and dtypes of the output arrays by name.
+        arguments: The body's arguments, as they are written in the kernel's text: all, or those before its arrays.
+        lanes: How many lanes the body needs.
+        constants: The body's compile-time constants.
+        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
+    """
+    if not any(name in arguments for name in inputs | outputs):
+        arguments = (*arguments, *inputs, *outputs)
+    kinds = tuple([(array.shape, array.dtype) for array in inputs.values()])
+    plan = _plan(name, kinds, tuple(outputs.items()), arguments, lanes, constants)
+    return _kernel(name, resident).launch(inputs, plan)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    name: str,
+    kinds: tuple[Any, ...],
+    outputs: tuple[tuple[str, Any], ...],
+    arguments: tuple[str, ...],
+    lanes: int,
+    constants: tuple[int, ...],
+) -> Plan:
+    values = f"<{', '.join(map(str, constants))}>" if constants else ""
+    text = f"{values}(at, {', '.join(arguments)})"
+    return Plan(outputs=dict(outputs), blocks=(-(-lanes // LANES), 1, 1), groups=LANES // 32, text=text)
+
+
+@cache
+def _kernel(name: str, resident: int) -> Kernel:
+    return Kernel(name=name, files=BODIES, bounded=resident > 0, resident=resident)
+
+
+def size_of(name: str, array: mx.array) -> str:
+    """Return the text of the number of elements of an input called `name`."""
+    return " * ".join(f"(long){name}_shape[{axis}]" for axis in range(array.ndim)) or "1"
+
+
+def pieces_of(name: str, array: mx.array) -> str:
+    """Return the text of the number of pieces of eight elements of an input called `name`."""
+    return f"{size_of(name, array)} / 8"
+
 
 # The fewest elements that are worth the time to build and try the kernels. Decoding, a token at a time, stays below.
 LEAST = 2**16
@@ -102,7 +161,6 @@ def wide(array: mx.array) -> mx.array:
 
 @cache
 def _function(passes: Passes) -> Callable[..., Arrays]:
-    forward: Any = mx.custom_function(lambda *arrays: passes.forward(*arrays)())
     message = f"{passes.name} has no second derivative: its backward pass is written by hand."
 
     def backward(*arrays: mx.array) -> list[mx.array]:
@@ -114,5 +172,4 @@ def _function(passes: Passes) -> Callable[..., Arrays]:
         gradients = not_differentiated_again(backward, refuse_second_derivative(message))(*arrays, *d)
         return [*gradients, *passes.parameters(arrays, d), *fixed]
 
-    forward.vjp(vjp)
-    return cast(Callable[..., Arrays], forward)
+    return with_gradient(lambda *arrays: passes.forward(*arrays)(), vjp)

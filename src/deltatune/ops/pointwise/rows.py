@@ -12,13 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..functional import with_gradient
 from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
 from ..operator.measure import as_float64, random_arrays
 from ..recomputation import is_small_case, note
-from .pass_launch import by_lane
-from .passes import BOUNDS, LEAST
+from .passes import BOUNDS, LEAST, by_lane
 
 # How many elements one lane holds.
 _LANE = 8
@@ -70,9 +70,7 @@ def _embedded() -> Any:
         _, (gradient, _) = mx.vjp(lambda weight, ids: [weight[mx.stop_gradient(ids)]], [weight, ids], [cotangent])
         return [gradient, mx.zeros_like(ids)]
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return function
+    return with_gradient(forward, backward)
 
 
 def sum_rows(x: mx.array, index: mx.array, weights: mx.array | None = None, dtype: mx.Dtype | None = None) -> mx.array:
@@ -105,7 +103,6 @@ def serves(x: mx.array, rows: int) -> bool:
 
 
 def _sum_rows_with_mlx(x: mx.array, index: mx.array, weights: mx.array | None) -> mx.array:
-    """The same sum by MLX's operations, in fp32."""
     rows = x[index]
     if weights is not None:
         rows = rows * weights[..., None].astype(rows.dtype)

@@ -13,8 +13,7 @@ from ..kernels.launch import Arrays, Device, Outputs
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import in_float64, random_arrays
-from .pass_launch import by_lane
-from .passes import BOUNDS, LEAST, wide
+from .passes import BOUNDS, LEAST, by_lane, wide
 
 # How many lanes share a row, and how many elements a lane takes at a time.
 _LANES, _PIECE = 32, 8

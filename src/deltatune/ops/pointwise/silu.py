@@ -7,8 +7,7 @@ import mlx.core as mx
 from ..kernels.launch import Launch
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from .pass_launch import by_lane, pieces_of
-from .passes import Arrays, Passes
+from .passes import Arrays, Passes, by_lane, pieces_of
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:

@@ -15,8 +15,7 @@ from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64, random_arrays
-from .pass_launch import by_lane, size_of
-from .passes import BOUNDS
+from .passes import BOUNDS, by_lane, size_of
 
 # The fewest lanes of a launch, which make one block, and the most, which fill the largest GPU.
 _FEWEST, _MOST = 128, 2**17

@@ -21,7 +21,7 @@ from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
 from .adam import BOUNDS, AdamStep, tried_steps
-from .pass_launch import by_lane, size_of
+from .passes import by_lane, size_of
 
 # The numbers that share a scale, as in bitsandbytes.
 BLOCK = 256

@@ -14,8 +14,7 @@ from ..kernels.launch import Arrays, Device, Launch, Outputs
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator, KernelWorkload
 from ..operator.measure import in_float64, random_arrays
-from .pass_launch import by_lane, size_of
-from .passes import BOUNDS, LEAST
+from .passes import BOUNDS, LEAST, by_lane, size_of
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -49,8 +48,7 @@ def unpack(matrix: Sequence[mx.array], group_size: int, bits: int, dtype: mx.Dty
         _, (_, *gradients) = mx.vjp(plain, list(primals), [cotangent])
         return [mx.zeros_like(primals[0]), *gradients]
 
-    result: mx.array = not_differentiated_again(forward, backward)(*matrix)
-    return result
+    return not_differentiated_again(forward, backward)(*matrix)
 
 
 def covers(w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..functional import with_gradient
 from ..kernels.launch import Arrays, Device, Kernel, Outputs, Plan
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
@@ -68,9 +69,7 @@ def _function() -> Any:
         (d_logits,) = _launch(GRADIENTS, inputs, {"d_logits": (logits.shape, logits.dtype)})
         return [d_logits, mx.zeros_like(targets)]
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(vjp)
-    return function
+    return with_gradient(forward, vjp)
 
 
 def _launch(kernel: Kernel, inputs: Arrays, outputs: Outputs) -> list[mx.array]:
@@ -83,24 +82,18 @@ def trial_case(dtype: mx.Dtype, tokens: int = 9, sizes: tuple[int, ...] = (33_00
 
     Its truth is in float64, since MLX's sums of so many terms are less exact.
     """
-    drawn = [random_arrays([((tokens, size), dtype), ((tokens,), mx.float32)]) for size in sizes]
-    targets = [mx.arange(tokens) * (logits.shape[1] // tokens) for logits, _ in drawn]
-
-    def call() -> list[mx.array]:
-        results: list[mx.array] = []
-        for (logits, cotangents), chosen in zip(drawn, targets, strict=True):
-            results += differentiated(logits, chosen, cotangents)
-        return results
-
-    def truth() -> list[np.ndarray]:
-        results: list[np.ndarray] = []
-        for (logits, cotangents), chosen in zip(drawn, targets, strict=True):
-            results += exact_losses(logits, chosen, cotangents)
-        return results
-
-    names = [f"{name} of {logits.shape[1]}" for logits, _ in drawn for name in RESULTS]
-    like = [array for arrays in drawn for array in arrays]
-    return Case(f"the cross-entropy of {dtype}", names, by_kernels(call), truth, BOUNDS[dtype], like=like)
+    drawn = []
+    for size in sizes:
+        logits, cotangents = random_arrays([((tokens, size), dtype), ((tokens,), mx.float32)])
+        drawn.append((logits, mx.arange(tokens) * (size // tokens), cotangents))
+    return Case(
+        name=f"the cross-entropy of {dtype}",
+        results=[f"{name} of {size}" for size in sizes for name in RESULTS],
+        call=by_kernels(lambda: [result for arrays in drawn for result in differentiated(*arrays)]),
+        truth=lambda: [result for arrays in drawn for result in exact_losses(*arrays)],
+        bound=BOUNDS[dtype],
+        like=[array for logits, _, cotangents in drawn for array in (logits, cotangents)],
+    )
 
 
 # The results of `differentiated` and `exact_losses`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..functional import not_differentiated_again, refuse_second_derivative
+from ..functional import not_differentiated_again, refuse_second_derivative, with_gradient
 from ..kernels.launch import Arrays, Device, Kernel, Plan
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
@@ -133,9 +133,7 @@ def _function(kind: str, eps: float) -> Any:
         inputs: Arrays = {"h": h, "weight": weight, "dy": dy} | dict(zip(("d_sum",), d_sum, strict=False))
         return _launch(BACKWARD, inputs, ("dx",), eps)[0]
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(vjp)
-    return function
+    return with_gradient(forward, vjp)
 
 
 def _check(x: mx.array, weight: mx.array, *others: mx.array) -> None:

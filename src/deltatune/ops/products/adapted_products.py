@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..functional import with_gradient
 from ..recomputation import input_of
 from .low_rank import add_product, add_products, as_matrix, both_products, columns_products, rows_products
 from .quantized_product import Quantization, matrix_gradients, rows_times
@@ -76,10 +77,8 @@ def adapted_products(x: mx.array, matrices: Sequence[AdaptedMatrix], scale: floa
         d_downs = columns_products(rows, d_low_rank)
         return source.before(dx, d_downs), d_weights, d_downs, list(d_ups)
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    weights = [list(matrix.weight) for matrix in matrices]
-    return list(function(x, weights, [matrix.a for matrix in matrices], [matrix.b for matrix in matrices])[:count])
+    arrays = x, [list(m.weight) for m in matrices], [m.a for m in matrices], [m.b for m in matrices]
+    return list(with_gradient(forward, backward)(*arrays)[:count])
 
 
 def _product(rows: mx.array, weight: list[mx.array], packing: Quantization | None) -> mx.array:

@@ -3,6 +3,9 @@
 mx.quantized_matmul is made for a row or two: it unpacks numbers one at a time on a CPU, and uses CUDA's tensor cores
 poorly. Here a large matrix is unpacked in slabs, and the backward pass unpacks it again, so that no unpacked matrix is
 kept between the passes. patches/tables/quantized_product.py puts this in the place of mx.quantized_matmul.
+
+A BLAS has products in fp32 alone. MLX computes those in 16 bits by a loop of its own, which is some thirty times slower
+(docs/decisions/cpu.md). So `narrow_product` converts a matrix in 16 bits to fp32, one slab after another.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...machine import backend
-from ..functional import is_floating
+from ..functional import is_floating, with_gradient
 from ..pointwise import unpacking
 from ..tracing import trace
 
@@ -89,9 +92,7 @@ def packed_product(
         dx = rows_times(dy, matrix, quantization, not quantization.transpose)
         return [dx.astype(x.dtype), *matrix_gradients(x, matrix, quantization, dy)]
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return function(x, w, *stored)
+    return with_gradient(forward, backward)(x, w, *stored)
 
 
 class _Whole(NamedTuple):
@@ -219,3 +220,34 @@ def unpacked(
         for i in range(w.shape[0])
     ]
     return mx.stack(matrices)
+
+
+# The number of rows from which converting a matrix in 16 bits pays.
+FEWEST_ROWS = 2
+
+
+def serves_narrow(x: mx.array, weight: mx.array) -> bool:
+    """Whether `narrow_product` is to be used for rows x [..., in] and a matrix [out, in]."""
+    narrow = x.dtype == weight.dtype and x.dtype in (mx.bfloat16, mx.float16)
+    return narrow and backend.computes_in_fp32() and x.ndim > 1 and x.size >= FEWEST_ROWS * x.shape[-1]
+
+
+def dense_product(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x W^T of x [..., in] and W [out, in], with both gradients, in the way that is fast on this device."""
+    return narrow_product(x, weight) if serves_narrow(x, weight) else x @ weight.T
+
+
+def narrow_product(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x W^T of x [..., in] and W [out, in], both in one dtype of 16 bits, in that dtype, with both gradients."""
+
+    def forward(x: mx.array, weight: mx.array) -> mx.array:
+        return rows_times(x, [weight], None, True)
+
+    def backward(primals: Any, dy: mx.array, _output: mx.array) -> list[mx.array]:
+        x, weight = primals
+        # MLX is lazy: the gradient of a frozen matrix is never computed.
+        rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
+        d_weight = dy.reshape(-1, dy.shape[-1]).astype(mx.float32).T @ rows
+        return [rows_times(dy, [weight], None, False), d_weight.astype(weight.dtype)]
+
+    return with_gradient(forward, backward)(x, weight)

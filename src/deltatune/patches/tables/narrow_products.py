@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...ops.products.narrow_product import narrow_product, serves
+from ...ops.products.quantized_product import narrow_product, serves_narrow
 from ..patch_record import Check, Function, Patch
 from ..small_cases import describe_difference, drawn
 
@@ -20,7 +20,7 @@ _BOUND = 2.0**-7
 
 def _linear(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        if not serves(x, self["weight"]):
+        if not serves_narrow(x, self["weight"]):
             return upstream(self, x)
         y = narrow_product(x, self["weight"])
         return y + self["bias"] if "bias" in self else y
@@ -30,7 +30,7 @@ def _linear(upstream: Function) -> Function:
 
 def _as_linear(upstream: Function) -> Function:
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        return narrow_product(x, self["weight"]) if serves(x, self["weight"]) else upstream(self, x)
+        return narrow_product(x, self["weight"]) if serves_narrow(x, self["weight"]) else upstream(self, x)
 
     return as_linear
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...ops.experts.single_rows import single_rows
+from ...ops.experts.tiles import single_rows
 from ..patch_record import ALWAYS, Function, Patch
 from ..small_cases import describe_difference
 

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from ...errors import UserError
 from ...ops.functional import is_floating
-from ...ops.tracing.known_masks import MaskRule, remember, rule_of
+from ...ops.segments import MaskRule, remember, rule_of
 from ...ops.watched_calls import calls_through
 
 # Called as serve(index, call, arguments, options) in the place of a layer's own call, which is `call`.

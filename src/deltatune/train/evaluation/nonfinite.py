@@ -116,9 +116,7 @@ def first_output(layers: Sequence[Watched], forward: Callable[[], object]) -> Fi
 
 @contextmanager
 def explained(
-    loaded: Loaded,
-    weights: Store | None = None,
-    again: Callable[[Sequence[int]], Iterator[Any]] | None = None,
+    loaded: Loaded, weights: Store | None = None, again: Callable[[Sequence[int]], Iterator[Any]] | None = None
 ) -> Iterator[None]:
     """Let a NotFiniteError within the block become a NoResultError, which names the layer and its dtype.
 
@@ -165,11 +163,7 @@ def _name_without_adapter(model: nn.Module, name: str) -> str:
 
 
 def cause(
-    model: nn.Module,
-    loss: LossFunction,
-    batches: list[Batch],
-    layers: list[Watched],
-    passes: LayerPasses | None = None,
+    model: nn.Module, loss: LossFunction, batches: list[Batch], layers: list[Watched], passes: LayerPasses | None = None
 ) -> str:
     """Describe the first place that is not finite in any of the batches, and where the rows of its batch come from."""
     for batch in batches:

@@ -241,14 +241,12 @@ def gauge(share: float, plain: bool = False) -> Text:
 
 def fitted(text: str, width: int) -> str:
     """Return `text` with words that are longer than a line, such as paths, shown by their ends."""
-    return " ".join(_end(word, width) for word in text.split(" "))
-
-
-def _end(word: str, width: int) -> str:
-    if len(word) <= width:
-        return word
-    end = word[3 - width :]
-    return "..." + (end[end.index("/") :] if "/" in end[:-1] else end)
+    words = text.split(" ")
+    for place, word in enumerate(words):
+        if len(word) > width:
+            end = word[3 - width :]
+            words[place] = "..." + (end[end.index("/") :] if "/" in end[:-1] else end)
+    return " ".join(words)
 
 
 def train_line(record: Record, total: int, left: float) -> str:

@@ -10,13 +10,11 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ...errors import UserError
 from ...lora import save_adapters
 from ...lora.adapter_files import WEIGHTS
-from ...models.adapted_base import LOADER, loader_of
+from ...models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ...models.load import locate
 from ...models.trained_checkpoint import FILE, TrainedCheckpoint
-from ...models.vision.adapters import layers_for_mlx_vlm
 from ...options.config import TrainConfig
 from . import state
 
@@ -76,7 +74,7 @@ class Outputs:
 
     def prepare(self) -> None:
         """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
-        try:
+        with state.writing(self.directory):
             self.state.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.directory, self.best, self.state.parent):
                 for pattern in (".*.partial", ".*.tmp"):
@@ -85,8 +83,6 @@ class Outputs:
             probe = self.state.parent / ".probe.partial"
             probe.touch()
             probe.unlink()
-        except OSError as error:
-            raise UserError(state.refusal(self.directory, error)) from error
 
     def save_weights(self, iteration: int) -> None:
         """Write the trained weights, so that mlx_lm can load them.
@@ -129,18 +125,14 @@ class Outputs:
         keep = self._config.keep
         if keep is None:
             return
-        try:
+        with state.writing(self.directory):
             matches = [(file, _COPY.fullmatch(file.name)) for file in self.directory.iterdir()]
             copies = [(int(match[1]), file) for file, match in matches if match]
             for number, file in sorted(copies)[: max(len(copies) - keep, 0)]:
                 if number != newest or not keep:
                     file.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(state.refusal(self.directory, error)) from error
 
     def _save_checkpoint(self, checkpoint: TrainedCheckpoint, folder: Path) -> None:
-        try:
+        with state.writing(folder / FILE):
             checkpoint.write(folder, dataclasses.asdict(self._config))
             self._tokenizer.save_pretrained(str(folder))
-        except OSError as error:
-            raise UserError(state.refusal(folder / FILE, error)) from error

@@ -475,20 +475,3 @@ inline void attention_keys(Place at, threadgroup char* memory, int heads, int ke
   if (TO_VALUES)
     write_results<DV, PIECE>(values, place_in(dv, key_head * keys * DV), key, keys, OneFactor{1.0f}, at);
 }
-
-// Wide heads have more sums than a lane of an Apple GPU has registers: there dk and dv are launches of their own.
-template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
-          bool SEGMENTED, typename... Arrays>
-inline void attention_keys_alone(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
-                                 Arrays... arrays) {
-  attention_keys<In, D, DV, PIECE, SIDES, SQUARES, HELD, CAUSAL, WINDOW, SEGMENTED, true, false>(
-      at, memory, heads, key_heads, queries, keys, arrays..., Nothing{});
-}
-template <typename In, int D, int DV, int PIECE, int SIDES, int SQUARES, int HELD, bool CAUSAL, int WINDOW,
-          bool SEGMENTED, typename PQ, typename PK, typename PV, typename PD, typename PL, typename PN, typename PI>
-inline void attention_values_alone(Place at, threadgroup char* memory, int heads, int key_heads, int queries, int keys,
-                                   PQ q, PK k, PV v, PD dy, PL sums, PL delta, PN numbers, PI starts, PI ends,
-                                   GLOBAL In* dv) {
-  attention_keys<In, D, DV, PIECE, SIDES, SQUARES, HELD, CAUSAL, WINDOW, SEGMENTED, false, true>(
-      at, memory, heads, key_heads, queries, keys, q, k, v, dy, sums, delta, numbers, starts, ends, Nothing{}, dv);
-}

@@ -398,9 +398,13 @@ inline auto place_of(PO out, int i, int columns, int from) {
                 : in_line<RANK>(out, from + i / RANK, i % RANK);
 }
 
-// The body of the two kernels below. The rows are divided into parts, and a block takes a part of SIDE stripes. It
-// writes its share of the sums that other blocks add to, and sets its marks; the last block finishes the sums, and no
-// block waits for another.
+// Computes out = scale times the sum over the rows of narrow [rows, RANK] and wide [rows, columns], each row's outer
+// product: [RANK, columns] where ACROSS, else [columns, RANK]. Where ALONG, it computes from the same reading of wide
+// also along [rows, RANK] = scale * wide times the transpose of weight [RANK, columns]. `columns` is a multiple of 8,
+// and scale is one fp32 number. Unless ACROSS, narrow and out may be Several.
+//
+// The rows are divided into parts, and a block takes a part of SIDE stripes. It writes its share of the sums that other
+// blocks add to, and sets its marks; the last block finishes the sums, and no block waits for another.
 template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, bool ALONG, typename PN, typename PX, typename PW,
           typename PS, typename PR, typename PO>
 inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
@@ -467,24 +471,6 @@ inline void sum_over_rows(Place at, threadgroup char* memory, int rows, int colu
     for (int e = 0; e < 4; ++e) to[e] = static_cast<In>(factor * sums[e]);
   }
   if (all[1] > 0.0f) finish_along<In, RANK, GROUPS>(factor, rows, share, along, along_shares, at.index);
-}
-
-// Computes out = scale times the sum over the rows of narrow [rows, RANK] and wide [rows, columns], each row's outer
-// product: [RANK, columns] where ACROSS, else [columns, RANK]. `columns` is a multiple of 8, and
-// scale is one fp32 number. Unless ACROSS, narrow and out may be Several.
-template <typename In, int RANK, int SIDE, int GROUPS, bool ACROSS, typename PN, typename PX, typename PS, typename PO>
-inline void low_rank_columns(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
-                             PS scale, PO out, GLOBAL float* handed) {
-  sum_over_rows<In, RANK, SIDE, GROUPS, ACROSS, false>(at, memory, rows, columns, parts, narrow, wide, Nothing{}, scale,
-                                                       out, Nothing{}, handed);
-}
-// Computes out [RANK, columns] as above and, from the same reading of wide, along [rows, RANK] = scale * wide times the
-// transpose of weight [RANK, columns].
-template <typename In, int RANK, int SIDE, int GROUPS, typename PN, typename PX, typename PW, typename PS>
-inline void low_rank_both(Place at, threadgroup char* memory, int rows, int columns, int parts, PN narrow, PX wide,
-                          PW weight, PS scale, GLOBAL In* out, GLOBAL In* along, GLOBAL float* handed) {
-  sum_over_rows<In, RANK, SIDE, GROUPS, true, true>(at, memory, rows, columns, parts, narrow, wide, weight, scale, out,
-                                                    along, handed);
 }
 
 // Loads the fragments of 64 columns of the weight, from `from` on: [columns, RANK] where TURNED, else [RANK, columns].
