@@ -1,7 +1,7 @@
 """Measures a step of reinforcement learning on a model with random weights: seconds of sampling, rewards and update.
 
 usage: python benchmarks/rollouts.py [--shape 0.8B] [--bits 4] [--prompts 8] [--answers 8] [--tokens 512] [--steps 4]
-       [--beside]
+       [--grad-checkpoint] [--beside]
 
 `deltatune train --loss grpo` runs in a process of its own. No random weights end an answer, so that each has all its
 tokens; a reward is a drawn number. --beside times transformers' generate() on as many rows of the same shape, alone:
@@ -76,6 +76,8 @@ def train(options: Any, folder: Path) -> list[dict[str, Any]]:
         "steps-per-report": 1,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    if options.grad_checkpoint:
+        words.append("--grad-checkpoint")
     program = "import sys; from deltatune.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program, "train", *words], check=False)
     if done.returncode:
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--grad-checkpoint", action="store_true")
     parser.add_argument("--beside", action="store_true")
     options = parser.parse_args()
     shape = trainers.SHAPES[options.shape]

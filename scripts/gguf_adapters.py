@@ -25,8 +25,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import test_peft
 from gguf import GGUFReader
 
-from deltatune.export.gguf_adapter import write_gguf_adapter
-from deltatune.export.gguf_file import CONVERTER, write_converted
+from deltatune.export.gguf_file import CONVERTER, write_converted, write_gguf_adapter
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.selftest.parity import seeded
 

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
+from deltatune.data.rows.row_formats import Features
+from deltatune.data.text import TextEncoder
+from deltatune.errors import UserError
+
 # Parts, each with its kind; and the kind of all of them together, and the message that holds them.
 Groups = list[tuple[str, "int | None", list[tuple[str, str]]]]
 
@@ -16,6 +20,23 @@ Groups = list[tuple[str, "int | None", list[tuple[str, str]]]]
 def spoken_row(chance: random.Random) -> tuple[dict[str, Any], Groups]:
     """Return a row of some shape, and its parts."""
     return _Row(chance).made()
+
+
+def checked_kinds(tokenizer: Any, rows: int, seed: int) -> tuple[set[str], int]:
+    """Check that each part of rows is in the tokens or counted; return the counted kinds, and how many were read."""
+    chance, kinds, read = random.Random(seed), Counter[str](), 0
+    for number in range(rows):
+        row, parts = spoken_row(chance)
+        encode = TextEncoder(tokenizer, Features(), None)
+        try:
+            examples = encode(row, f"row {number}")
+        except UserError:
+            continue
+        text = "\n".join(tokenizer.decode(example.tokens) for example in examples)
+        assert encode.unwritten.counts == in_no_token(parts, text.lower()), row
+        kinds += encode.unwritten.counts
+        read += 1
+    return set(kinds), read
 
 
 def in_no_token(groups: Groups, text: str) -> Counter[str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from deltatune.models.vision import load as vision_load
+from deltatune.models.vision.inputs import Grid, Picture, VisionSpec, single_frames, token_positions
 from families import with_noise
 
 VISION_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -117,3 +120,20 @@ def write_processor(folder: Path, **size: int) -> None:
 def save_weights(folder: Path, model: nn.Module) -> None:
     tensors: Any = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+
+
+def pictured_row(draw: np.random.Generator, spec: VisionSpec, grids: Sequence[Grid], *, video: bool = False) -> Any:
+    """A row of random text with images or videos of these grids, as (tokens [N], positions [3, N], pictures).
+
+    A video has text before each frame.
+    """
+    tokens, pictures = draw.integers(7, 300, 5).tolist(), []
+    for grid in grids:
+        patches = np.random.default_rng(list(grid)).standard_normal((int(np.prod(grid)), spec.values))
+        pictures.append(Picture(patches.astype(np.float32), grid))
+        for frame in single_frames([grid]) if video else [grid]:
+            text = draw.integers(7, 300, 3).tolist()
+            token = spec.video_token if video else spec.image_token
+            tokens += [*text, spec.start_token, *[token] * spec.tokens(frame), spec.end_token]
+    tokens = np.array([*tokens, *draw.integers(7, 300, 3)], np.int32)
+    return tokens, token_positions(tokens, single_frames(grids) if video else grids, spec), pictures

@@ -15,8 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_vlm_types
 
-from deltatune.models.checked_tensors import checked
-from deltatune.models.load import load_model, new_model
+from deltatune.models.load import checked, load_model, new_model
 from deltatune.models.vision.load import load_vision_model, new_vision_model
 
 

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from .models.merged_checkpoint import merge_checkpoint
     from .ops.attention import attention
     from .ops.gated_delta import gated_delta
+    from .ops.linear_attention import linear_attention
     from .options.config import LoraConfig, TrainConfig
     from .patches import patched
     from .plan.planned_run import PlannedRun, finetune, plan_run
     from .train import Trainer
-    from .train.callbacks import StopTraining
+    from .train.iterations import StopTraining
 
 _startup.prepare(_IMPLEMENTATIONS)
 
@@ -33,7 +34,7 @@ _startup.prepare(_IMPLEMENTATIONS)
 _MODULES = {
     "LoraConfig": "options.config",
     "PlannedRun": "plan.planned_run",
-    "StopTraining": "train.callbacks",
+    "StopTraining": "train.iterations",
     "TrainConfig": "options.config",
     "Trainer": "train",
     "attention": "ops.attention",
@@ -42,6 +43,7 @@ _MODULES = {
     "finetune": "plan.planned_run",
     "gated_delta": "ops.gated_delta",
     "generate": "answering.dialogue",
+    "linear_attention": "ops.linear_attention",
     "load": "models.adapted_base",
     "load_datasets": "data",
     "merge_checkpoint": "models.merged_checkpoint",
@@ -61,6 +63,7 @@ __all__ = [
     "finetune",
     "gated_delta",
     "generate",
+    "linear_attention",
     "load",
     "load_datasets",
     "merge_checkpoint",

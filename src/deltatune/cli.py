@@ -38,17 +38,18 @@ COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, imp
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the command `name`, or of the whole command line where there is no such command.
-
-    The flags of all commands take four times as long to make as those of `train`.
-    """
+    """Return the parser of the command `name`, or of the whole command line where there is no such command."""
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
     top.add_argument("--version", action="version", version=f"deltatune {_version()}")
     # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # The flags of all commands take four times as long to make as those of `train`.
     for command in [known for known in COMMANDS if name_of(known) == name] or COMMANDS:
-        command.add(commands)
+        usage, description = (getattr(command, name, None) for name in ("USAGE", "DESCRIPTION"))
+        of_command = commands.add_parser(name_of(command), help=command.HELP, usage=usage, description=description)
+        command.add(of_command)
+        of_command.set_defaults(call=command.run, parser=of_command)
     return top
 
 
@@ -58,7 +59,6 @@ def name_of(command: ModuleType) -> str:
 
 
 def _refused(error: OSError) -> int:
-    """Write the message of an error of the operating system; return the exit code."""
     if isinstance(error, BrokenPipeError):
         # Python would write the rest of the output when it ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _say_plainly
     if ranks.number() is not None:
-        from .machine.rank_warnings import Warnings
+        from .machine.ranks import Warnings
 
         Warnings().install()
     try:

@@ -40,3 +40,9 @@ def reason(error: BaseException) -> str:
     """Return the first 400 characters of an error's message, in one line."""
     text = " ".join(str(error).split())
     return f"missing key {text}" if isinstance(error, KeyError) else text[:400]
+
+
+def first_few(names: Sequence[str], most: int = 3, separator: str = "; ") -> str:
+    """Join the first `most` names, and count the rest."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more

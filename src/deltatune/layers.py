@@ -12,21 +12,28 @@ import mlx.nn as nn
 
 from .errors import UserError
 
-# The function of mlx-lm and mlx-vlm that computes the gated delta rule.
+# The functions of mlx-lm and mlx-vlm that compute the gated delta rule, and Mamba-2's state-space duality.
 ENTRY_POINT = "gated_delta_update"
-
-
-def holds_entry_point(cls: type) -> bool:
-    """Whether the Python module of a class, or of one of its bases, has a global named gated_delta_update."""
-    return any(ENTRY_POINT in vars(module) for base in cls.__mro__ if (module := sys.modules.get(base.__module__)))
+STATE_SPACE = "ssm_update"
 
 
 def is_gated_delta(module: nn.Module) -> bool:
     """Whether a module is a gated-delta mixer.
 
-    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and calls gated_delta_update, as those do not.
+    It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and the Python module of its class or of a base
+    has a global named gated_delta_update, as theirs do not.
     """
-    return "A_log" in module and "dt_bias" in module and holds_entry_point(type(module))
+    return _is_recurrent(module, ENTRY_POINT)
+
+
+def is_state_space(module: nn.Module) -> bool:
+    """Whether a module is a mixer of Mamba-2, which calls ssm_update; Mamba's first kind has a loop of its own."""
+    return _is_recurrent(module, STATE_SPACE)
+
+
+def _is_recurrent(module: nn.Module, name: str) -> bool:
+    sources = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    return {"A_log", "dt_bias"} <= module.keys() and any(name in vars(source) for source in sources if source)
 
 
 def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,12 +51,9 @@ def layer_kind(layer: nn.Module) -> str:
     for module in modules:
         if "A_log" in module:
             return "delta" if is_gated_delta(module) else "mamba"
+    keys = ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
     names = {name for module in modules for name in module.children()}
-    return "attention" if any(_is_key_projection(name) for name in names) else "other"
-
-
-def _is_key_projection(name: str) -> bool:
-    return name in ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv") or name.startswith("kv_a_proj")
+    return "attention" if any(name in keys or name.startswith("kv_a_proj") for name in names) else "other"
 
 
 def layer_paths(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from deltatune.data.prompts import conversation_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
-from deltatune.lora.without import can_be_without, without_adapters
+from deltatune.lora.convert import can_be_without, without_adapters
 from deltatune.models.generate import Sampling
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig

@@ -23,7 +23,6 @@ TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """An adapter that changes the answers of the demo's model."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "train.jsonl").write_text((json.dumps({"prompt": "a b", "completion": "z z z z"}) + "\n") * 4)
     flags = ["--data", folder, "--adapter-path", folder / "adapters", "--iters", 6, "--learning-rate", 0.02]

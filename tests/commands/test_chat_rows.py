@@ -38,7 +38,6 @@ def shown(tiny_checkpoint, tmp_path):
 
 
 def batch(text):
-    """Return the tokens that --show-batch prints."""
     assert isinstance(text, str), text
     return text[text.index("<|im_start|>") :]
 

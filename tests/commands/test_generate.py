@@ -40,7 +40,7 @@ PROMPT = ["generate", "--model", "/none", "--prompt"]
         ("--max-tokens", "0", "expected a whole number of 1 or more, got 0"),
         ("--seed", "-1", "expected a whole number from 0 to 18446744073709551615, got -1"),
         ("--fps", "0", "expected a number above 0, got 0.0"),
-        ("--video-max-frames", "0", "expected a whole number of 1 or more, got 0"),
+        ("--video-max-frames", "1", "expected a whole number of 2 or more, got 1"),
         ("--image", "/none.png", "no such file"),
         ("--system-prompt", "\udcff", r"expected text in UTF-8"),
         ("--chat-template-config", "{", "not JSON"),

@@ -102,7 +102,6 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """The folder of an adapter that changes the model's answers."""
     folder = tmp_path_factory.mktemp("adapter")
     model = load(checkpoint).model
     mx.random.seed(0)
@@ -114,7 +113,6 @@ def adapter(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def asked(stubbed, checkpoint, adapter):
-    """The model as lm-eval asks it."""
     from deltatune.answering.harness import HarnessModel
 
     loaded = load(checkpoint)

@@ -13,9 +13,8 @@ from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
 from deltatune.models import batch_decoder as answer
 from deltatune.models.batch_decoder import is_covered
-from deltatune.models.continuations import scored
 from deltatune.models.generate import Sampling, finite
-from deltatune.models.head import split_head
+from deltatune.models.head import scored, split_head
 from deltatune.models.load import load
 from deltatune.patches import patched
 from new_tokens import write_data

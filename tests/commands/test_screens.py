@@ -13,7 +13,6 @@ LINE = {"prompt": "the quick brown fox", "completion": "jumps over"}
 
 @pytest.fixture(scope="module")
 def options(checkpoint, tmp_path_factory):
-    """The flags of a short run with an evaluation and a sample."""
     folder = tmp_path_factory.mktemp("screens")
     for name in ("train", "valid"):
         (folder / f"{name}.jsonl").write_text((json.dumps(LINE) + "\n") * 4)

@@ -18,8 +18,6 @@ def _in_a_folder_of_its_own(monkeypatch, tmp_path):
 
 
 def of(monkeypatch, *outcomes):
-    """Run the self-test with these checks alone, and return its exit code, its record and its output."""
-
     def raised():
         raise RuntimeError("[metal::Device] Unable to build metal library\nfrom source")
 

@@ -20,7 +20,6 @@ ROW = {"prompt": "a question", "completion": "an answer"}
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint, tmp_path_factory):
-    """A checkpoint with Qwen3.5's template and its tokens for reasoning."""
     folder = tmp_path_factory.mktemp("thinking") / "model"
     base = tiny_checkpoint("qwen3", chat_template=TEMPLATE.read_text(encoding="utf-8"))
     folder.mkdir()

@@ -74,12 +74,29 @@ def test_a_flag_replaces_the_other_way_to_say_it_in_the_file(tmp_path, file, fla
         ("{rank: 4, scale: 3}", ["--alpha", "2"], (4, 0.5)),
         ("{rank: 4, alpha: 8}", ["--scale", "5"], (4, 5.0)),
         ("{rank: 4, alpha: 8}", ["--rank", "2"], (2, 4.0)),
+        ("{rank_pattern: {q_proj: 2, k_proj: 3}}", [], {"q_proj": 2, "k_proj": 3}),
+        ("{rank_pattern: {q_proj: 2, k_proj: 3}}", ["--rank-pattern", '{"mlp.*": 1}'], {"mlp.*": 1}),
     ],
 )
 def test_flags_of_the_adapters_win_over_the_file(tmp_path, file, flags, expected):
     (tmp_path / "c.yaml").write_text(f"lora_parameters: {file}")
     made = config_from(cli.parser().parse_args(["train", "-c", str(tmp_path / "c.yaml"), *flags])).lora_parameters
-    assert (made.rank, made.scale) == expected
+    assert (made.rank_pattern or (made.rank, made.scale)) == expected
+
+
+@pytest.mark.bad_input("`--rank-pattern {pattern}`")
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ('{"experts.*": 4}', "deltatune: rank_pattern: 'experts.*' matches no module (nearest: mlp.switch_mlp.*"),
+        ('{"q_proj": 0}', "deltatune: --rank-pattern: 'q_proj': expected a whole number of 1 or more, got 0."),
+        ("q_proj=4", "deltatune train: argument --rank-pattern: not JSON (Expecting value: line 1 column 1 (char 0));"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense_ends_with_one_message(tiny_checkpoint, train, pattern, message):
+    err = train("--model", tiny_checkpoint("qwen3_5_moe"), "--rank-pattern", pattern, code=2)
+    assert err.startswith(message), err
+    assert "Traceback" not in err
 
 
 @pytest.mark.bad_input("{what}")

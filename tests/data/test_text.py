@@ -29,8 +29,6 @@ ROWS = {
 
 
 def encoder(tokenizer, mask_prompt=None, **names) -> Callable[[Any, str], Example]:
-    """Return a function that gives the one example of a row."""
-
     def encode(row, source):
         (example,) = TextEncoder(tokenizer, Features(**names), mask_prompt)(row, source)
         return example

@@ -19,7 +19,6 @@ from deltatune.models.load import load
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """The exit code, output folder, printed text and losses of a demo of a few iterations."""
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
     code = flow.run_demo(output, iterations=12, questions=8, screen=screen)

@@ -5,6 +5,7 @@ import pytest
 from console import cache_of
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
+from deltatune.ops.linear_attention import choice as linear_attention
 from deltatune.ops.operator import verdicts
 from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.operators import GATED_DELTA
@@ -17,6 +18,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(workloads, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
     monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    for name in ("SMALL", "MODELS"):
+        monkeypatch.setattr(linear_attention, name, (ShapeClass(1, 1, 8, 8, "float32", beta=""),))
     verdicts.forget()
     yield
     verdicts.forget()

@@ -8,6 +8,7 @@ import pytest
 
 from deltatune.doctor import implementations
 from deltatune.machine import backend
+from deltatune.ops import operators
 from deltatune.ops.attention import attention_blocked, trial_case
 from deltatune.ops.attention import workloads as attention_workloads
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
@@ -29,7 +30,7 @@ def of_gated_delta():
 
 
 def test_every_operator_is_examined():
-    assert [found.name for found in implementations.findings()] == ["gated_delta", "attention"]
+    assert [found.name for found in implementations.findings()] == ["gated_delta", "linear_attention", "attention"]
 
 
 def test_chunk_is_right_here():
@@ -105,6 +106,7 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
         monkeypatch.setitem(ATTENTION.candidates, name, lambda call: "not there")
         monkeypatch.setitem(GATED_DELTA.candidates, "native", lambda call: "not there")
     monkeypatch.setitem(ATTENTION.candidates, "blocked", blocked)
+    monkeypatch.setattr(operators, "OPERATORS", (GATED_DELTA, ATTENTION))
     one, other = implementations.times()
     assert one.calls == "gated_delta, float32, 1/1 heads of 8 x 8"
     assert str(one) == "chunk 2.0 ms, fused 2.0 ms"

@@ -40,7 +40,6 @@ def run_script(folder, name):
 
 
 def run_notebook(folder, name, *names):
-    """The values of `names` after the last cell."""
     printed = run(folder, sys.executable, "-c", NOTEBOOK, EXAMPLES / f"{name}.ipynb", *names)
     return json.loads(printed.splitlines()[-1])
 

@@ -1,18 +1,21 @@
-"""A merged model goes through llama.cpp's converter, for which a small program with its two uses stands in here."""
+"""A merged model, or an adapter, goes through llama.cpp's converters, for which small programs stand in here.
+
+scripts/gguf_adapters.py exports adapters with llama.cpp itself, and reads the files.
+"""
 
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import copied, rewrite
 from console import called
 from deltatune.cli import main
-from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.models.load import load_model, load_tokenizer, read_config
-from deltatune.options.config import LoraConfig
+from deltatune.models.load import load_tokenizer, read_config
+from saved_adapters import adapted
 
 # It lists what it knows as the converter does, and writes what it was given in place of a GGUF file.
 CONVERTER = """
@@ -33,13 +36,8 @@ out.write_text(json.dumps(seen))
 @pytest.fixture
 def words(tiny_checkpoint, tmp_path):
     """The words of an export of an adapter on a tiny model, without those that name its architecture."""
-    base = Path(shutil.copytree(tiny_checkpoint("qwen3_next"), tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Known"]}))
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    model.update(tree_map(lambda array: array + 0.01, model.trainable_parameters()))
-    save_adapters(model, tmp_path / "adapter", {})
+    base = copied(tiny_checkpoint("qwen3_next"), tmp_path / "base", architectures=["Known"])
+    adapted(base, tmp_path / "adapter", keys=["*.o_proj"])
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
     found = ["export", "--to", "gguf", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
@@ -121,8 +119,7 @@ def test_a_modelfile_lies_beside_the_file(words, plain_names, tmp_path, capsys):
 
 @pytest.mark.bad_input("--to gguf: a family that llama.cpp does not know")
 def test_a_family_that_llama_cpp_does_not_know_is_refused_by_name(words, plain_names, tmp_path, capsys):
-    config = tmp_path / "base" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen9ForCausalLM"]}))
+    rewrite(tmp_path / "base" / "config.json", architectures=["Qwen9ForCausalLM"])
     assert main(words) == 2
     assert "does not know Qwen9ForCausalLM (model_type qwen3_next)" in capsys.readouterr().err
 
@@ -151,17 +148,91 @@ def test_output_of_a_failed_converter_is_quoted(words, plain_names, tmp_path, ca
 
 def test_a_template_with_a_history_of_its_own_kind_is_named_by_the_script(words, tiny_checkpoint, tmp_path):
     """Qwen3's drops earlier reasoning; the names of a dense Qwen3 are the same for MLX and for Hugging Face."""
-    base = Path(shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "qwen3"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Known"]}))
+    base = copied(tiny_checkpoint("qwen3"), tmp_path / "qwen3", architectures=["Known"])
     template = Path(__file__).parents[1] / "data" / "templates" / "qwen3.jinja"
     shutil.copyfile(template, base / "chat_template.jinja")
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    save_adapters(model, tmp_path / "other", {})
+    adapted(base, tmp_path / "other", keys=["*.o_proj"])
     words[words.index("--model") + 1] = str(base)
     words[words.index("--adapter-path") + 1] = str(tmp_path / "other")
     done = called(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "treats the reasoning of earlier answers, results of tools, calls of tools" in " ".join(done.stdout.split())
     assert "TEMPLATE" not in (tmp_path / "out.Modelfile").read_text()
+
+
+# The converter of adapters writes what it was given, too.
+ADAPTER_CONVERTER = """
+import json, pathlib, sys
+folder, words = pathlib.Path(sys.argv[-1]), sys.argv[1:-1]
+config = json.loads((folder / "adapter_config.json").read_text())
+out = pathlib.Path(words[words.index("--outfile") + 1])
+out.write_text(json.dumps({"words": words, "alpha": config["lora_alpha"]}))
+(out.parent.parent / "seen.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
+"""
+
+
+@pytest.fixture
+def export(tiny_checkpoint, tmp_path):
+    """export(kind, *words, family, rows, **options) exports a new adapter alone; returns the exit code."""
+    programs = tmp_path / "llama.cpp"
+    programs.mkdir()
+    (programs / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    (programs / "convert_lora_to_gguf.py").write_text(ADAPTER_CONVERTER)
+
+    def call(kind="lora", *words, family="qwen3_next", architecture="Known", **options):
+        base = tmp_path / f"base{len(list(tmp_path.iterdir()))}"
+        copied(tiny_checkpoint(family), base, architectures=[architecture])
+        adapted(base, tmp_path / "adapter", kind, **({"rank": 2, "scale": 3.0, "keys": ["*.o_proj"]} | options))
+        found = ["export", "--to", "gguf-adapter", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]
+        return main([*found, "--save-path", str(tmp_path / "out.gguf"), "--llama-cpp", str(programs), *words])
+
+    return call
+
+
+def test_the_converter_gets_the_adapter_in_the_format_of_peft(export, tmp_path, capsys):
+    assert export() == 0
+    assert "llama-cli -m BASE.gguf --lora" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.gguf").read_text())
+    words = written["words"]
+    assert Path(words[words.index("--base") + 1]).name.startswith("base")
+    assert words[-2:] == ["--outtype", "f32"]
+    # llama.cpp divides alpha by the rank of each matrix.
+    assert written["alpha"] == 3.0 * 2
+    ours, theirs = mx.load(str(tmp_path / "adapter/adapters.safetensors")), mx.load(str(tmp_path / "seen.safetensors"))
+    assert len(ours) == len(theirs)
+    name = "model.layers.3.self_attn.o_proj"
+    assert mx.array_equal(ours[f"{name}.lora_a"].T, theirs[f"base_model.model.{name}.lora_A.weight"])
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert export() == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_matrices_of_two_ranks_share_the_alpha_that_llama_cpp_divides(export, tmp_path):
+    assert export(keys=["*.o_proj", "*.k_proj"], rank_pattern={"k_proj": 1}) == 0
+    alpha = json.loads((tmp_path / "out.gguf").read_text())["alpha"]
+    ours, theirs = mx.load(str(tmp_path / "adapter/adapters.safetensors")), mx.load(str(tmp_path / "seen.safetensors"))
+    for name, rank in (("o_proj", 2), ("k_proj", 1)):
+        path = f"model.layers.3.self_attn.{name}"
+        a, b = (theirs[f"base_model.model.{path}.lora_{factor}.weight"] for factor in "AB")
+        assert a.shape[0] == rank
+        update = 3.0 * ours[f"{path}.lora_a"] @ ours[f"{path}.lora_b"]
+        assert mx.allclose(alpha / rank * (b @ a).T, update, rtol=1e-5)
+
+
+@pytest.mark.bad_input("--to gguf-adapter: DoRA, experts, an embedding, new tokens, an unknown family or --outtype")
+def test_update_that_llama_cpp_cannot_express_is_refused_by_name(export, tmp_path, capsys):
+    for kind, options, said in (
+        ("dora", {}, "the adapter has DoRA, which"),
+        ("lora", {"keys": ["mlp.switch_mlp.down_proj"]}, "the adapter has updates of experts, which"),
+        ("lora", {"keys": ["*embed_tokens"], "family": "qwen3_5"}, "the adapter has updates of an embedding, which"),
+        ("lora", {"rows": 2}, "the adapter has rows for new tokens, which"),
+        ("lora", {"architecture": "Qwen9"}, "does not know Qwen9"),
+    ):
+        assert export(kind, **options) == 2
+        assert said in capsys.readouterr().err
+    assert export("lora", "--outtype", "q4") == 2
+    assert "--outtype q4" in capsys.readouterr().err
+    (tmp_path / "llama.cpp" / "convert_lora_to_gguf.py").unlink()
+    assert export() == 2
+    assert "no convert_lora_to_gguf.py there" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()

@@ -2,15 +2,14 @@
 
 import json
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
 from deltatune.cli import main
 from deltatune.commands.eval import evaluate
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig, TrainConfig
+from saved_adapters import moved
 
 
 @pytest.fixture
@@ -19,9 +18,7 @@ def words(tiny_checkpoint, tmp_path):
     base = tiny_checkpoint("qwen3_5", quantize={})
     model, _ = load_model(base)
     convert_to_lora(model, LoraConfig(rank=2, keys=["*.q_proj", "*.down_proj"]))
-    mx.random.seed(7)
-    model.update(tree_map(lambda array: array + 0.1 * mx.random.normal(array.shape), model.trainable_parameters()))
-    save_adapters(model, tmp_path / "adapter", {"mask_prompt": True, "batch_size": 1})
+    save_adapters(moved(model, 0.1), tmp_path / "adapter", {"mask_prompt": True, "batch_size": 1})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test.jsonl").write_text(json.dumps({"prompt": "the quick", "completion": "brown fox"}) + "\n")
     found = ["export", "--to", "merged", "--model", str(base), "--adapter-path", str(tmp_path / "adapter")]

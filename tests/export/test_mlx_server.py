@@ -9,15 +9,11 @@ import time
 import urllib.error
 import urllib.request
 
-import mlx.core as mx
 import mlx_lm
-from mlx.utils import tree_map
 
 from console import started
 from deltatune.cli import main
-from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.models.load import load_model
-from deltatune.options.config import LoraConfig
+from saved_adapters import adapted
 
 PROMPT, TOKENS = "the quick brown", 8
 PATIENCE = 60.0
@@ -25,20 +21,16 @@ PATIENCE = 60.0
 
 def test_the_server_answers_with_the_adapter(tiny_checkpoint, tmp_path):
     base = str(tiny_checkpoint("qwen3_5"))
-    model, _ = load_model(tiny_checkpoint("qwen3_5"))
-    convert_to_lora(model, LoraConfig(rank=4))
-    mx.random.seed(7)
-    model.update(tree_map(lambda array: array + 0.1 * mx.random.normal(array.shape), model.trainable_parameters()))
-    save_adapters(model, tmp_path / "adapter", {})
+    adapted(tiny_checkpoint("qwen3_5"), tmp_path / "adapter", scale=60.0)
     shared = str(tmp_path / "to-share")
     words = ["export", "--to", "mlx", "--model", base, "--adapter-path", str(tmp_path / "adapter")]
     assert main([*words, "--save-path", shared]) == 0
-    plain, adapted = (
+    plain, expected = (
         mlx_lm.generate(*mlx_lm.load(base, adapter_path=path), prompt=PROMPT, max_tokens=TOKENS)
         for path in (None, shared)
     )
-    assert plain != adapted
-    assert answer(["--model", base, "--adapter-path", shared]) == adapted
+    assert plain != expected
+    assert answer(["--model", base, "--adapter-path", shared]) == expected
 
 
 def answer(words: list[str]) -> str:

@@ -11,16 +11,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import rewrite, rewritten
 from deltatune.cli import main
 from deltatune.export.new_token_rows import OPTION
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
-from deltatune.lora import convert_to_lora, load_adapters, save_adapters
-from deltatune.lora.new_rows import add_rows
+from deltatune.lora import load_adapters
 from deltatune.models.load import load_model
-from deltatune.models.vocabulary import token_tables
-from deltatune.options.config import LoraConfig
+from saved_adapters import adapted
 
 FIRST, NEW = 320, 3
 TOKENS = mx.array([[5, FIRST, 7, FIRST + 2, 9]])
@@ -30,13 +28,7 @@ ROWS = f"{TABLE}.token_adapter.trainable_tokens_delta"
 
 def grown(base: Path, folder: Path) -> nn.Module:
     """Save a random adapter with rows for new tokens in folder/adapter; returns the model."""
-    model, _ = load_model(base)
-    add_rows(model, dict.fromkeys(token_tables(model), NEW))
-    convert_to_lora(model, LoraConfig(rank=2, keys=["*.o_proj"]))
-    mx.random.seed(7)
-    model.update(tree_map(lambda array: array + 0.1 * mx.random.normal(array.shape), model.trainable_parameters()))
-    save_adapters(model, folder / "adapter", {})
-    return model
+    return adapted(base, folder / "adapter", rows=NEW, keys=["*.o_proj"])
 
 
 def exported(base: Path, folder: Path) -> int:
@@ -50,11 +42,9 @@ def imported(base: Path, folder: Path) -> int:
 
 def changed(folder: Path, tensors: dict[str, mx.array], config: dict) -> None:
     """Write the exported files anew, with changes."""
-    weights, path = folder / "peft" / PEFT_WEIGHTS, folder / "peft" / PEFT_CONFIG
-    both = mx.load(str(weights)) | tensors
-    mx.eval(both)
-    mx.save_safetensors(str(weights), both)
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with rewritten(folder / "peft" / PEFT_WEIGHTS) as both:
+        both.update(tensors)
+    rewrite(folder / "peft" / PEFT_CONFIG, **config)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import copied
 from deltatune.cli import main
 from deltatune.export.expert_factors import from_peft
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
-from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.lora import load_adapters
 from deltatune.models.load import load_model
-from deltatune.options.config import LoraConfig
+from saved_adapters import adapted
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 RANK, SCALE = 3, 1.5
@@ -26,12 +26,7 @@ RANK, SCALE = 3, 1.5
 
 def adapt(base: Path, adapter: Path, kind: str = "lora", **options) -> mx.array:
     """Save a random adapter for the model in `base`, and return the adapted model's logits."""
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(**({"rank": RANK, "scale": SCALE} | options)), fine_tune_type=kind)
-    mx.random.seed(7)
-    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
-    save_adapters(model, adapter, {"model": str(base)})
-    return model(TOKENS)
+    return adapted(base, adapter, kind, **({"rank": RANK, "scale": SCALE} | options))(TOKENS)
 
 
 def logits(base: Path, adapter: Path) -> mx.array:
@@ -51,6 +46,22 @@ def exported(base: Path, folder: Path, *words: str) -> tuple[dict, dict[str, mx.
 
 def imported(base: Path, folder: Path) -> int:
     return main(["import", "--model", str(base), "--peft", str(folder / "peft"), "--save-path", str(folder / "back")])
+
+
+@pytest.fixture(scope="module")
+def made_once(tiny_checkpoint, tmp_path_factory):
+    """(base, folder with an adapter and its export) of one module."""
+    base, folder = tiny_checkpoint("qwen3_5"), tmp_path_factory.mktemp("export")
+    adapt(base, folder / "adapter", keys=["*.o_proj"])
+    exported(base, folder)
+    return base, folder
+
+
+@pytest.fixture
+def small_export(made_once, tmp_path):
+    """A copy of the folder of `made_once`, to change."""
+    base, folder = made_once
+    return base, shutil.copytree(folder, tmp_path / "export")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "kimi_linear"])
@@ -214,15 +225,6 @@ def test_tensors_without_a_place_are_refused(small_export, capsys):
     assert "expected a folder that PEFT wrote" in capsys.readouterr().err
 
 
-@pytest.fixture
-def small_export(tiny_checkpoint, tmp_path):
-    """(base, folder with an adapter and its export) of one module."""
-    base = tiny_checkpoint("qwen3_5")
-    adapt(base, tmp_path / "adapter", keys=["*.o_proj"])
-    exported(base, tmp_path)
-    return base, tmp_path
-
-
 @pytest.mark.bad_input("--to peft: {kind} on {options} of {family}")
 @pytest.mark.parametrize(
     ("family", "kind", "options", "said"),
@@ -296,9 +298,7 @@ def test_a_version_of_peft_that_is_none(tiny_checkpoint, tmp_path, capsys):
 
 def test_the_class_with_the_adapters_names_is_named(tiny_checkpoint, tmp_path, capsys):
     """Without a task, PEFT's Auto classes take the class of auto_mapping, which has the names of the tensors."""
-    base = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "base")
-    config = json.loads((base / "config.json").read_text()) | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
-    (base / "config.json").write_text(json.dumps(config))
+    base = copied(tiny_checkpoint("qwen3_5"), tmp_path / "base", architectures=["Qwen3_5ForConditionalGeneration"])
     adapt(base, tmp_path / "adapter")
     written, tensors = exported(base, tmp_path)
     assert written["task_type"] is None

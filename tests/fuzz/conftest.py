@@ -26,6 +26,5 @@ def commands(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rows():
-    """The bytes of a train.jsonl without a mistake."""
     line = {"prompt": "the quick brown fox", "completion": "jumps over"}
     return (json.dumps(line) + "\n").encode() * 4

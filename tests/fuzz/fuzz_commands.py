@@ -82,7 +82,6 @@ class Commands:
         return outcome
 
     def close(self) -> None:
-        """End the worker."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -106,7 +105,6 @@ class Commands:
         return self._process
 
     def must(self, folder: Path, *argv: object, output: Path, stdin: bytes = b"") -> Outcome:
-        """Run a command in a folder, and assert that it ended as every command must: see `check`."""
         outcome = self.run(folder, *argv, stdin=stdin)
         # tests/quick_start keeps names of transformers beside pytest's cache.
         check(outcome, folder, output, *self.own, Path(__file__).parents[2] / ".pytest_cache")

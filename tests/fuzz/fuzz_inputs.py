@@ -62,7 +62,6 @@ def small(values: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def yaml_files(draw: Any) -> bytes:
-    """The bytes of a file that may be YAML: options, or text made of YAML's signs, or anything."""
     signs = st.text(st.sampled_from("abi: \n-[]{}&*!|>%@`'\"#,?0123.e+~\t\ufeff"), max_size=80)
     written = draw(st.one_of(st.binary(max_size=60), signs.map(str.encode), options().map(_as_json)))
     return written + draw(st.sampled_from([b"", b"\n", b"\niters: 3\niters: 4\n", b"\niters: !!int x\n"]))
@@ -100,7 +99,6 @@ _ROW = st.one_of(
 
 @st.composite
 def data_files(draw: Any) -> bytes:
-    """The bytes of a train.jsonl: rows of known and unknown formats, and lines that are no JSON."""
     rows = draw(st.lists(_ROW.map(_as_json) | st.binary(max_size=20), min_size=0, max_size=4))
     good = [_as_json(row) for row in draw(st.lists(_GOOD, max_size=2))]
     return draw(st.sampled_from([b"\n", b"\r\n", b"\n\n"])).join(draw(st.permutations([*rows, *good])))
@@ -152,7 +150,6 @@ def damage(path: Path, kind: str, seed: int) -> None:
 
 
 def _changed(value: Any, chance: random.Random) -> Any:
-    """A JSON value with one value somewhere in it replaced or removed."""
     others = [None, True, -1, 0, 1, 3, 0.5, "", "x", [], {}, [1], {"x": 1}]
     if isinstance(value, dict) and value and chance.random() < 0.95:
         name = chance.choice(sorted(value))

@@ -42,8 +42,6 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class _Terminal(io.TextIOWrapper):
-    """The output of a command, kept as text."""
-
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
 

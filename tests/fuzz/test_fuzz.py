@@ -110,7 +110,6 @@ def test_prompts(commands, checkpoint, prompt, template):
 
 @pytest.fixture(scope="module")
 def trained(commands, checkpoint, rows, tmp_path_factory):
-    """A folder with a model, data, and a run that was trained on them."""
     path = tmp_path_factory.mktemp("trained").resolve()
     shutil.copytree(checkpoint, path / "model")
     for name in ("train", "valid", "test"):

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from console import called
 from deltatune.demo.assets import MODEL
@@ -33,23 +32,9 @@ from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig
 from families import FAMILIES
 from last_place import assert_same
+from saved_adapters import adapted, moved
 
 TOKENS = mx.array([[5, 6, 7, 8]])
-
-
-def moved(model: nn.Module, seed: int = 3) -> nn.Module:
-    mx.random.seed(seed)
-    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
-    return model
-
-
-def adapted(path: Path, kind: str = "lora", num_layers: int = -1, **options) -> nn.Module:
-    model, _ = load_model(path)
-    mx.random.seed(2)
-    convert_to_lora(
-        model, LoraConfig(**{"rank": 4, "scale": 2.0} | options), fine_tune_type=kind, num_layers=num_layers
-    )
-    return moved(model)
 
 
 def difference(a: mx.array, b: mx.array) -> float:
@@ -78,7 +63,7 @@ def test_mlx_lm_and_deltatune_load_our_adapter_alike(tiny_checkpoint, tmp_path, 
     if packed and backend.device() == "cuda":
         pytest.skip("MLX's CUDA products of packed rows of one group are wrong (docs/decisions/upstream.md)")
     path = tiny_checkpoint(family, quantize={} if packed else None)
-    model = adapted(path, kind)
+    model = adapted(path, kind=kind)
     expected = model(TOKENS)
     save_adapters(model, tmp_path, {"model": str(path), "learning_rate": 1e-4, "num_layers": -1})
     theirs, _ = mlx_lm.utils.load(str(path), adapter_path=str(tmp_path))
@@ -131,8 +116,7 @@ def test_mlx_lm_fuses_our_adapter(tiny_checkpoint, tmp_path, monkeypatch, kind):
     import mlx_lm.fuse
 
     path = tiny_checkpoint("qwen3_5_moe")
-    model = adapted(path, kind)
-    save_adapters(model, tmp_path / "adapter", {"model": str(path)})
+    model = adapted(path, tmp_path / "adapter", kind)
     options = {"--model": path, "--adapter-path": tmp_path / "adapter", "--save-path": tmp_path / "fused"}
     arguments = [str(word) for option in options.items() for word in option]
     monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
@@ -180,7 +164,7 @@ def test_training_that_the_format_cannot_express_is_refused_by_name(tiny_checkpo
 
 
 def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
-    save_adapters(adapted(tiny_checkpoint("qwen3_5")), tmp_path / "hybrid", {})
+    adapted(tiny_checkpoint("qwen3_5"), tmp_path / "hybrid")
     other, _ = load_model(tiny_checkpoint("qwen3"))
     with pytest.raises(
         UserError, match=r"62 of its 62 tensors do not fit: language_model\..* no module .* and 59 more"
@@ -190,14 +174,13 @@ def test_adapter_of_another_model(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match=r"mlp\.\w+\.lora_\w has shape \(\d+, \d+\), the model's is \(\d+, \d+\)"):
         load_adapters(wider, tmp_path / "hybrid")
     assert not adapters(wider)
-    save_adapters(adapted(tiny_checkpoint("qwen3_5"), "full"), tmp_path / "full", {})
+    adapted(tiny_checkpoint("qwen3_5"), tmp_path / "full", "full")
     with pytest.raises(UserError, match=r"is for another model: .* the model has no language_model"):
         load_adapters(other, tmp_path / "full")
 
 
 def test_adapter_of_another_number_of_experts(tiny_checkpoint, tmp_path):
-    options = {"keys": ["*.switch_mlp.*"]}
-    save_adapters(adapted(tiny_checkpoint("qwen3_5_moe"), **options), tmp_path, {})
+    adapted(tiny_checkpoint("qwen3_5_moe"), tmp_path, keys=["*.switch_mlp.*"])
     other, _ = load_model(tiny_checkpoint("qwen3_5_moe", num_experts=6))
     with pytest.raises(
         UserError,
@@ -258,7 +241,7 @@ def test_damaged_adapters(tiny_checkpoint, tmp_path):
     refused("no such directory")
     folder.mkdir()
     refused("no adapter_config.json in it")
-    save_adapters(adapted(path), folder, {})
+    adapted(path, folder)
     weights, config = folder / "adapters.safetensors", folder / "adapter_config.json"
     content, text = weights.read_bytes(), config.read_text()
     weights.write_bytes(content[:-10])
@@ -319,14 +302,14 @@ def test_an_interrupted_save_leaves_the_previous_adapter(tiny_checkpoint, tmp_pa
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
-        save_adapters(moved(model, 5), tmp_path, {})
+        save_adapters(moved(model, seed=5), tmp_path, {})
     assert file.read_bytes() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter_config.json", "adapters.safetensors"]
 
 
 def test_loading_restores_the_classes_of_the_adapters(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("qwen3_5_moe")
-    save_adapters(adapted(path), tmp_path, {})
+    adapted(path, tmp_path)
     model, _ = load_model(path)
     with pytest.raises(ValueError, match="already carries adapters"):
         load_adapters(adapted(path), tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import getitem
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -12,7 +9,7 @@ from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear as UpstreamLoRALinear
 
-from deltatune.lora import LoRALinear, next_token
+from deltatune.lora import LoRALinear, linear
 from deltatune.machine import backend
 from deltatune.ops.tracing import trace
 from deltatune.patches import patched
@@ -33,13 +30,13 @@ def on_a_gpu(monkeypatch):
 def casts(monkeypatch) -> list[mx.array]:
     """A list that grows by the lora_a of each adapter with factors that are cast and kept."""
     made: list[mx.array] = []
-    cast = next_token._cast
+    cast = linear._cast
 
     def counted(a, *others):
         made.append(a)
         return cast(a, *others)
 
-    monkeypatch.setattr(next_token, "_cast", counted)
+    monkeypatch.setattr(linear, "_cast", counted)
     return made
 
 
@@ -188,19 +185,15 @@ def answer(model: nn.Module, prompt: mx.array) -> list[list[int]]:
 
 def with_adapters_of(kind: type[nn.Module], model: nn.Module) -> nn.Module:
     """The model with adapters of drawn numbers on all linear layers but the head."""
-    paths = [path for path, module in model.named_modules() if type(module) is nn.Linear and "lm_head" not in path]
     layers = []
-    for seed, path in enumerate(paths):
-        layer = kind.from_base(reduce(getitem, map(place, path.split(".")), model), RANK, scale=SCALE)
-        layer.lora_a = 0.2 * mx.random.normal(layer.lora_a.shape, key=mx.random.key(2 * seed))
-        layer.lora_b = 0.2 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(2 * seed + 1))
-        layers.append((path, layer))
+    for seed, (path, module) in enumerate(model.named_modules()):
+        if type(module) is nn.Linear and "lm_head" not in path:
+            layer = kind.from_base(module, RANK, scale=SCALE)
+            layer.lora_a = 0.2 * mx.random.normal(layer.lora_a.shape, key=mx.random.key(2 * seed))
+            layer.lora_b = 0.2 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(2 * seed + 1))
+            layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
     return model.eval()
-
-
-def place(name: str) -> str | int:
-    return int(name) if name.isdecimal() else name
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, UpstreamLoRALinear])

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.lora import convert_to_lora
@@ -20,6 +19,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.patches.tables import delta_layers
 from families import VOCABULARY
+from saved_adapters import moved
 
 # One token; many more than the others; and the same twice.
 LENGTHS = (3, 1, 40, 17, 5, 1)
@@ -30,6 +30,10 @@ TOKENS = 5
 def prompts():
     random = np.random.default_rng(0)
     return [random.integers(1, VOCABULARY, length).tolist() for length in LENGTHS]
+
+
+def small(tiny_model):
+    return tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 def by_mlx_lm(model, prompt, tokens=TOKENS):
@@ -57,15 +61,10 @@ def test_tokens_are_those_of_mlx_lm(family, tiny_model, prompts):
 
 
 def test_adapters_and_packed_weights_count(tiny_model, prompts):
-    model = tiny_model("qwen3_5")
+    model = small(tiny_model)
     nn.quantize(model, 32, 4, class_predicate=lambda _, module: hasattr(module, "to_quantized"))
     convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
-    adapters = tree_flatten(model.trainable_parameters())
-    keys = mx.random.split(mx.random.key(0), len(adapters))
-    model.update(
-        tree_unflatten([(n, mx.random.normal(x.shape, key=k)) for (n, x), k in zip(adapters, keys, strict=True)])
-    )
-    check_alike(model, prompts[:4])
+    check_alike(moved(model, 0.5), prompts[:4])
 
 
 def test_latent_attention_and_other_models_are_not_covered(tiny_model, other_model):
@@ -74,7 +73,7 @@ def test_latent_attention_and_other_models_are_not_covered(tiny_model, other_mod
 
 
 def test_an_answer_ends_at_its_end_token(tiny_model, prompts):
-    model = tiny_model("qwen3_5").eval()
+    model = small(tiny_model).eval()
     expected = [by_mlx_lm(model, prompt, 8) for prompt in prompts]
     ends = {tokens[3] for tokens in expected}
     shortened = [next((tokens[:at] for at, token in enumerate(tokens) if token in ends), tokens) for tokens in expected]
@@ -86,12 +85,12 @@ def test_an_answer_ends_at_its_end_token(tiny_model, prompts):
 def test_an_answer_has_a_token_at_least(tiny_model):
     """As mlx-lm's answers do, where none is asked for."""
     with patched():
-        assert [len(tokens) for tokens in BatchDecoder(tiny_model("qwen3_5").eval(), 1, (), 0).run([[5]])] == [1]
+        assert [len(tokens) for tokens in BatchDecoder(small(tiny_model).eval(), 1, (), 0).run([[5]])] == [1]
 
 
 def test_the_room_grows_with_the_longest_row(tiny_model, monkeypatch):
     monkeypatch.setattr(batch_decoder, "LEAST_ROOM", 4)
-    model = tiny_model("qwen3_5").eval()
+    model = small(tiny_model).eval()
     prompts = [[5, 6, 7], [8]]
     with patched():
         found = BatchDecoder(model, 2, (), 20).run(prompts)
@@ -100,7 +99,7 @@ def test_the_room_grows_with_the_longest_row(tiny_model, monkeypatch):
 
 def test_long_prompts_are_read_piece_by_piece(tiny_model, prompts, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PROMPT_TOKENS", dict.fromkeys(("cpu", "cuda", "metal"), 16))
-    check_alike(tiny_model("qwen3_5"), prompts)
+    check_alike(small(tiny_model), prompts)
 
 
 def test_a_sampler_chooses_by_probabilities(tiny_model, prompts):
@@ -110,7 +109,7 @@ def test_a_sampler_chooses_by_probabilities(tiny_model, prompts):
         seen.append(np.exp(np.array(logprobs)).sum(axis=-1))
         return logprobs.argmin(axis=-1)
 
-    model = tiny_model("qwen3_5").eval()
+    model = small(tiny_model).eval()
     with patched():
         (found,) = BatchDecoder(model, 1, (), 1).run(prompts[:1], least)
     assert found == [model(mx.array(prompts[:1]))[0, -1].argmin().item()]
@@ -134,7 +133,7 @@ def test_kernels_serve_each_layer_of_the_step(tiny_model, prompts, monkeypatch):
     monkeypatch.setattr(delta_token, "delta_token", recurrent)
     monkeypatch.setattr(attention_token, "serves", lambda *arrays: True)
     monkeypatch.setattr(attention_token, "attention_token", attended)
-    model = tiny_model("qwen3_5")
+    model = small(tiny_model)
     check_alike(model, prompts)
     layers = ["delta" if layer.is_linear else "attention" for layer in model.layers]
     # The step is traced once, and calls them once a layer.
@@ -143,7 +142,7 @@ def test_kernels_serve_each_layer_of_the_step(tiny_model, prompts, monkeypatch):
 
 def test_caches_are_freed_with_the_decoder(tiny_model, prompts):
     """At once, not when Python next looks for cycles: it may be gigabytes."""
-    model = tiny_model("qwen3_5").eval()
+    model = small(tiny_model).eval()
     with patched():
         decoder = BatchDecoder(model, 2, (), 2)
         decoder.run(prompts[:2])

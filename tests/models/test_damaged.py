@@ -6,11 +6,10 @@ import shutil
 import mlx.core as mx
 import pytest
 
+from checkpoint_copies import rewritten
 from deltatune import cli
-from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.models.load import load_model
-from deltatune.options.config import LoraConfig
 from new_tokens import write_data
+from saved_adapters import adapted
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +39,12 @@ def words(command, model, data, folder, adapter=None):
     }[command]
 
 
-def spoil(folder, file, value, kind=None):
+def spoil(file, value, kind=None):
     """Put `value` into one number of a tensor in the middle of a file, and return the tensor's name."""
-    tensors = mx.load(str(folder / file))
-    name = sorted(name for name in tensors if kind is None or kind in name)[len(tensors) // 2 if kind is None else 0]
-    place = (slice(0, 1),) * tensors[name].ndim
-    tensors[name][place] = value
-    mx.eval(tensors)
-    mx.save_safetensors(str(folder / file), tensors, metadata={"format": "mlx"})
+    with rewritten(file) as tensors:
+        names = sorted(name for name in tensors if kind is None or kind in name)
+        name = names[len(tensors) // 2 if kind is None else 0]
+        tensors[name][(slice(0, 1),) * tensors[name].ndim] = value
     return name
 
 
@@ -64,7 +61,7 @@ def spoil(folder, file, value, kind=None):
 )
 def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path, command, value):
     broken = shutil.copytree(adapter, tmp_path / "broken")
-    name = spoil(broken, "adapters.safetensors", value)
+    name = spoil(broken / "adapters.safetensors", value)
     command, *flags = command.split()
     if command == "train":
         flags = ["--resume-adapter-file", broken / "adapters.safetensors"]
@@ -89,7 +86,7 @@ def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path,
 )
 def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, command, flags):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
-    name = spoil(broken, "model.safetensors", float("nan"), kind="1.mlp.up_proj.weight")
+    name = spoil(broken / "model.safetensors", float("nan"), kind="1.mlp.up_proj.weight")
     code, _, error = run(*words(command.split()[0], broken, data, tmp_path), *flags)
     assert code == 2
     # Adapters are kept whatever happened to the base; weights that are not finite replace no earlier save.
@@ -102,16 +99,13 @@ def test_a_base_weight_that_is_not_finite(run, checkpoint, data, tmp_path, comma
 @pytest.mark.parametrize(("quantize", "fault"), [(None, "overflow"), ({}, "base")])
 def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fault):
     base = tiny_checkpoint("qwen3", quantize=quantize, dtype=mx.float16)
-    model, _ = load_model(base)
-    convert_to_lora(model, LoraConfig(rank=2, keys=["self_attn.q_proj"]))
-    save_adapters(model, tmp_path / "adapter", {})
+    adapted(base, tmp_path / "adapter", keys=["self_attn.q_proj"])
     if fault == "overflow":
-        tensors = mx.load(str(tmp_path / "adapter" / "adapters.safetensors"))
-        tensors = {name: mx.full(tensor.shape, 1e3) for name, tensor in tensors.items()}
-        mx.save_safetensors(str(tmp_path / "adapter" / "adapters.safetensors"), tensors)
+        with rewritten(tmp_path / "adapter" / "adapters.safetensors") as tensors:
+            tensors.update({name: mx.full(tensor.shape, 1e3) for name, tensor in tensors.items()})
     else:
         base = shutil.copytree(base, tmp_path / "base")
-        spoil(base, "model.safetensors", float("nan"), kind="q_proj.scales" if quantize == {} else "q_proj.weight")
+        spoil(base / "model.safetensors", float("nan"), kind="q_proj.scales" if quantize == {} else "q_proj.weight")
     flags = ["--model", base, "--adapter-path", tmp_path / "adapter", "--save-path", tmp_path / "merged"]
     code, _, error = run("merge", *flags)
     assert code == 2
@@ -125,11 +119,9 @@ def test_a_merge_that_is_not_finite(run, tiny_checkpoint, tmp_path, quantize, fa
 )
 def test_integer_weights(run, checkpoint, data, adapter, tmp_path, command, dtype):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
-    tensors = mx.load(str(broken / "model.safetensors"))
-    name = next(name for name in tensors if "q_proj.weight" in name)
-    tensors[name] = (100 * tensors[name]).astype(dtype)
-    mx.eval(tensors)
-    mx.save_safetensors(str(broken / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(broken / "model.safetensors") as tensors:
+        name = next(name for name in tensors if "q_proj.weight" in name)
+        tensors[name] = (100 * tensors[name]).astype(dtype)
     code, _, error = run(*words(command, broken, data, tmp_path, adapter if command == "merge" else None))
     assert code == 2
     kind = str(dtype).removeprefix("mlx.core.")

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from mlx.utils import tree_flatten
 
+from checkpoint_copies import copied, rewrite, rewritten
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models.load import load, load_model, locate, new_model
@@ -26,21 +26,9 @@ def damaged(tiny_checkpoint, tmp_path):
     """A function that copies a tiny checkpoint, so that a test can damage it."""
 
     def copy(family: str = "qwen3", **options) -> Path:
-        return Path(shutil.copytree(tiny_checkpoint(family, **options), tmp_path / "model"))
+        return copied(tiny_checkpoint(family, **options), tmp_path / "model")
 
     return copy
-
-
-def rewrite(path: Path, **changes) -> None:
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-
-
-def change_tensors(folder: Path, change) -> None:
-    tensors = mx.load(str(folder / "model.safetensors"))
-    mx.eval(tensors)
-    change(tensors)
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
 
 
 # A family says where its tensors are; packed ones are found alike in each.
@@ -63,14 +51,13 @@ def test_slices_of_gate_and_up_are_copied_on_cuda(damaged, device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
     path = damaged("qwen3_5_moe")
 
-    def fuse(tensors):
+    with rewritten(path / "model.safetensors") as tensors:
         for name in [name for name in tensors if name.endswith("switch_mlp.gate_proj.weight")]:
             layer = name.removesuffix("switch_mlp.gate_proj.weight")
             halves = [tensors.pop(f"{layer}switch_mlp.{half}_proj.weight") for half in ("gate", "up")]
             tensors[f"{layer}experts.gate_up_proj"] = mx.concatenate(halves, axis=1)
             tensors[f"{layer}experts.down_proj"] = tensors.pop(f"{layer}switch_mlp.down_proj.weight")
 
-    change_tensors(path, fuse)
     model, _ = load_model(path)
     experts = [array for name, array in tree_flatten(model.parameters()) if "gate_proj" in name and array.ndim == 3]
     assert experts
@@ -178,13 +165,10 @@ def test_each_value_of_another_type_is_refused_or_ignored(damaged, value):
 
 def test_missing_extra_and_misshapen_tensors_are_named_together(damaged):
     path = damaged()
-
-    def change(tensors):
+    with rewritten(path / "model.safetensors") as tensors:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.9.extra"] = mx.zeros((2,))
         tensors["model.norm.weight"] = mx.zeros((3,))
-
-    change_tensors(path, change)
     with pytest.raises(UserError) as caught:
         load(path)
     message = str(caught.value)
@@ -201,15 +185,12 @@ def test_many_tensors_are_counted(damaged):
 
 def test_tensor_that_sanitize_needs(damaged):
     path = damaged("qwen3_next")
-
-    def change(tensors):
+    with rewritten(path / "model.safetensors") as tensors:
         prefix = "model.layers.0.mlp"
         stacked = {name: tensors.pop(f"{prefix}.switch_mlp.{name}.weight") for name in ("up_proj", "down_proj")}
         for name, weight in stacked.items():
             for expert in range(7):
                 tensors[f"{prefix}.experts.{expert}.{name}.weight"] = weight[expert]
-
-    change_tensors(path, change)
     refused("tensor 'model.layers.0.mlp.experts.7.up_proj.weight' is missing", load, path)
 
 

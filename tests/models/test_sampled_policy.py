@@ -7,7 +7,6 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.errors import UserError
@@ -21,6 +20,7 @@ from deltatune.ops.tracing import trace
 from deltatune.ops.tracing.trace import Factors
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
+from saved_adapters import moved
 
 
 def by_definition(logits, temperature, top_k, top_p, min_p):
@@ -51,16 +51,16 @@ def test_the_policy_is_that_of_its_definition(temperature, top_k, top_p, min_p):
 
 
 def adapted(tiny_model):
-    model = tiny_model("qwen3_5").eval()
+    model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2).eval()
     convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
     return model
 
 
-def drawn(model, seed):
-    adapters = tree_flatten(model.trainable_parameters())
-    keys = mx.random.split(mx.random.key(seed), len(adapters))
-    new = [(n, 0.3 * mx.random.normal(x.shape, key=k)) for (n, x), k in zip(adapters, keys, strict=True)]
-    model.update(tree_unflatten(new))
+def log_probabilities(model, policy, answer, tokens):
+    """Those of an answer's tokens by one forward pass over prompt and answer, and the model's logits [N, V]."""
+    logits = model(mx.array([[*answer.prompt, *tokens][:-1]]))[0, len(answer.prompt) - 1 :]
+    log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
+    return np.array(mx.take_along_axis(log_p, mx.array(tokens)[:, None], axis=-1)[:, 0]), logits
 
 
 @pytest.mark.parametrize("serving", [contextlib.nullcontext, small_cases])
@@ -75,7 +75,7 @@ def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, 
     with patched(), serving():
         engine = BatchDecoder(model, 2, (), 6, trains=True)
         for seed in range(3):
-            drawn(model, seed)
+            moved(model, 0.3, seed)
             found.append((engine.run(prompts), BatchDecoder(model, 2, (), 6).run(prompts)))
     assert all(ours == fresh for ours, fresh in found)
     assert len({str(ours) for ours, _ in found}) == 3
@@ -103,8 +103,7 @@ def test_keys_and_values_may_be_written_in_place(tiny_model, monkeypatch):
 
 def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):
     """A whole forward pass over prompt and answer gives the same numbers; a prompt of a group is read once."""
-    model = adapted(tiny_model)
-    drawn(model, 0)
+    model = moved(adapted(tiny_model), 0.3)
     policy = SampledPolicy(0.7, top_k=9)
     one, other = [3, 5, 8, 1], [7, 2]
     prompts = [one] * 5 + [other] * 5
@@ -116,9 +115,7 @@ def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):
         for answer in answers:
             tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
             assert (answer.end is None) == (len(answer.tokens) == 12)
-            logits = model(mx.array([[*answer.prompt, *tokens][:-1]]))[0, len(answer.prompt) - 1 :]
-            log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
-            log_p = np.array(mx.take_along_axis(log_p, mx.array(tokens)[:, None], axis=-1)[:, 0])
+            log_p, logits = log_probabilities(model, policy, answer, tokens)
             p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
             entropy = -(p * np.log(p)).sum(-1)
             figures = np.stack(answer.figures)
@@ -136,9 +133,7 @@ def test_models_without_gated_delta_layers_are_sampled_too(family, other_model):
     prompts = [[3, 5, 8, 9, 1], [7, 2], [7, 2], [11] * 7]
     with patched():
         for answer in BatchDecoder(model, 4, (), 6).answers(prompts, policy.sampler(mx.random.key(0))):
-            logits = model(mx.array([[*answer.prompt, *answer.tokens][:-1]]))[0, len(answer.prompt) - 1 :]
-            log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
-            log_p = np.array(mx.take_along_axis(log_p, mx.array(answer.tokens)[:, None], axis=-1)[:, 0])
+            log_p, _ = log_probabilities(model, policy, answer, answer.tokens)
             np.testing.assert_allclose(np.stack(answer.figures)[:, 0], log_p, atol=2e-4)
 
 

@@ -1,12 +1,12 @@
 """Scaled positions are those of transformers, or refused."""
 
-import json
 import math
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from checkpoint_copies import copied
 from console import called
 from deltatune import upstream
 from deltatune.errors import UserError
@@ -104,13 +104,8 @@ def test_longropes_own_scale_is_refused(option):
 
 
 def test_a_command_refuses_a_model_that_ignores_a_scaling(tiny_checkpoint, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in tiny_checkpoint("qwen3").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    content = json.loads((folder / "config.json").read_text())
-    content |= {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 4.0}}
-    (folder / "config.json").write_text(json.dumps(content))
+    scaling = {"type": "linear", "factor": 4.0}
+    folder = copied(tiny_checkpoint("qwen3"), tmp_path / "model", model_type="mixtral", rope_scaling=scaling)
     done = called("generate", "--model", folder, "--prompt", "a", "--max-tokens", 1)
     assert done.returncode == 2
     assert ONE_MESSAGE in " ".join(done.stderr.split())

@@ -6,10 +6,13 @@ import mlx.core as mx
 import pytest
 from tokenizers import Tokenizer
 
+from checkpoint_copies import copied, rewrite, rewritten
+from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.lora.new_rows import grown_tables
 from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model
 from deltatune.models.vocabulary import resize_embeddings
+from deltatune.options.config import LoraConfig
 from new_tokens import TOKENS, write_data
 
 LAST = 308  # The tokens of the base have the ids below; the rows from here on are spare.
@@ -18,10 +21,7 @@ LAST = 308  # The tokens of the base have the ids below; the rows from here on a
 @pytest.fixture(scope="module", params=["qwen3_5", pytest.param("olmo_hybrid", marks=pytest.mark.weekly)])
 def base(request, tiny_checkpoint, tmp_path_factory):
     """A checkpoint with spare rows that are small, as decay leaves those that nobody trains, and two tokens there."""
-    folder = tmp_path_factory.mktemp("spare") / "model"
-    folder.mkdir()
-    for file in tiny_checkpoint(request.param).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = copied(tiny_checkpoint(request.param), tmp_path_factory.mktemp("spare") / "model")
     stored = json.loads((folder / "tokenizer.json").read_text())
     stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < LAST]
     vocabulary = stored["model"]["vocab"]
@@ -32,12 +32,10 @@ def base(request, tiny_checkpoint, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(TOKENS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = mx.load(str(folder / "model.safetensors"))
-    for name, array in weights.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            weights[name] = mx.concatenate([array[:LAST], 0.01 * array[LAST:]])
-    mx.eval(weights)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    with rewritten(folder / "model.safetensors") as weights:
+        for name, array in weights.items():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                weights[name] = mx.concatenate([array[:LAST], 0.01 * array[LAST:]])
     return folder
 
 
@@ -86,11 +84,11 @@ def test_trained_rows_and_full_tables_stay(base, tiny_checkpoint):
 @pytest.mark.bad_input("an adapter with new_rows_from {value}")
 @pytest.mark.parametrize("value", [0, 321, "x"])
 def test_a_wrong_place_is_refused(run, base, tmp_path, value):
-    folder = tmp_path / "out"
-    options = ["--batch-size", 2, "--iters", 1, "--resize-embeddings", "--data", write_data(tmp_path / "data")]
-    assert run("train", "--model", base, "--adapter-path", folder, *options)[0] == 0
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"new_rows_from": value}))
+    folder, loaded = tmp_path / "out", load(base)
+    resize_embeddings(loaded)
+    convert_to_lora(loaded.model, LoraConfig(rank=2, keys=["*.o_proj"]))
+    save_adapters(loaded.model, folder, {})
+    rewrite(folder / "adapter_config.json", new_rows_from=value)
     code, _, error = run("generate", "--model", base, "--adapter-path", folder, "--prompt", "a")
     assert (code, error.count("\n")) == (2, 1)
     assert "new_rows_from: expected a number from 1 to 320" in error

@@ -5,9 +5,9 @@ import json
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
 from deltatune.errors import UserError
+from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora
 from deltatune.lora.tensor_files import read_header
 from deltatune.models.adapted_base import load as load_with_adapter
@@ -17,29 +17,20 @@ from deltatune.models.trained_checkpoint import TrainedCheckpoint, is_trained_ch
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.options.config import LoraConfig
 from new_tokens import with_new_tokens
+from saved_adapters import moved
 from transformers_saves import write_as_transformers
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
 
-def logits(model):
-    output = model(TOKENS)
-    return output if isinstance(output, mx.array) else output.logits
-
-
 def difference(model, other):
-    return mx.abs(logits(model) - logits(other)).max().item()
+    return mx.abs(logits_of(model, TOKENS) - logits_of(other, TOKENS)).max().item()
 
 
 def trained(model, parts=("language",)):
     """Make the model train as a whole, and change its parameters."""
     convert_to_lora(model, LoraConfig(), fine_tune_type="full", num_layers=2, parts=parts)
-    change(model)
-    return model
-
-
-def change(model):
-    model.update(tree_map(lambda array: array + 0.02 * mx.random.normal(array.shape), model.trainable_parameters()))
+    return moved(model)
 
 
 def contents(folder):
@@ -65,7 +56,7 @@ def test_the_base_keeps_its_layout_and_all_its_tensors(tiny_vision_checkpoint, t
     assert checkpoint.note is None
     # The second save has other values, and nothing of the first.
     checkpoint.write(out, {"seed": 0})
-    change(model)
+    moved(model)
     checkpoint.write(out, {"seed": 1})
     before, after = contents(base), contents(out)
     assert before.keys() == after.keys()
@@ -85,7 +76,7 @@ def test_the_base_keeps_its_layout_and_all_its_tensors(tiny_vision_checkpoint, t
 def test_on_images_the_tower_is_written_as_the_base_has_it(base, tmp_path):
     model = trained(load_vision_tower(base), parts=["language", "vision", "projector"])
     model.vision_tower.patch_embed.unfreeze()
-    change(model)
+    moved(model)
     TrainedCheckpoint(model, base).write(tmp_path / "out", {})
     before, after = contents(base), contents(tmp_path / "out")
     assert {name: content[:2] for name, content in before.items()} == {n: content[:2] for n, content in after.items()}

@@ -1,4 +1,7 @@
-"""Keys that transformers 5 writes in a form of its own, or leaves out, reach the models of mlx-lm and mlx-vlm."""
+"""Keys that transformers 5 writes in a form of its own, or leaves out, reach the models of mlx-lm and mlx-vlm.
+
+Options that change transformers' logits and that mlx-lm's model does not read are refused.
+"""
 
 import json
 import math
@@ -10,7 +13,7 @@ import pytest
 from deltatune.errors import UserError
 from deltatune.layers import logits_of
 from deltatune.models.load import load, new_model
-from deltatune.models.transformers_configs import as_written, completed
+from deltatune.models.transformers_configs import as_written, check_options, completed
 
 SIZES = {
     "vocab_size": 320,
@@ -104,3 +107,44 @@ def test_a_config_that_is_all_text_part_keeps_its_sizes_under_the_type_of_a_mode
     complete = completed({"model_type": "qwen3_5", **SIZES, "num_hidden_layers": 3, "layer_types": kinds})
     assert "text_config" not in complete
     assert complete["full_attention_interval"] == 3
+
+
+@pytest.mark.bad_input("{option} in a {family} model, which mlx-lm's model does not read")
+@pytest.mark.parametrize(
+    ("family", "option", "value"),
+    [
+        ("llama", "hidden_act", "relu"),
+        ("qwen3_5_text", "hidden_act", "gelu"),
+        ("gptj", "activation_function", "silu"),
+        ("gemma3_text", "final_logit_softcapping", 30.0),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("gpt_oss", "swiglu_alpha", 1.0),
+    ],
+)
+def test_an_option_that_nobody_reads_is_refused(family, option, value):
+    with pytest.raises(UserError, match=f"it sets {option} to .*mlx-lm's {family} computes with"):
+        check_options({"model_type": family, option: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "value"),
+    [
+        ("llama", "hidden_act", "silu"),
+        ("llama", "hidden_act", "swish"),
+        ("gemma", "hidden_act", "gelu"),
+        ("gemma2", "final_logit_softcapping", 10.0),
+        ("nemotron", "hidden_act", "relu2"),
+        ("granite", "logits_scaling", 8.0),
+        ("gemma3_text", "final_logit_softcapping", None),
+        ("unknown", "hidden_act", "relu"),
+    ],
+)
+def test_an_option_that_is_read_or_as_ever(family, option, value):
+    check_options({"model_type": family, option: value})
+
+
+def test_the_text_part_of_a_model_with_a_tower_is_looked_at():
+    with pytest.raises(UserError, match="final_logit_softcapping"):
+        check_options(
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "final_logit_softcapping": 1.0}}
+        )

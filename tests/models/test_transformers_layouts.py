@@ -1,31 +1,27 @@
 """Checkpoints as transformers 5 saves them load with the logits of the same model in MLX's form."""
 
 import json
-import shutil
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
+from checkpoint_copies import copied, rewritten
 from deltatune.errors import UserError
+from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model, load_vision_tower, new_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
+from saved_adapters import moved
 from transformers_saves import write_as_text_alone, write_as_transformers
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
 
-def logits(model):
-    output = model(TOKENS)
-    return output if isinstance(output, mx.array) else output.logits
-
-
-def equal(model, other):
-    return mx.abs(logits(model) - logits(other)).max().item() < 1e-5
+def equal(model, other, most=1e-5):
+    return mx.abs(logits_of(model, TOKENS) - logits_of(other, TOKENS)).max().item() < most
 
 
 def test_one_tensor_an_expert_loads_through_both_libraries_and_merges_through_both(tiny_vision_checkpoint, tmp_path):
@@ -35,7 +31,7 @@ def test_one_tensor_an_expert_loads_through_both_libraries_and_merges_through_bo
         model = load(base)
         assert equal(model, load(original))
         convert_to_lora(model, LoraConfig(rank=2, scale=2.0, keys=["*switch_mlp.up_proj", "*o_proj"]))
-        model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+        moved(model)
         loader = "mlx-lm" if name == "text" else "mlx-vlm"
         save_adapters(model, tmp_path / f"{name}_adapter", {"model": str(base), "loader": loader})
         done = merge_checkpoint(base, tmp_path / f"{name}_adapter", tmp_path / name)
@@ -60,10 +56,8 @@ def test_the_library_that_trained_the_adapter_loads_its_base(tiny_vision_checkpo
 @pytest.mark.bad_input("experts stored one by one, of which one is missing")
 def test_a_missing_expert_is_named(tiny_checkpoint, tmp_path):
     base = write_as_transformers(tiny_checkpoint("qwen3_5_moe"), tmp_path / "base")
-    tensors = mx.load(str(base / "model.safetensors"))
-    mx.eval(tensors)
-    del tensors["model.language_model.layers.1.mlp.experts.3.down_proj.weight"]
-    mx.save_safetensors(str(base / "model.safetensors"), tensors)
+    with rewritten(base / "model.safetensors") as tensors:
+        del tensors["model.language_model.layers.1.mlp.experts.3.down_proj.weight"]
     with pytest.raises(UserError, match=r"layers.1.mlp.experts.3.down_proj.weight' is missing"):
         load_model(base)
 
@@ -99,22 +93,20 @@ def test_names_of_transformers_own_load_and_merge_under_those_names(family, tmp_
     assert config == content["config"]
     convert_to_lora(model, LoraConfig(rank=2, scale=2.0))
     # A draw that sends no token to other experts by rounding alone.
-    mx.random.seed(0)
-    model.update(tree_map(lambda array: array + 0.03 * mx.random.normal(array.shape), model.trainable_parameters()))
+    moved(model, seed=0)
     save_adapters(model, tmp_path / "adapter", {})
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    assert mx.abs(logits(load_model(tmp_path / "merged")[0]) - logits(model)).max().item() < 1e-4
+    assert equal(load_model(tmp_path / "merged")[0], model, 1e-4)
     stored = mx.load(str(tmp_path / "merged" / "model.safetensors"))
     assert {name: list(array.shape) for name, array in stored.items()} == content["shapes"]
 
 
 def test_a_group_size_of_null_is_the_default(tiny_checkpoint, tmp_path):
     original = tiny_checkpoint("qwen3_5_moe", quantize={"bits": 3, "group_size": 64})
-    base = shutil.copytree(original, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
+    settings = json.loads((original / "config.json").read_text())["quantization"]
     paths = [name for name, m in load_model(original)[0].named_modules() if getattr(m, "bits", 0) == 3]
-    config["quantization"] |= {path: {"group_size": None, "bits": 3, "mode": "affine"} for path in paths}
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": config["quantization"]}))
+    settings |= {path: {"group_size": None, "bits": 3, "mode": "affine"} for path in paths}
+    base = copied(original, tmp_path / "base", quantization=settings, quantization_config=settings)
     model, explicit = load_model(base)[0], load_model(original)[0]
     assert equal(model, explicit)
     for each in (model, explicit):

@@ -1,19 +1,20 @@
 """Of several builds of a model in one folder, every command takes the one that transformers takes."""
 
 import json
-import shutil
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
 
+from checkpoint_copies import copied, rewritten
 from console import called
 from deltatune.errors import UserError
 from deltatune.models import stored_names
 from deltatune.models.checkpoint_files import INDEX, index_counts, weight_files, weight_headers
 from deltatune.models.checkpoint_writer import write_weights
 from deltatune.models.load import load, load_model, load_vision_tower
+from new_tokens import write_data
+from saved_adapters import adapted
 from weight_builds import CASES, arrange, shards
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -41,16 +42,10 @@ def test_the_build_that_transformers_takes_is_loaded(builds, tmp_path, case):
 @pytest.mark.parametrize("case", ["older shards", "index of another build"])
 def test_eval_and_merge_take_that_build(builds, tmp_path, case):
     folder = arrange(case, *builds, tmp_path / "model")
-    data = tmp_path / "data"
-    data.mkdir()
-    for split in ("train", "valid", "test"):
-        (data / f"{split}.jsonl").write_text(json.dumps({"text": "the dog sees the cat"}) + "\n")
+    data = write_data(tmp_path / "data", new=False)
     right, mixed = (called("eval", "--model", path, "--data", data) for path in (builds[0], folder))
     assert right.stdout.splitlines()[-1] == mixed.stdout.splitlines()[-1], mixed.stderr
-    trained = called(
-        "train", "--model", folder, "--data", data, "--iters", 1, "--adapter-path", tmp_path / "a", "--batch-size", 1
-    )
-    assert trained.returncode == 0, trained.stderr
+    adapted(folder, tmp_path / "a")
     (folder / "consolidated.safetensors").write_bytes(b"in another layout")
     merged = called("merge", "--model", folder, "--adapter-path", tmp_path / "a", "--save-path", tmp_path / "merged")
     assert merged.returncode == 0, merged.stderr
@@ -67,11 +62,9 @@ def test_images_take_that_build(tiny_vision_checkpoint, tmp_path):
 
 
 def test_an_index_that_names_the_whole_file_among_others_counts(builds, tmp_path):
-    folder = Path(shutil.copytree(builds[0], tmp_path / "model"))
-    tensors = mx.load(str(folder / "model.safetensors"))
-    mx.eval(tensors)
-    norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    folder = copied(builds[0], tmp_path / "model")
+    with rewritten(folder / "model.safetensors") as tensors:
+        norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
     mx.save_safetensors(str(folder / "model-norm.safetensors"), norm)
     weight_map = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(norm, "model-norm.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -80,7 +73,7 @@ def test_an_index_that_names_the_whole_file_among_others_counts(builds, tmp_path
 
 
 def test_a_tensor_that_stands_in_two_shards_alike_is_written_once(builds, tmp_path):
-    folder = Path(shutil.copytree(builds[0], tmp_path / "model"))
+    folder = copied(builds[0], tmp_path / "model")
     shards(folder, folder, 2, repeated="model.norm.weight")
     (folder / "model.safetensors").unlink()
     (folder / INDEX).unlink()
@@ -94,7 +87,7 @@ def test_a_tensor_that_stands_in_two_shards_alike_is_written_once(builds, tmp_pa
 
 @pytest.mark.bad_input("shards of two builds in one folder, without an index")
 def test_shards_of_two_builds_without_an_index(builds, tmp_path):
-    folder = Path(shutil.copytree(builds[0], tmp_path / "model"))
+    folder = copied(builds[0], tmp_path / "model")
     shards(builds[0], folder, 2)
     shards(builds[1], folder, 3)
     (folder / INDEX).unlink()
@@ -105,8 +98,6 @@ def test_shards_of_two_builds_without_an_index(builds, tmp_path):
 
 @pytest.mark.bad_input("a config.json that names another file of weights (transformers_weights)")
 def test_transformers_weights_of_another_name(builds, tmp_path):
-    folder = Path(shutil.copytree(builds[0], tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    folder = copied(builds[0], tmp_path / "model", transformers_weights="other.safetensors")
     with pytest.raises(UserError, match=r"transformers_weights names 'other\.safetensors'"):
         load(folder)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 import metal_kernels
-from deltatune.ops.decoding import attention_token, delta_token
+from deltatune.ops.decoding import attention_token, delta_token, sampled_token
 from deltatune.ops.pointwise.conv import NormedHeads
 from metal_front_end import compiling, launches, registers, text
 
@@ -30,6 +30,7 @@ CALLS = (
     launches.of_attention(mx.float32, 64, documents=True, window=40, sinks=True),
     launches.of_trial(attention_token.trial_case(16, 4, 256, mx.float32)),
     launches.of_trial(delta_token.trial_case(TOKEN, True, 4, TOKEN_DTYPES)),
+    launches.of_trial(sampled_token.trial_case(mx.bfloat16)),
 )
 KERNELS = [(call.name, launch) for call in CALLS for launch in call.launches]
 IDS = [f"{name}: {launch.name}" for name, launch in KERNELS]

@@ -76,7 +76,6 @@ def test_the_comments_of_a_recipe_say_what_its_options_are():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Folders with rows of text, and with rows of a picture."""
     folder = tmp_path_factory.mktemp("recipes")
     for name, row in (("text", {}), ("images", {"images": ["a.png"]})):
         (folder / name).mkdir()

@@ -23,7 +23,6 @@ def fails_later(completions):
 
 @pytest.fixture
 def train(tmp_path, checkpoint):
-    """train(*flags) -> the outcome of `deltatune train --loss grpo` in a folder with rewards.py and prompts."""
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     rows = [{"prompt": f"question {n} ", "letter": "aeiou"[n % 5]} for n in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

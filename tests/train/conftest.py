@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ from deltatune.train.iterations import Iterations
 from deltatune.train.progress import Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
-from killed_runs import metrics
+from killed_runs import metrics, same
 
 _STRAIGHT_RUNS: dict[str, Path] = {}
 
@@ -134,6 +135,37 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
             return trainer.run()
 
     return run
+
+
+@pytest.fixture
+def loses_nothing(
+    make_trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """loses_nothing(trainer, straight, (owner, name, function), error, said, **options) breaks a run and continues it.
+
+    With `function` in its place, the run of these options raises the error, which says `said` (a regular expression),
+    or has it as a note. Its continuation leaves the files of the run in the folder `straight`.
+    """
+
+    def check(
+        trainer: Trainer,
+        straight: Path,
+        change: tuple[Any, str, Any],
+        error: type[Exception],
+        said: str,
+        **options: Any,
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with pytest.raises(error) as raised:
+                trainer.run()
+        notes = getattr(raised.value, "__notes__", [])
+        assert re.search(said, " ".join([str(raised.value), *notes])), (raised.value, notes)
+        mx.eval(trainer.model.parameters())
+        make_trainer(resume=True, **options).run()
+        same(tmp_path / "out", straight)
+
+    return check
 
 
 @pytest.fixture

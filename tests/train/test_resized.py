@@ -111,19 +111,9 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
             most = 1e-5 + 2 * largest_move(theirs, lambda theirs=theirs: theirs(PROMPT))
             assert_same(ours(PROMPT), theirs, lambda theirs=theirs: theirs(PROMPT), most)
         assert run("generate", "--model", merged, "--prompt", TOKENS[0], "--max-tokens", 2)[0] == 0
-
-
-def test_mlx_lm_refuses_the_adapter_itself(train, tiny_checkpoint, tmp_path):
-    """Without the merge it would read beyond the table, so it must stop at loading."""
-    path = with_new_tokens(tiny_checkpoint("qwen3_5"), tmp_path / "model")
-    folder = train(path, "out", iters=1)
-
-    def answer():
-        model = mlx_lm.utils.load(str(path), adapter_path=str(folder))[0]
-        mx.eval(model(PROMPT))
-
+    # Without the merge mlx-lm would read beyond the table, so it must stop at loading.
     with pytest.raises(ValueError, match="new_rows: not an adapter parameter"):
-        answer()
+        mlx_lm.utils.load(str(path), adapter_path=str(folder))
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("from-scratch", marks=pytest.mark.weekly)])

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from ..data.prompts import conversation_text, text_tokens
 from ..errors import UserError, first_line
 from ..models.batch_decoder import ROWS
-from ..models.continuations import Likelihood
+from ..models.head import Likelihood
 from ..options.config import nearest
 from .session import Session
 

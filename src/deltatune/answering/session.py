@@ -19,11 +19,9 @@ from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load, put_adapter
-from ..models.continuations import Likelihood, scored
-from ..models.early_refusal import refuse_unserved
 from ..models.generate import Sampling
-from ..models.head import Split, split_head
-from ..models.load import Loaded
+from ..models.head import Likelihood, Split, scored, split_head
+from ..models.load import Loaded, refuse_unserved
 from ..models.trained_checkpoint import is_trained_checkpoint
 from ..options.chat_template import parsed_options
 from ..options.generation import AnswerOptions

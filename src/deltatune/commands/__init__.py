@@ -1,1 +1,1 @@
-"""The commands of `deltatune`. Each has one file, with its flags and its function."""
+"""The commands of `deltatune`: one file each, with its words in the list of commands, its flags and its function."""

@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import NoResultError, UserError
 from ..machine import startup
 from ..options.generation import ChatOptions
 from ..wrapping import say
-from .flags import add_adapter, add_model, add_sampling, given_flags
+from .flags import add_adapter, add_fields, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..answering.dialogue import Dialogue
@@ -25,19 +25,14 @@ _COMPARED = ", c asks the base too, or no more"
 _TOKENS = 2048
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model, with an adapter, without it, or with both",
-        description="Talk to a model. Ctrl-C ends an answer, and the conversation where none is being given.",
-    )
+HELP = "talk to a model, with an adapter, without it, or with both"
+DESCRIPTION = "Talk to a model. Ctrl-C ends an answer, and the conversation where none is being given."
+
+
+def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "folder of the model")
     add_adapter(parser)
-    parser.add_argument("--compare", action="store_true", help="ask the base too, and print its answers first")
-    parser.add_argument("--system-prompt", type=str, metavar="TEXT", help="system message at the beginning")
-    add_sampling(parser.add_argument, ChatOptions.max_tokens)
-    parser.set_defaults(call=run, parser=parser)
+    add_fields(parser, ChatOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,15 +53,10 @@ def chat(options: ChatOptions) -> None:
 
 
 class Chat:
-    """A conversation on the terminal.
-
-    Args:
-        options: The options of the command.
-        session: The session with the model.
-    """
+    """A conversation on the terminal with the model of a session."""
 
     def __init__(self, options: ChatOptions, session: Session):
-        from ..lora.without import can_be_without
+        from ..lora.convert import can_be_without
 
         self._options = options
         self._compares = options.compare
@@ -114,7 +104,6 @@ class Chat:
         return line.strip()
 
     def _obey(self, question: str) -> None:
-        """Obey one of the letters, or answer."""
         if question == "h":
             say(f"{self._help()}.")
         elif question == "r":
@@ -128,7 +117,6 @@ class Chat:
             self._answer(question)
 
     def _plan(self, tokens: int) -> None:
-        """Plan memory for a conversation of so many tokens."""
         from ..plan.forward_placement import placed_answer
         from ..train.evaluation.inference import Prompt
 
@@ -137,11 +125,7 @@ class Chat:
         self._room = tokens
 
     def _make_room(self, question: str) -> None:
-        """Plan memory anew where a question ends a longer conversation than was planned for.
-
-        Raises:
-            UserError: Memory is too little for it, or the chat template refuses it.
-        """
+        """Plan memory anew for a longer conversation; UserError where it is too little, or the template refuses it."""
         if self._options.memory is None:
             return
         tokens = max(len(dialogue.prompt(question)) for dialogue in self._dialogues)
@@ -188,7 +172,7 @@ class Chat:
     def _ask_base(self, question: str) -> bool:
         """Print the answer of the base, which has heard the questions that were put to both."""
         from ..answering.session import Session
-        from ..lora.without import without_adapters
+        from ..lora.convert import without_adapters
 
         if len(self._dialogues) == 1:
             alone = dataclasses.replace(self._options, adapter_path=None, compare=False, seed=None)

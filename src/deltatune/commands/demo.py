@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..machine import startup
 
+HELP = "train the bundled model on the bundled data and show its accuracy before and after"
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "demo", help="train the bundled model on the bundled data and show its accuracy before and after"
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", default="demo-out", help="folder for its files (default: demo-out)")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..machine import startup
 
+HELP = "check versions, device, BLAS, kernels, known faults and patches: is training right on this machine?"
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check versions, device, BLAS, kernels, known faults and patches: is training right on this machine?",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="TEXT", help="a model to examine as well: its layers, and the code that trains each"
     )
     parser.add_argument(
         "--json", action="store_true", help="print the whole result, with every measured error, as JSON"
     )
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, first_line
 from ..machine import startup
-from ..options.conditions import TASKS, TRAINING, refuse_unread, refuse_unread_flags
+from ..options.conditions import TASKS, TRAINING, refuse_unread
 from ..options.config import TrainConfig
-from ..options.generation import AnswerOptions
-from ..options.values import Range, fix
-from .flags import add_adapter, add_options, config_from, flag_names, given_flags, require
+from ..options.generation import AnswerOptions, TaskOptions
+from .flags import add_adapter, add_fields, add_options, config_from, flag_names, given_flags, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,21 +29,13 @@ OPTIONS = (
 _OF_ADAPTER = ("chat_template_config", "min_pixels", "max_pixels", "fps", "video_max_frames")
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "eval",
-        help="print loss and perplexity on test.jsonl, or figures on tasks of lm-eval",
-    )
+HELP = "print loss and perplexity on test.jsonl, or figures on tasks of lm-eval"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
     add_adapter(parser)
     add_options(parser, OPTIONS, _OF_ADAPTER)
-    add = parser.add_argument_group("tasks of lm-eval, in place of data").add_argument
-    add("--tasks", metavar="TEXT", help="names or patterns of tasks, separated by commas, such as arc_easy,hellaswag")
-    add("--num-fewshot", type=int, metavar="N", help="number of examples in a prompt; default: the task's own")
-    add("--limit", type=int, metavar="N", help="number of questions of each task to ask; default: all")
-    add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
-    add("--include-path", metavar="DIR", help="folder with task files of your own")
-    parser.set_defaults(call=run, parser=parser)
+    add_fields(parser.add_argument_group("tasks of lm-eval, in place of data"), TaskOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,32 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskOptions:
-    """The options of `eval` for tasks of lm-eval, under the names that `lm_eval` gives them.
-
-    Raises:
-        UserError: An option has a value that it may not have, or has no meaning without `tasks`.
-    """
-
-    tasks: str | None = None
-    num_fewshot: int | None = dataclasses.field(default=None, metadata={"range": Range(least=0)})
-    limit: int | None = dataclasses.field(default=None, metadata={"range": Range(least=1)})
-    apply_chat_template: bool = False
-    include_path: str | None = None
-
-    def __post_init__(self) -> None:
-        fix(self)
-        refuse_unread_flags(TASKS, self)
-
-
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
-    """Print and return a model's figures on tasks of lm-eval, by task.
+    """Print and return the figures of a model, alone or with the adapter in a folder, on tasks of lm-eval, by task.
 
-    Args:
-        config: Options of a run, of which the model, batch_size and max_seq_length matter here.
-        options: The tasks, and how they are put.
-        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
+    Of the options of a run, the model, batch_size and max_seq_length matter here.
 
     Raises:
         UserError: lm-eval is not installed, does not know a task, or cannot load its data.
@@ -124,7 +93,6 @@ def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str 
 
 
 def _session_options(config: TrainConfig, adapter_path: str | None) -> AnswerOptions:
-    """Return the options of the session in which a model is evaluated."""
     variables = config.chat_template_config
     return AnswerOptions(
         str(config.model),
@@ -145,7 +113,7 @@ def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, 
         flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
     """
     from ..answering.session import Session
-    from ..data.vision.preparation import picture_options
+    from ..data.vision.media import picture_options
     from ..lora.adapter_files import template_options
     from ..plan.forward_placement import placed_evaluation
     from ..train.reports.screen import Screen

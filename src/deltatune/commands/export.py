@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from ..errors import UserError
 from ..machine import startup
@@ -23,11 +22,10 @@ _UNUSED = {
     "gguf": ("push_to_hub", "base_model", "data"),
     "gguf-adapter": ("push_to_hub", "data"),
 }
+HELP = "write an adapter for PEFT, MLX, llama.cpp or the Hugging Face hub"
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser("export", help="write an adapter for PEFT, MLX, llama.cpp or the Hugging Face hub")
+def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--to",
@@ -54,7 +52,6 @@ def add(commands: Any) -> None:
     add("--data", metavar="DIR", help="folder with test.jsonl, to compare the loss before and after a merge")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload the result to this repository, private where it is new")
     add_ends(parser, "; for GGUF one token, which becomes the file's end token")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,7 +94,6 @@ def export_adapter(
 
 
 def _exported(arguments: argparse.Namespace) -> list[str]:
-    """Export as the arguments say; return the lines that say it."""
     from ..export import hub
     from ..export.model_card import CARD, write_card
 
@@ -117,7 +113,6 @@ def _exported(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse flags that the target has no use for."""
     for name in _UNUSED[arguments.to]:
         if getattr(arguments, name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -207,22 +202,15 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.gguf_adapter import write_gguf_adapter
+    from ..export.gguf_file import OUTTYPES, write_gguf_adapter
 
-    outtype = _outtype(arguments, "f32")
+    outtype = arguments.outtype or "f32"
+    if outtype not in OUTTYPES:
+        raise UserError(f"--outtype {outtype}: expected {', '.join(OUTTYPES)}; llama-quantize makes the others.")
     path = write_gguf_adapter(
         arguments.model, arguments.adapter_path, arguments.save_path, arguments.llama_cpp, outtype, arguments.base_model
     )
     return [f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {quote(str(path))}"], []
-
-
-def _outtype(arguments: argparse.Namespace, default: str) -> str:
-    from ..export.gguf_file import OUTTYPES
-
-    outtype = arguments.outtype or default
-    if outtype not in OUTTYPES:
-        raise UserError(f"--outtype {outtype}: expected {', '.join(OUTTYPES)}; llama-quantize makes the others.")
-    return outtype
 
 
 _EXPORTS = {"peft": _peft, "mlx": _mlx, "merged": _merged, "gguf": _gguf, "gguf-adapter": _gguf_adapter}

@@ -38,7 +38,6 @@ def _text(text: str) -> str:
 
 @_of_argument()
 def _template_variables(text: str) -> dict[str, Any]:
-    """Return the variables of a chat template that a JSON text holds."""
     return parsed_options(text, "")
 
 
@@ -51,7 +50,6 @@ def _ranks(text: str) -> Any:
 
 
 def _switch(text: str) -> bool | str:
-    """Return the value of a switch's text, or the text itself where it is another word."""
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -103,7 +101,10 @@ def size(text: str) -> int:
 
 
 # The options with flags that take another form than their type's.
-_CONVERT = {"chat_template_config": _template_variables, "rank_pattern": _ranks}
+_CONVERT = {
+    ("dict[str, Any] | None", "chat_template_config"): _template_variables,
+    ("dict[str, int]", "rank_pattern"): _ranks,
+}
 
 
 def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
@@ -114,31 +115,46 @@ def flag_name(option: str, metadata: Mapping[str, Any]) -> str:
 
 def _add_option(group: Any, field: dataclasses.Field, of_adapter: bool = False) -> None:
     """Add the flag of one option. Its default is None, so that the YAML file decides where it is not given."""
-    name = flag_name(field.name, field.metadata)
+    about = field.metadata
+    name = flag_name(field.name, about)
     default = field.default
-    has_default = not (default is None or default is dataclasses.MISSING or isinstance(default, bool))
+    has_default = not (default in (None, ()) or default is dataclasses.MISSING or isinstance(default, bool))
     default_text = f" (default: {default})" if has_default else ""
-    text = (field.metadata["help"] + default_text).replace("%", "%%")
+    text = (about["help"] + default_text).replace("%", "%%")
     text = text.replace("default: ", "default: the adapter's, else ") if of_adapter else text
     kind = str(field.type)
-    if field.name == "train":
+    if not about.get("negated", True) and kind == "bool":
         group.add_argument(name, action="store_true", default=None, help=text)
     elif kind == "bool | str":
-        words = ["true", "false", *field.metadata["choices"]]
+        words = ["true", "false", *about["choices"]]
         group.add_argument(name, type=_switch, nargs="?", const=True, default=None, metavar="|".join(words), help=text)
         group.add_argument(f"--no-{name[2:]}", dest=field.name, action="store_const", const=False, help=f"{name} false")
     elif kind.startswith("bool"):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         convert: Callable[[str], Any] = {"int": int, "float": float, "list[float]": float}.get(kind.split(" ")[0], str)
-        counts_bytes = field.metadata["range"] is not None and field.metadata["range"].size
-        convert = size if counts_bytes else _CONVERT.get(field.name, convert)
-        choices = field.metadata["choices"] or None
-        several = "+" if kind.startswith("list") else None
+        counts_bytes = about["range"] is not None and about["range"].size
+        convert = size if counts_bytes else _CONVERT.get((kind, field.name), convert)
+        choices = about["choices"] or None
         metavars = {int: "N", float: "X", size: "SIZE", _template_variables: "JSON", _ranks: "JSON"}
-        metavar = None if choices else metavars.get(convert, "TEXT")
-        more = {"dest": field.name, "choices": choices, "metavar": metavar, "help": text}
-        group.add_argument(name, type=convert, nargs=several, default=None, **more)
+        more = {
+            "dest": field.name,
+            "choices": choices,
+            "metavar": None if choices else about.get("metavar") or metavars.get(convert, "TEXT"),
+            "required": default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            "nargs": "+" if kind.startswith(("list", "tuple")) else None,
+        }
+        names = [name, about["short"]] if "short" in about else [name]
+        # An empty text is refused by the option's own check where it may not be.
+        group.add_argument(*names, type=convert, default=None, help=text, **more)
+
+
+def add_fields(group: Any, options: type) -> None:
+    """Give a parser, or a group of its flags, the flags of a dataclass with options, inherited ones last."""
+    fields = dataclasses.fields(options)
+    for field in sorted(fields, key=lambda field: field.name not in options.__annotations__):
+        if field.metadata.get("flag"):
+            _add_option(group, field)
 
 
 def add_options(
@@ -190,40 +206,6 @@ def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
         metavar="TEXT",
         help=f"further tokens at which the merged model stops, written into its generation_config.json{more}",
     )
-
-
-def add_sampling(add: Any, max_tokens: int) -> None:
-    """Add the flags that say how a model answers, whatever it is asked; `max_tokens` is the default of that flag."""
-    add(
-        "--max-tokens",
-        "-m",
-        type=int,
-        metavar="N",
-        help=f"largest number of tokens in the answer (default: {max_tokens})",
-    )
-    add("--temp", type=float, metavar="X", help="sampling temperature; 0 always takes the likeliest token (default: 0)")
-    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to this")
-    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one's probability")
-    add("--top-k", type=int, metavar="N", help="sample from this number of the likeliest tokens")
-    add("--seed", type=int, metavar="N", help="seed of the sampling")
-    add(
-        "--chat-template-config",
-        metavar="JSON",
-        help='variables of the chat template, such as {"enable_thinking": false}; default: those of the adapter',
-    )
-    add(
-        "--tools", metavar="FILE.json", help="tools that the chat template describes to the model, as OpenAI lists them"
-    )
-    add(
-        "--memory",
-        type=size,
-        metavar="SIZE",
-        help="size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read "
-        "for every token, which is slow",
-    )
-    add("--extra-eos-token", nargs="+", metavar="TEXT", help="further tokens that end the answer")
-    add("--trust-remote-code", action="store_true", help="allow code that comes with the model or its tokenizer to run")
-    add("--force", action="store_true", help="answer although a function that results depend on runs upstream's code")
 
 
 def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainConfig:

@@ -12,65 +12,22 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..machine import startup
 from ..options.generation import GenerateOptions
-from .flags import add_adapter, add_model, add_sampling, given_flags
+from .flags import add_adapter, add_fields, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..answering.session import Session
     from ..data.vision.prompt import PromptPictures
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser("generate", help="let a model, with or without an adapter, answer a prompt")
-    add = parser.add_argument
+HELP = "let a model, with or without an adapter, answer a prompt"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "folder of the model")
     add_adapter(parser)
-    add(
-        "--prompt",
-        "-p",
-        required=True,
-        type=str,
-        metavar="TEXT",
-        help="the user's message; - reads it from standard input",
-    )
-    add("--system-prompt", type=str, metavar="TEXT", help="system message that goes before the prompt")
-    add("--prefill-response", type=str, metavar="TEXT", help="text with which the answer begins")
-    add_sampling(add, GenerateOptions.max_tokens)
-    add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a chat template")
-    _add_media(add)
-    add(
-        "--verbose",
-        type=_true_or_false,
-        metavar="BOOL",
-        help="whether to print speeds after the answer: true or false",
-    )
-    parser.set_defaults(call=run, parser=parser)
-
-
-def _add_media(add: Any) -> None:
-    """Add the flags of images and videos to the command line."""
-    add(
-        "--image",
-        nargs="+",
-        metavar="FILE",
-        help="images to put before the prompt, for a model with a vision tower",
-    )
-    add(
-        "--video",
-        nargs="+",
-        metavar="FILE",
-        help="videos to put before the prompt, or images that are the frames of one video",
-    )
-    pixels = "area of an image or frame, in pixels; default: as the adapter was trained, else the model's own"
-    add("--min-pixels", type=int, metavar="N", help=f"smallest {pixels}")
-    add("--max-pixels", type=int, metavar="N", help=f"largest {pixels}")
-    add("--fps", type=float, metavar="X", help="frames per second to take from --video; default: as for pixels")
-    add(
-        "--video-max-frames",
-        type=int,
-        metavar="N",
-        help="largest number of frames to take from --video; default: as for pixels",
-    )
+    add_fields(parser, GenerateOptions)
+    about = GenerateOptions.__dataclass_fields__["verbose"].metadata["help"]
+    parser.add_argument("--verbose", type=_true_or_false, metavar="BOOL", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,11 +101,9 @@ def _say_speeds(last: Any, on_host: int) -> None:
 
 
 def _prompt(text: str) -> str:
-    r"""Return the prompt, read from standard input where it is `-`; UserError where that is empty or not UTF-8.
-
-    Standard input is taken as it stands. In an argument, \n and \t stand for a new line and a tab, as for mlx_lm.
-    """
+    """Return the prompt, read from standard input where it is `-`; UserError where that is empty or not UTF-8."""
     if text != "-":
+        # As for mlx_lm; standard input is taken as it stands.
         return text.replace("\\n", "\n").replace("\\t", "\t")
     if sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; give it the prompt, or give --prompt TEXT.")
@@ -178,7 +133,7 @@ def _first_media(options: GenerateOptions) -> str | None:
 
 def _pictures(options: GenerateOptions, session: Session) -> PromptPictures:
     """Read the images or videos of the options; where all files of --video are images, they are one video's frames."""
-    from ..data.vision.preparation import picture_options
+    from ..data.vision.media import picture_options
     from ..data.vision.videos import Video
 
     names = options.video

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..machine import startup
 from ..wrapping import say
 from .flags import add_model
 
+HELP = "turn an adapter of PEFT into one of MLX"
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser("import", help="turn an adapter of PEFT into one of MLX")
+
+def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
     add("--peft", required=True, metavar="DIR", help="folder that PEFT's save_pretrained wrote")
     add("--save-path", default="adapters", metavar="DIR", help="folder for the adapter (default: adapters)")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

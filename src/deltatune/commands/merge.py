@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..machine import startup
 from ..wrapping import say
 from .flags import add_ends, add_model
 
+HELP = "merge an adapter into its base model and write a full checkpoint"
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser("merge", help="merge an adapter into its base model and write a full checkpoint")
+
+def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
     add("--adapter-path", default="adapters", metavar="DIR", help="folder of the adapter (default: adapters)")
     add("--save-path", default="fused_model", metavar="DIR", help="new folder for the result (default: fused_model)")
     add("--dequantize", action="store_true", help="write the weights of a quantised base model unquantised")
     add_ends(parser)
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

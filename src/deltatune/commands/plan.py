@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
 
 from ..machine import startup
 from ..options.config import TrainConfig
 from ..wrapping import say
 from .flags import add_options, config_from, require
 
+HELP = "print the peak memory and live buffers of a training step, and the largest step that fits"
+USAGE = "deltatune plan --model MODEL --data DATA [-c FILE] [train's options]"
+DESCRIPTION = (
+    "Plan a run without running a step. The options are those of `deltatune train`. The exit code is 1 "
+    "if the run does not fit."
+)
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "plan",
-        help="print the peak memory and live buffers of a training step, and the largest step that fits",
-        usage="deltatune plan --model MODEL --data DATA [-c FILE] [train's options]",
-        description="Plan a run without running a step. The options are those of `deltatune train`. The exit code is 1 "
-        "if the run does not fit.",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="say which primitives hold the memory, where, and what smaller adapters would save",
+        help="say where in the model the peaks are, and what smaller adapters would save",
     )
     add_options(parser)
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

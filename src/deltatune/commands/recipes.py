@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+HELP = "list YAML files for models that many people tune, or copy one"
+USAGE = "deltatune recipes [copy NAME [PATH]]"
+DESCRIPTION = "Without further words, list the recipes. `copy` writes one, for `deltatune train -c`."
 
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "recipes",
-        help="list YAML files for models that many people tune, or copy one",
-        usage="deltatune recipes [copy NAME [PATH]]",
-        description="Without further words, list the recipes. `copy` writes one, for `deltatune train -c`.",
-    )
-    parser.set_defaults(call=run, parser=parser, does=None)
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(does=None)
     actions = parser.add_subparsers(prog="deltatune recipes", metavar="COMMAND", help="copy a recipe")
     copy = actions.add_parser("copy", help="write a recipe into a file")
     copy.add_argument("name", metavar="NAME", help="one of the list")

@@ -10,10 +10,11 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..wrapping import say
@@ -21,12 +22,13 @@ from ..wrapping import say
 if TYPE_CHECKING:
     from ..patches import PatchReport
 
-USAGE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
+_GIVE = "Give a console script, a module, or a Python file: deltatune run -- mlx_lm.lora --model ..."
 
 
-def add(commands: Any) -> None:
-    """Add the command to the command line; every word after it belongs to the other program."""
-    parser = commands.add_parser("run", help="run another MLX trainer with deltatune's gradients in it")
+HELP = "run another MLX trainer with deltatune's gradients in it"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="name every patch that is applied; stands before the other program"
     )
@@ -36,7 +38,6 @@ def add(commands: Any) -> None:
         help="run it although upstream has changed and deltatune's gradients cannot serve it; stands there, too",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, type=str, metavar="-- COMMAND ...")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,11 +64,15 @@ def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) 
     Example:
         >>> run_program(["mlx_lm.lora", "--model", "Qwen/Qwen3.5-0.8B", "--train"])
     """
+    from ..machine import backend
+    from ..machine.compiling import without_kernels
+
     program = _program(argv[1:] if argv[:1] == ["--"] else argv)
     argv_before, path_before, hook = sys.argv, list(sys.path), sys.excepthook
     sys.excepthook = _without_our_frames(hook)
     try:
-        with _compile_mode():
+        # On CUDA, mx.compile would build kernels of its own, which takes minutes in every process.
+        with without_kernels() if backend.builds_kernels() else nullcontext():
             code = _patched(program, verbose, force)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
@@ -107,48 +112,37 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
     return code
 
 
-def _compile_mode() -> AbstractContextManager[object]:
-    """On CUDA, keep mx.compile from building kernels of its own, which takes minutes in every process."""
-    from ..machine import backend
-    from ..machine.compiling import without_kernels
-
-    return without_kernels() if backend.builds_kernels() else nullcontext()
-
-
 def _program(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the command's Python program; UserError where it names none."""
     if command and Path(command[0]).name.startswith("python") and not command[0].endswith(".py"):
         return _interpreter(command[1:])
     if not command:
-        raise UserError(f"deltatune run: no command was given. {USAGE}")
+        raise UserError(f"deltatune run: no command was given. {_GIVE}")
     name, arguments = command[0], command[1:]
     for entry in importlib.metadata.entry_points(group="console_scripts", name=Path(name).name):
-        return _script(entry, [shutil.which(name) or name, *arguments])
+        return partial(_script, entry, [shutil.which(name) or name, *arguments])
     path = Path(name) if Path(name).is_file() else Path(shutil.which(name) or "")
     if path.is_file() and (path.suffix == ".py" or _is_python(path)):
-        return _file(path, arguments)
+        return partial(_file, path, arguments)
     if path.suffix != ".py" and _is_module(name):
-        return _module(name, arguments)
-    raise UserError(f"deltatune run: {name!r} is no Python file, module or console script of this environment. {USAGE}")
+        return partial(_module, name, arguments)
+    raise UserError(f"deltatune run: {name!r} is no Python file, module or console script of this environment. {_GIVE}")
 
 
 def _interpreter(command: list[str]) -> Callable[[], None]:
-    """Return a function that runs the words after `python`: FILE.py or -m MODULE."""
     if len(command) > 1 and command[0] == "-m":
         if not _is_module(command[1]):
             raise UserError(f"deltatune run: no module named {command[1]!r}; give one of this environment or folder.")
-        return _module(command[1], command[2:])
+        return partial(_module, command[1], command[2:])
     if not command or command[0].startswith("-"):
         raise UserError(
             f"deltatune run: after python, give FILE.py or -m MODULE, not {' '.join(command[:1]) or 'nothing'}."
         )
     if not Path(command[0]).is_file():
         raise UserError(f"deltatune run: no such file: {command[0]}; give the path of a Python file.")
-    return _file(Path(command[0]), command[1:])
+    return partial(_file, Path(command[0]), command[1:])
 
 
 def _is_module(name: str) -> bool:
-    """Whether a module of this name can be imported from the environment or the current folder."""
     if not all(part.isidentifier() for part in name.split(".")):
         return False
     sys.path.insert(0, os.getcwd())
@@ -161,36 +155,26 @@ def _is_module(name: str) -> bool:
 
 
 def _is_python(path: Path) -> bool:
-    """Whether the first line of the file asks for a Python interpreter."""
     with path.open("rb") as file:
         first = file.readline(256)
     return first.startswith(b"#!") and b"python" in first
 
 
-def _script(entry: importlib.metadata.EntryPoint, argv: list[str]) -> Callable[[], None]:
-    def program() -> None:
-        sys.argv = argv
-        sys.exit(entry.load()())
-
-    return program
+def _script(entry: importlib.metadata.EntryPoint, argv: list[str]) -> None:
+    sys.argv = argv
+    sys.exit(entry.load()())
 
 
-def _file(path: Path, arguments: list[str]) -> Callable[[], None]:
-    def program() -> None:
-        sys.argv = [str(path), *arguments]
-        sys.path.insert(0, str(path.resolve().parent))
-        runpy.run_path(str(path), run_name="__main__")
-
-    return program
+def _file(path: Path, arguments: list[str]) -> None:
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
-def _module(name: str, arguments: list[str]) -> Callable[[], None]:
-    def program() -> None:
-        sys.argv = [name, *arguments]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-    return program
+def _module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _exit_code(exit_: SystemExit) -> int:
@@ -208,12 +192,7 @@ def _report_patches(report: PatchReport, verbose: bool) -> None:
 
 
 def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
-    """Print how many calls of the program got deltatune's gradients, or why none did.
-
-    Args:
-        left_alone: The functions with upstream's code on which training depends.
-        crashed: Whether the program ended with an error.
-    """
+    """Print how many calls of the program got deltatune's gradients, or why none did: functions were left alone."""
     from ..patches import recurrence, whole_rows
 
     counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]

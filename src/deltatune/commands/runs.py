@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ..machine import startup
 
+HELP = "list the runs in folders, or lay several in one report"
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser("runs", help="list the runs in folders, or lay several in one report")
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folders", nargs="*", default=["."], metavar="FOLDER", help="folder of runs (default: this one)"
     )
     parser.add_argument("--report", metavar="FILE", help="write a report with the curves of all of them into this file")
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..machine import startup
 from ..options.config import TrainConfig
 from .flags import add_options, config_from, require
 
+HELP = "fine-tune a model, with LoRA by default"
+USAGE = "deltatune train --model MODEL --data DATA [-c FILE] [options]"
+DESCRIPTION = (
+    "Fine-tune a model. The options that mlx_lm.lora has are named as it names them. A YAML file (-c) "
+    "can also set lr_schedule, optimizer_config, hf_dataset and all of lora_parameters (see the options page)."
+)
 
-def add(commands: Any) -> None:
-    """Add the command and its flags to the command line."""
-    parser = commands.add_parser(
-        "train",
-        help="fine-tune a model, with LoRA by default",
-        usage="deltatune train --model MODEL --data DATA [-c FILE] [options]",
-        description="Fine-tune a model. The options that mlx_lm.lora has are named as it names them. A YAML file (-c) "
-        "can also set lr_schedule, optimizer_config, hf_dataset and all of lora_parameters (see the options page).",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-batch",
         action="store_true",
@@ -26,7 +24,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--verbose", action="store_true", help="name every patch that is applied")
     add_options(parser)
-    parser.set_defaults(call=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

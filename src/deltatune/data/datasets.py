@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,26 +14,34 @@ import numpy as np
 
 from ..errors import UserError
 from ..machine.environment import expanded
+from ..options.chat_template import THINKING, written_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from ..options.data_in_memory import DataInMemory
 from ..options.values import unknown_names
-from .batches.example_stream import ExampleStream, StreamedSplits
 from .batches.packing import pack, row_capacity
+from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats import answer_ends
-from .chats.asked_thinking import asked_options
 from .example import Example, Splits
-from .preferences.complete import completed
-from .preferences.preference import Preference
+from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
 from .prompt_rows import prompt_example
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
-from .rows.row_streams import JsonLines, hugging_face_streams
-from .rows.sources import DataTable, hugging_face, in_memory, is_format, is_saved_dataset, json_file, jsonl
+from .rows.sources import (
+    DataTable,
+    JsonLines,
+    hugging_face,
+    hugging_face_streams,
+    in_memory,
+    is_format,
+    is_saved_dataset,
+    json_file,
+    jsonl,
+)
+from .vision.media import VisionProcessors
 from .vision.messages import VIDEO, media_kind
-from .vision.preparation import VisionProcessors
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize
@@ -106,11 +115,10 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
         splits = {name: completed(read, config, reader.notes) for name, read in splits.items()}
     _check(config, splits, tables, reader.notes)
     facts = Facts(pictures=processors is not None, turns=reader.kinds != {TEXT})
-    asked = _asked(config, tokenizer, reader)
+    about = _about(config, tokenizer, reader)
     if config.train:
         refuse_unread(TRAINING, changed_options(config), config, facts)
-    rule = _rule(reader.kinds, config)
-    return Splits(**splits, rule=rule, notes=reader.notes, facts=facts, template_options=asked)
+    return Splits(**splits, **about, facts=facts)
 
 
 def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Splits:
@@ -145,7 +153,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     """Open the training data as a stream, and read no more of the other splits than is evaluated."""
     batches = {"valid": config.val_batches, "test": config.test_batches}
     needed = [name for name in _needed_splits(config) if batches.get(name) != 0]
-    tables = _tables(config, needed, JsonLines, hugging_face_streams)
+    tables = _tables(config, needed)
     reader = Reader(config, tokenizer)
     splits: dict[str, Any] = {}
     for name in (name for name in needed if name in batches):
@@ -168,17 +176,36 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     # Later rows may be of other formats, but none has pictures.
     facts = Facts(pictures=False, turns=reader.kinds != {TEXT})
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
-    about: dict[str, Any] = {"rule": _rule(reader.kinds, config), "facts": facts}
-    about |= {"template_options": _asked(config, tokenizer, reader), "notes": reader.notes}
-    return StreamedSplits(**splits, **about, stream=stream, first=first)
+    return StreamedSplits(**splits, **_about(config, tokenizer, reader), facts=facts, stream=stream, first=first)
 
 
-def _asked(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any] | None:
-    """Return the variables with which a trained model is asked; a note says where some answers had others."""
-    options, notes = asked_options(config.chat_template_config, tokenizer, reader.prompts)
+def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any]:
+    """Return the rule, the notes and the template's variables of splits, with which samples and `generate` ask.
+
+    enable_thinking is that of the prompts before most answers; a note tells of answers behind other prompts.
+    """
+    options = config.chat_template_config
+    thinking = (options or {}).get(THINKING, tokenizer.has_thinking)
+    notes = answer_ends.note(tokenizer) if reader.prompts else []
+    if others := reader.prompts[not thinking]:
+        flag = written_options({THINKING: not thinking})
+        as_asked, as_learnt = (json.dumps(value) for value in (thinking, not thinking))
+        if reader.prompts[thinking] or THINKING in (options or {}):
+            notes = [
+                f"{others:,} of {reader.prompts.total():,} answers follow the prompt with {THINKING} {as_learnt}; "
+                f"samples and `deltatune generate` ask with {as_asked}. {flag} asks as those answers were learnt.",
+                *notes,
+            ]
+        else:
+            options = {**(options or {}), THINKING: not thinking}
+            notes = [
+                f"The answers follow the prompt with {THINKING} {as_learnt}, so samples and `deltatune generate` ask "
+                f"with it, as {flag} does elsewhere.",
+                *notes,
+            ]
     if config.train:
-        reader.notes += notes + (answer_ends.note(tokenizer) if reader.prompts else [])
-    return options
+        reader.notes += notes
+    return {"rule": _rule(reader.kinds, config), "notes": reader.notes, "template_options": options}
 
 
 def _read_more(
@@ -189,7 +216,6 @@ def _read_more(
 
 
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
-    """Return the examples of rows that were streamed."""
     return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
 
 
@@ -202,99 +228,80 @@ def _needed_splits(config: TrainConfig) -> list[str]:
     return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
 
 
-def _tables(
-    config: TrainConfig,
-    needed: list[str],
-    open_jsonl: Callable[[Path], Any] = jsonl,
-    open_dataset: Callable[..., dict[str, Any]] = hugging_face,
-) -> dict[str, list[Part]]:
-    """Return the tables (or other results of the two functions) of each needed split, with the keys of their rows."""
+def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
+    """Return the tables, or with `streaming` the streams, of each needed split, with the keys of their rows."""
+    open_dataset = hugging_face_streams if config.streaming else hugging_face
     if config.hf_dataset:
         return _hf_tables(config, needed, open_dataset)
-    return _data_tables(config, needed, open_jsonl, open_dataset)
+    if config.data is None:
+        raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
+    if isinstance(config.data, DataInMemory):
+        if config.streaming:
+            raise UserError("streaming reads rows from files, and these are in memory; leave streaming out.")
+        if unknown := [name for name in config.data.splits if not any(name in names for names in _SPLITS.values())]:
+            raise UserError(f"data: expected a list of rows, or lists under train, valid and test, got {unknown[0]!r}.")
+        tables: dict[str, Any] = {name: in_memory(label, rows) for name, (label, rows) in config.data.splits.items()}
+    else:
+        tables = _stored(config, config.data, needed, open_dataset)
+    features = _features(vars(config))
+    return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 
 def _features(values: dict[str, Any]) -> Features:
-    """Return the keys of a row from options such as `text_feature`."""
     named = {key.removesuffix("_feature"): value for key, value in values.items() if key.endswith("_feature")}
     return Features(**{key: value for key, value in named.items() if value is not None})
 
 
-def _data_tables(
-    config: TrainConfig,
-    needed: list[str],
-    open_jsonl: Callable[[Path], Any],
-    open_dataset: Callable[..., dict[str, Any]],
-) -> dict[str, list[Part]]:
-    """Return the tables that the option `data` names."""
-    if config.data is None:
-        raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
-    features = _features(vars(config))
-    if isinstance(config.data, DataInMemory):
-        if open_jsonl is not jsonl:
-            raise UserError("streaming reads rows from files, and these are in memory; leave streaming out.")
-        if unknown := [name for name in config.data.splits if not any(name in names for names in _SPLITS.values())]:
-            raise UserError(f"data: expected a list of rows, or lists under train, valid and test, got {unknown[0]!r}.")
-        tables = {name: in_memory(label, rows) for name, (label, rows) in config.data.splits.items()}
-        return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
-    folder = expanded(config.data)
+def _stored(
+    config: TrainConfig, data: str, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the tables of a file, a folder or a data set on the hub, by the names of their splits.
+
+    A file holds the training data, or the data of a command that needs no other split.
+    """
+    folder = expanded(data)
     if folder.is_file():
-        return _file_table(config, folder, needed, open_jsonl, open_dataset)
-    files = {name: _json_files(folder, name) for name in _SPLITS}
-    if any(files.values()):
-        return {name: [(_open_json(path, open_jsonl), features) for path in files[name]] for name in needed}
+        if "train" in needed and "test" in needed:
+            raise UserError(f"{data}: test needs a test set, and a file holds one set; give a folder with both.")
+        return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
+    files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
+    if files:
+        wanted = {name: file for name, file in files.items() if name in needed}
+        return {
+            name: _file_table(file, data, open_dataset, streaming=config.streaming) for name, file in wanted.items()
+        }
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
-        raise UserError(
-            f"{config.data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there."
-        )
-    if not folder.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") > 1):
-        raise UserError(f"{config.data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
-    with contextlib.nullcontext() if folder.is_dir() or is_format(config.data) else hub_lookup(config.data):
-        tables = open_dataset(config.data)
-    return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
+        raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
+    if not folder.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+        raise UserError(f"{data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
+    with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
+        return open_dataset(data)
 
 
-def _file_table(
-    config: TrainConfig,
-    file: Path,
-    needed: list[str],
-    open_jsonl: Callable[[Path], Any],
-    open_dataset: Callable[..., dict[str, Any]],
-) -> dict[str, list[Part]]:
-    """Return the table of a file as the training data, or as the data of a command that needs no other split."""
-    if "train" in needed and "test" in needed:
-        raise UserError(f"{config.data}: test needs a test set, and a file holds one set; give a folder with both.")
+def _file_table(file: Path, name: str, open_dataset: Callable[..., dict[str, Any]], *, streaming: bool) -> Any:
+    """Return the table of a file; `name` is the file's as the user gave it."""
     if file.suffix in (".jsonl", ".json"):
-        table = _open_json(file, open_jsonl)
-    elif any(file.match(kind) for kind in _DATA_FILES):
-        (table,) = open_dataset(str(file)).values()
-    else:
-        raise UserError(f"{config.data}: expected a .jsonl, .json, .csv, .tsv or .parquet file, or a folder with some.")
-    return {name: [(table, _features(vars(config)))] if name == needed[0] else [] for name in needed}
+        if not streaming:
+            return jsonl(file) if file.suffix == ".jsonl" else json_file(file)
+        if file.suffix == ".json":
+            raise UserError(f"{file}: streaming reads JSONL; write one object a line into {file.stem}.jsonl.")
+        return JsonLines(file)
+    if not any(file.match(kind) for kind in _DATA_FILES):
+        raise UserError(f"{name}: expected a .jsonl, .json, .csv, .tsv or .parquet file, or a folder with some.")
+    (table,) = open_dataset(str(file)).values()
+    return table
 
 
-def _json_files(folder: Path, split: str) -> list[Path]:
-    """Return the JSONL or JSON file of a split, alone in a list, or no file."""
+def _file_of(folder: Path, split: str) -> Path | None:
     files = [path for kind in ("jsonl", "json") if (path := folder / f"{split}.{kind}").exists()]
     if len(files) > 1:
         raise UserError(f"{folder}: both {files[0].name} and {files[1].name} hold the {split} split; keep one of them.")
-    return files
-
-
-def _open_json(path: Path, open_jsonl: Callable[[Path], Any]) -> Any:
-    if path.suffix == ".jsonl":
-        return open_jsonl(path)
-    if open_jsonl is not jsonl:
-        raise UserError(
-            f"{path}: streaming reads JSONL; write one object a line into {path.with_suffix('.jsonl').name}."
-        )
-    return json_file(path)
+    return files[0] if files else None
 
 
 def _hf_tables(
     config: TrainConfig, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
 ) -> dict[str, list[Part]]:
-    """Return the tables that the option `hf_dataset` names."""
     tables: dict[str, list[Part]] = {name: [] for name in needed}
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     for number, entry in enumerate(entries, 1):
@@ -389,7 +396,6 @@ def _check(
 
 
 def _rule(kinds: set[str], config: TrainConfig) -> str:
-    """Return one sentence that says which tokens count in the loss."""
     if config.mask_prompt is False and kinds - {TEXT}:
         return "Loss on every token, prompts included (--no-mask-prompt)."
     turns = "the last assistant turn" if config.chat_turns == LAST_TURN else "every assistant turn"

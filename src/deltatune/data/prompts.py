@@ -128,14 +128,6 @@ def conversation_text(
         raise UserError(f"{str(error).removesuffix('.')}; {remedy}.") from None
 
 
-def conversation_tokens(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    remedy: str,
-    template_options: Mapping[str, Any] | None = None,
-    *,
-    prefilled: bool = False,
-) -> list[int]:
+def conversation_tokens(tokenizer: Any, *conversation: Any, **options: Any) -> list[int]:
     """Turn a conversation that the model is to answer into tokens, with the arguments of conversation_text."""
-    text = conversation_text(tokenizer, messages, remedy, template_options, prefilled=prefilled)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(conversation_text(tokenizer, *conversation, **options), add_special_tokens=False)

@@ -25,11 +25,9 @@ from .preferences.preference_rows import PreferenceEncoder
 from .rows.row_formats import ALPACA, SHAREGPT, Features
 from .rows.sources import DataTable
 from .rows.unread_columns import MEANINGS
-from .text import TextEncoder
-from .text_with_pictures import VisionEncoder
+from .text import MediaPlacer, TextEncoder
 from .token_cache import Encoded
-from .vision.preparation import VisionProcessors, media_reader
-from .vision.videos import video_names
+from .vision.media import VisionProcessors, media_reader
 
 # A table with fewer rows than this is read without a progress bar.
 _PROGRESS_ROWS = 2000
@@ -108,10 +106,11 @@ class Reader:
             self._config.mask_prompt,
             last_turn=self._config.chat_turns == LAST_TURN,
             template_options=self._config.chat_template_config,
+            media=self._media_placer(),
         )
-        encoder: Any = text if self._vision is None else self._vision_encoder(text)
+        encoder: Any = text
         if preferred:
-            encoder = PreferenceEncoder(encoder, self._tokenizer, labels=self._config.loss == "kto")
+            encoder = PreferenceEncoder(text, self._tokenizer, labels=self._config.loss == "kto")
         rows = _with_progress(encoder.stream(table.rows(), table.count), table)
         kinds = encoder.kinds if preferred else text.formats.kinds
         encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten.counts, text.prompts)
@@ -121,7 +120,6 @@ class Reader:
 
     @cached_property
     def _encoding(self) -> str | None:
-        """The digest of all that turns a row into tokens, beside the options."""
         return token_cache.encoding_digest(self._tokenizer)
 
     def _key(self, table: DataTable, features: Features) -> str | None:
@@ -133,17 +131,15 @@ class Reader:
         ]  # fmt: skip
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
 
-    def _vision_encoder(self, text: TextEncoder) -> VisionEncoder:
-        """Return the encoder of rows with images and videos."""
-        assert self._vision is not None
+    def _media_placer(self) -> MediaPlacer | None:
+        if self._vision is None:
+            return None
         # The files of a data set under hf_dataset lie in the current folder.
         data = expanded(self._config.data or "")
         reader = media_reader(self._vision, data.parent if data.is_file() else data, vars(self._config))
-        names = video_names(self._tokenizer, self._vision.spec)
-        return VisionEncoder(text, self._vision.spec, reader, names)
+        return MediaPlacer(self._vision.spec, reader, self._tokenizer)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
-        """Note how rows of other trainers' formats are read, their unread columns, and which take several rows."""
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
                 self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
@@ -174,7 +170,6 @@ class Reader:
             )
 
     def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
-        """Note how many examples of a table were too long, and whether they were skipped or truncated."""
         if not overlong:
             return
         skip = self._config.overlong == "skip"
@@ -222,7 +217,6 @@ def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:
 
 
 def _kind_cut(example: Example, limit: int) -> str | None:
-    """Return "image" or "video" if cutting the example would cut one in half, else None."""
     return None if example.pictures is None else example.pictures.kind_cut(example.tokens, limit)
 
 

@@ -1,15 +1,17 @@
-"""Turns rows of data (texts, prompts with completions, conversations) into examples."""
+"""Turns rows of data (texts, prompts with completions, conversations, and their pictures) into examples."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UserError
+from ..models.vision.inputs import VisionSpec, single_frames, token_positions
 from ..options.chat_template import THINKING
 from ..options.values import nearest
 from ..upstream import hugging_face_tokenizer
@@ -18,7 +20,6 @@ from .chats.rendering import ChatRow, Item, Rendered, Renderer
 from .chats.template_probes import REASONING
 from .chats.unwritten import MarkedCopy, UnwrittenParts
 from .example import PART, Example
-from .rows import turn_marks
 from .rows.row_formats import (
     ASSISTANT,
     SYSTEM,
@@ -33,8 +34,89 @@ from .rows.row_formats import (
     template_options_of,
     tools_of,
 )
-from .rows.unread_columns import MARKED_TURNS
-from .vision.messages import media_kind
+from .rows.unread_columns import MARKED_TURNS, MARKS_IN_TEXT, counts
+from .vision.media import MediaReader, MediaSize, Pictures
+from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_columns, media_kind, place_media, write_videos
+from .vision.prompt import token_counts
+from .vision.videos import video_names, video_text
+
+
+class PlacedMedium(NamedTuple):
+    """An image or video of a row: the number of its message, its value as the row gives it, and its size."""
+
+    message: int
+    value: Any
+    size: MediaSize
+
+
+class MediaPlacer:
+    """Puts the images and videos of rows into their messages, and into the examples of these.
+
+    The content of a message is a string with the marks "<image>" and "<video>", or a list of parts such as
+    {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}. The files come from the parts themselves
+    ("image": PATH), or in order from the row's "images" (or "image") and "videos" (or "video").
+
+    Args:
+        spec: The token ids and sizes of the vision tower.
+        reader: The reader of images and videos.
+        tokenizer: Writes the tokens around a picture.
+    """
+
+    def __init__(self, spec: VisionSpec, reader: MediaReader, tokenizer: Any):
+        self._spec, self._reader = spec, reader
+        self._names = video_names(tokenizer, spec)
+
+    def place(self, row: Any, messages: Messages | None, source: str) -> tuple[Messages | None, list[PlacedMedium]]:
+        """Return a row's messages with a part for each image, and the text of each video; and these in order.
+
+        Raises:
+            UserError: A file cannot be read, or places and files do not match; the message names `source`.
+        """
+        columns = media_columns(row, source)
+        if messages is None:
+            if any(columns.values()):
+                medium = "an image" if columns[IMAGE] else "a video"
+                raise UserError(f"{source}: a text line has no place for {medium}; use messages or prompt/completion.")
+            return None, []
+        messages, values = place_media(messages, columns, source)
+        contents = [(number, message["content"]) for number, message in enumerate(messages)]
+        numbers = [
+            number
+            for number, content in contents
+            if isinstance(content, list)
+            for part in content
+            if part["type"] in (IMAGE, VIDEO)
+        ]
+        media = [
+            PlacedMedium(number, value, self._reader.read(value, source)[1])
+            for number, value in zip(numbers, values, strict=True)
+        ]
+        texts = [video_text(medium.size.seconds, self._names) for medium in media if medium.size.seconds]
+        return write_videos(messages, texts), media
+
+    def with_pictures(self, example: Example, media: Sequence[PlacedMedium]) -> Example:
+        """Return the example with each image and video token repeated once for each of its features.
+
+        Raises:
+            UserError: The tokens are not those of the media, or no text is left to predict.
+        """
+        spec, source = self._spec, example.source
+        sizes = [medium.size for medium in media]
+        grids = tuple(size.grid for size in sizes)
+        repeats = token_counts(example.tokens, sizes, spec, source)
+        tokens, targets = np.repeat(example.tokens, repeats), np.repeat(example.targets, repeats)
+        targets[np.isin(tokens, (spec.image_token, spec.video_token))] = False
+        if tokens[-1] in (spec.image_token, spec.video_token):
+            raise UserError(
+                f"{source}: the row ends with an image, after which there is nothing to predict; add an answer in text."
+            )
+        if not targets.any():
+            raise UserError(f"{source}: nothing to learn from: only image tokens would count; add an answer in text.")
+        values = tuple(medium.value for medium in media)
+        digests = tuple(self._reader.digest(value, source) for value in values)
+        positions = token_positions(tokens, single_frames(grids), spec)
+        pictures = Pictures(values, grids, digests, positions, spec, self._reader)
+        return replace(example, tokens=tokens.astype(np.int32), targets=targets, pictures=pictures)
 
 
 class TextEncoder:
@@ -47,6 +129,7 @@ class TextEncoder:
             plain text, which have no prompt, while None counts all of their tokens.
         last_turn: Whether the last assistant turn of a conversation counts alone, rather than each.
         template_options: Variables for the chat template, which those of a row override.
+        media: Places images and videos, for a model with a vision tower; None refuses rows that have some.
 
     Attributes:
         formats: Reads the rows, and counts their formats.
@@ -65,8 +148,10 @@ class TextEncoder:
         *,
         last_turn: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        media: MediaPlacer | None = None,
     ):
         self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
+        self._media = media
         self.formats = RowFormats(features)
         self._renderer, self._chats = Renderer(tokenizer, template_options), ChatTokenizer(tokenizer)
         self._thinking = self._renderer.options[THINKING]
@@ -85,15 +170,16 @@ class TextEncoder:
         if failures:
             raise failures[0]
 
-    def conversation(self, messages: Messages, row: Any, source: str) -> Conversation:
-        """Return the conversation to render for these messages of a row."""
+    def _conversation(
+        self, messages: Messages, media: Sequence[PlacedMedium], row: Mapping[str, Any], source: str
+    ) -> Conversation:
         if not self._tokenizer.has_chat_template:
             raise UserError(
                 f"{source}: the model's tokenizer has no chat template, which prompt/completion and chat lines need; "
                 'use an instruction-tuned model, or lines of the form {"text": ...}.'
             )
         turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
-        counted = [index for index in turns if turn_marks.counts(messages[index], index + 1, source)]
+        counted = [index for index in turns if counts(messages[index], index + 1, source)]
         tools, options = tools_of(row, source), template_options_of(row, source)
         template = self._renderer.template(tools)
         check_roles(messages, template, source)
@@ -104,38 +190,34 @@ class TextEncoder:
         check_answers(messages, turns if every else counted, source)
         if every:
             self.formats.unread[MARKED_TURNS] += len(turns) > len(counted)
-            return Conversation(messages, tools, None, False, source, options)
-        return Conversation(messages, tools, counted, counted == turns, source, options)
-
-    def encode_chat(self, conversation: Conversation) -> list[tuple[Example, int]]:
-        """Return the examples of one conversation, each with the number of its messages."""
-        (chunk,) = self._renderer.chunks(self.unwritten.with_copy(conversation))
-        examples = next(self._examples(chunk))
-        _, rows = chunk[-1]
-        assert not isinstance(rows, UserError)
-        return list(zip(examples, [row.messages for row in rows], strict=True))
-
-    def encode_text(self, text: PlainText) -> Example:
-        """Return the example of a plain text."""
-        return next(self._examples([(text, [])]))[0]
+            return Conversation(messages, tools, None, False, source, options, media)
+        return Conversation(messages, tools, counted, counted == turns, source, options, media)
 
     def _until_failure(self, rows: Iterable[tuple[str, Any]], failures: list[UserError]) -> Iterator[Item]:
         """Yield the text or conversation of each row, up to the first unreadable one; its error goes to `failures`."""
         try:
             for source, row in rows:
-                messages = self.formats.messages(row, source)
-                if kind := media_kind(row, messages or []):
-                    raise UserError(
-                        f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images "
-                        "and videos cannot be streamed, so leave streaming out, or remove the row."
-                    )
+                messages, media = self._placed(row, source)
                 if messages is None:
                     yield self.formats.text(row, source)
                 else:
-                    conversation = self.conversation(join_text_parts(messages, source), row, source)
-                    yield from self.unwritten.with_copy(conversation)
+                    yield from self.unwritten.with_copy(self._conversation(messages, media, row, source))
         except UserError as error:
             failures.append(error)
+
+    def _placed(self, row: Any, source: str) -> tuple[Messages | None, Sequence[PlacedMedium]]:
+        """Return the messages of a row as the template takes them, None for plain text, and its images and videos."""
+        messages = self.formats.messages(row, source)
+        if self._media is not None:
+            messages, media = self._media.place(row, messages, source)
+            self.formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages or [])
+            return messages, media
+        if kind := media_kind(row, messages or []):
+            raise UserError(
+                f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images and videos "
+                "cannot be streamed, so leave streaming out, or remove the row."
+            )
+        return messages and join_text_parts(messages, source), ()
 
     def _examples(self, chunk: list[Rendered]) -> Iterator[list[Example]]:
         """Yield the examples of each item that is no marked copy."""
@@ -156,7 +238,6 @@ class TextEncoder:
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of plain texts."""
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         inner = hugging_face_tokenizer(self._tokenizer)
@@ -165,7 +246,6 @@ class TextEncoder:
         return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
 
     def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
-        """Return the example of a plain text with an end token; all of its tokens count."""
         if self._mask_prompt:
             raise UserError(
                 f"{item.source}: --mask-prompt leaves prompts out of the loss, and a text line has none; "
@@ -176,16 +256,20 @@ class TextEncoder:
         end = self._tokenizer.eos_token_id
         if end is not None and tokens[-1] != end:
             tokens = [*tokens, end]
-        return _example(tokens, np.ones(len(tokens), bool), "there is no token to predict", item.source)
+        example = _example(tokens, np.ones(len(tokens), bool), "there is no token to predict", item.source)
+        return example if self._media is None else self._media.with_pictures(example, ())
 
     def _chat_example(self, item: Conversation, row: ChatRow, tokens: list[int], rows: int) -> Example:
-        """Return the example of one of a conversation's rows."""
         source = item.source if rows == 1 else f"{item.source}{PART}{row.messages})"
         targets, others = self._chats.targets(row, tokens, source)
         if item.turns is not None:
             thinking = item.options.get(THINKING, self._thinking)
             self.prompts += Counter({thinking: len(row.turns) - others, not thinking: others})
-        return _example(tokens, targets, "no assistant turn counts", source)
+        example = _example(tokens, targets, "no assistant turn counts", source)
+        if self._media is None:
+            return example
+        # A row of a conversation that takes several holds the first images of it.
+        return self._media.with_pictures(example, [one for one in item.media if one.message < row.messages])
 
 
 def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str) -> Example:
@@ -199,15 +283,10 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 
 
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
-    """Refuse answers that say nothing: the model would learn to stop at once.
-
-    Args:
-        messages: The messages of a row.
-        turns: The numbers of the assistant's messages that count in the loss.
-        source: The row's name in messages.
+    """Refuse an answer among these turns that says nothing: the model would learn to stop at once.
 
     Raises:
-        UserError: One of them has no text, no reasoning, no call of a tool and no picture.
+        UserError: It has no text, no reasoning, no call of a tool and no picture.
     """
     for turn in turns:
         message = messages[turn]
@@ -223,16 +302,7 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
 
 
 def check_calls(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse calls of tools where the chat template does not know of any.
-
-    Args:
-        messages: The messages of a row.
-        template: The chat template; None where code writes conversations.
-        source: The row's name in messages.
-
-    Raises:
-        UserError: A message calls a tool.
-    """
+    """Refuse calls of tools, with a UserError, where the chat template does not know of any; None stands for code."""
     for number, message in enumerate(messages, 1):
         if template is not None and message.get(TOOL_CALLS) and TOOL_CALLS not in template:
             raise UserError(
@@ -246,17 +316,9 @@ ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]
 
 
 def check_roles(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse a role that is mistyped.
+    """Refuse, with a UserError, a role that neither is common nor stands in the chat template, None where it is code.
 
     Many templates write whatever role they are given, so a mistyped one would train as it stands.
-
-    Args:
-        messages: The messages of a row.
-        template: The chat template, which may name further roles; None where code writes conversations.
-        source: The row's name in messages.
-
-    Raises:
-        UserError: A role is unknown.
     """
     for number, message in enumerate(messages, 1):
         role = message["role"]

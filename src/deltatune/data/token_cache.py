@@ -61,11 +61,7 @@ def digest(parts: Iterable[bytes | memoryview | str]) -> str:
 
 
 def encoding_digest(tokenizer: Any) -> str | None:
-    """Return a digest of all that turns a row into tokens, beside the options; None if it cannot be known.
-
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-    """
+    """Return a digest of all that turns a row into tokens, beside the options; None if it cannot be known."""
     inner, writer = hugging_face_tokenizer(tokenizer), chat_template_code(tokenizer)
     if getattr(writer, "__self__", None) is tokenizer:
         return None

@@ -1,4 +1,7 @@
-"""Turns a merged model into a GGUF file through llama.cpp's own converter (`deltatune export --to gguf`)."""
+"""Turns a merged model, or an adapter alone, into a GGUF file through llama.cpp's own converters.
+
+`deltatune export --to gguf` and `--to gguf-adapter` do it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from ..models.checkpoint_writer import write_ends, write_tokenizer_end
 from ..models.load import locate
 from ..models.merged_checkpoint import merge_checkpoint
 from .module_names import check_layout
+from .new_token_rows import OPTION
+from .peft_adapter import PeftAdapter, write_peft
 
-CONVERTER = "convert_hf_to_gguf.py"
+CONVERTER, ADAPTER_CONVERTER = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 QUANTIZER = "llama-quantize"
 # The types that llama-quantize makes, such as q4_k_m, q6_k, iq4_xs and q4_0; it knows best which of them there are.
@@ -110,9 +115,7 @@ def write_gguf(
     Raises:
         UserError: llama.cpp does not know the model, or the converter fails.
     """
-    path, save_path = locate(model_path), Path(save_path)
-    if save_path.exists():
-        raise UserError(f"{save_path}: this file exists already; give another as --save-path.")
+    path = locate(model_path)
     names = [name for header in weight_headers(path).values() for name in header.tensors]
     check_layout(names, path, "llama.cpp's converter reads checkpoints in Hugging Face's layout")
     check_known(command, path)
@@ -128,11 +131,63 @@ def write_gguf(
         run_converter([*command, str(merged), "--outfile", str(whole), "--outtype", "auto"], whole)
         return [*quantizer, str(whole), str(partial), outtype.upper()]
 
-    write_converted(save_path, convert)
-    return save_path
+    return write_converted(Path(save_path), convert)
 
 
-def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]]) -> None:
+def write_gguf_adapter(
+    model_path: str | Path,
+    adapter_path: str | Path,
+    save_path: str | Path,
+    llama_cpp: str | None = None,
+    outtype: str = "f32",
+    base_model: str | None = None,
+) -> Path:
+    """Convert an adapter to a GGUF file, which llama.cpp loads beside a GGUF file of the base (`llama-cli --lora`).
+
+    Args:
+        model_path: The checkpoint that was trained.
+        adapter_path: The folder of the adapter.
+        save_path: The file to write, which must not exist.
+        llama_cpp: The folder of llama.cpp; None looks on PATH.
+        outtype: The converter's type of the tensors.
+        base_model: The original of a `model_path` that is a conversion of it.
+
+    Raises:
+        UserError: There is no converter, llama.cpp does not know the model, it cannot express the adapter, or the
+            converter fails.
+    """
+    command = converter_command(llama_cpp, ADAPTER_CONVERTER)
+    base = locate(base_model or model_path)
+    # The second converter takes the families from the first.
+    check_known(converter_command(llama_cpp), base)
+
+    def convert(folder: Path, partial: Path) -> list[str]:
+        _check_plain(write_peft(model_path, adapter_path, folder / "peft", one_alpha=True))
+        words = ["--base", str(base), "--outfile", str(partial), "--outtype", outtype]
+        return [*command, *words, str(folder / "peft")]
+
+    return write_converted(Path(save_path), convert)
+
+
+def _check_plain(adapter: PeftAdapter) -> None:
+    """Check that the adapter is LoRA on linear layers of the language model: llama.cpp knows no other."""
+    config, parameters = adapter.config, adapter.config.get("target_parameters", [])
+    odd = {
+        "DoRA": config["use_dora"],
+        "rows for new tokens": OPTION in config,
+        "updates of an embedding": any("lora_embedding" in name for name in adapter.tensors),
+        "updates of experts": any(".experts." in name for name in parameters),
+        "updates of a vision tower": any(".visual." in name for name in adapter.tensors),
+    }
+    unexpressed = [name for name, present in odd.items() if present]
+    if unexpressed:
+        raise UserError(
+            f"--to gguf-adapter: the adapter has {' and '.join(unexpressed)}, which an adapter of llama.cpp cannot "
+            "express. Write the merged model with --to gguf."
+        )
+
+
+def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]]) -> Path:
     """Write a file through a converter, in one move once it is complete.
 
     Args:
@@ -140,8 +195,10 @@ def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]])
         convert: Called with an empty folder and the file to write for now; returns the words that start the converter.
 
     Raises:
-        UserError: The converter fails, or the disk refuses.
+        UserError: The file exists, the converter fails, or the disk refuses.
     """
+    if save_path.exists():
+        raise UserError(f"{save_path}: this file exists already; give another as --save-path.")
     try:
         save_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{save_path.name}.", dir=save_path.parent) as folder:
@@ -150,6 +207,7 @@ def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]])
             os.replace(partial, save_path)
     except OSError as error:
         raise UserError(f"{save_path}: the file cannot be written ({error.strerror}).") from error
+    return save_path
 
 
 def run_converter(command: list[str], made: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..data.vision.preparation import PICTURE_OPTIONS
+from ..data.vision.media import PICTURE_OPTIONS
 from ..errors import UserError
 from ..lora.adapter_files import options_of
 from ..train.saved import state

@@ -89,6 +89,10 @@ class AdaptedPlace:
     matrix: str | None = None
 
 
+# The path of MLX for (short path of a module, parameter of an expert layer, its half).
+Places = dict[tuple[str, str | None, str | None], str]
+
+
 class TransformersNames:
     """The names that transformers gives to the modules of one checkpoint.
 
@@ -129,12 +133,9 @@ class TransformersNames:
             return AdaptedPlace(module, "weight")
         return AdaptedPlace(module)
 
-    def places(self, paths: Iterable[str]) -> dict[tuple[str, str | None, str | None], str]:
-        """Return {(short module path, parameter of an expert layer, its half): path of MLX} for every module known.
-
-        Modules without a place are left out.
-        """
-        by_name = {}
+    def places(self, paths: Iterable[str]) -> Places:
+        """Return the places of the modules `paths`; those without one are left out."""
+        by_name: Places = {}
         for path in paths:
             try:
                 place = self.place(path)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..errors import UserError
 from ..lora.new_rows import add_rows, grown_tables
 from ..lora.weights import dense_rows, is_quantized
-from .module_names import TransformersNames, short
+from .module_names import Places, TransformersNames, short
 
 OPTION = "trainable_token_indices"
 _ROWS = ".token_adapter.trainable_tokens_delta"
@@ -64,7 +64,7 @@ def to_peft_rows(
 def take_rows(
     tensors: dict[str, mx.array],
     config: Mapping[str, Any],
-    places: Mapping[tuple[str, str | None, str | None], str],
+    places: Places,
     modules: Mapping[str, nn.Module],
     where: Path,
 ) -> dict[str, mx.array]:
@@ -73,7 +73,7 @@ def take_rows(
     Args:
         tensors: The tensors of a PEFT adapter, from which those of tables of tokens are removed.
         config: The content of its adapter_config.json.
-        places: Paths of MLX by (short path of transformers, None, None).
+        places: The places of the model's modules.
         modules: The modules of the model by path.
         where: The adapter's folder, for messages.
 
@@ -136,7 +136,7 @@ def _sorted_rows(rows: mx.array, indices: list[int], table: nn.Module, key: str,
 
 def _drop_whole_tables(
     tensors: dict[str, mx.array],
-    places: Mapping[tuple[str, str | None, str | None], str],
+    places: Places,
     modules: Mapping[str, nn.Module],
     where: Path,
     new_rows: Mapping[str, int] = {},

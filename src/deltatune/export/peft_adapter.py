@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,9 @@ class PeftAdapter:
         notes: Sentences for the user about differences in PEFT's behaviour.
     """
 
-    tensors: dict[str, mx.array] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def adapted_model(path: Path, adapter_path: Path) -> nn.Module:
-    """Load a checkpoint, lazily, with the adapter in `adapter_path` on it.
-
-    Raises:
-        UserError: Either is damaged, or they do not belong together, or the folder holds a fully trained model.
-    """
-    if read_config(adapter_path).get("fine_tune_type") == "full":
-        raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
-    model = load_base(path, adapter_path)
-    load_adapters(model, adapter_path)
-    return model
+    tensors: dict[str, mx.array]
+    config: dict[str, Any]
+    notes: list[str]
 
 
 def write_peft(
@@ -88,8 +75,11 @@ def write_peft(
     save_path = Path(save_path)
     if (save_path / PEFT_CONFIG).exists():
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
-    path = locate(model_path)
-    model = adapted_model(path, Path(adapter_path))
+    path, adapter_path = locate(model_path), Path(adapter_path)
+    if read_config(adapter_path).get("fine_tune_type") == "full":
+        raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
+    model = load_base(path, adapter_path)
+    load_adapters(model, adapter_path)
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
@@ -142,8 +132,12 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
         else:
             exported.add_linear(path, place, adapter)
     for target, matrices in experts.items():
-        exported.add_experts(target, matrices, nested=target.endswith(".gate_up_proj") and _has_down(target, experts))
-    exported.add_new_rows(model, names)
+        # PEFT wraps an adapted down_proj around it.
+        nested = target.endswith(".gate_up_proj") and target.replace(".gate_up_proj", ".down_proj") in experts
+        exported.add_experts(target, matrices, nested)
+    tensors, exported.new_rows, notes = to_peft_rows(model, names, _ROOT)
+    exported.tensors |= tensors
+    exported.notes += notes
     first = next(iter(adapters(model).values()))
     finished = exported.finish(first, base_model)
     _name_class(finished, config)
@@ -169,10 +163,6 @@ def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:
     )
 
 
-def _has_down(target: str, experts: Mapping[str, Any]) -> bool:
-    return f"{target.rpartition('.')[0]}.down_proj" in experts
-
-
 class _Collected:
     """Collects tensors, and the rank and scale of everything that PEFT is to adapt."""
 
@@ -186,7 +176,6 @@ class _Collected:
         self.notes: list[str] = []
 
     def add_linear(self, path: str, place: AdaptedPlace, adapter: Adapter) -> None:
-        """Add an adapter of a linear layer."""
         root = f"{_ROOT}.{place.module}"
         self.tensors[f"{root}.lora_A.weight"] = adapter["lora_a"].T
         self.tensors[f"{root}.lora_B.weight"] = adapter["lora_b"].T
@@ -233,12 +222,6 @@ class _Collected:
         self.parameters[short(target)] = a.shape[1], scale
         root = f"{_ROOT}.{module}.base_layer" if nested else f"{_ROOT}.{module}"
         self.tensors[f"{root}.lora_A.weight"], self.tensors[f"{root}.lora_B.weight"] = to_peft(a, b)
-
-    def add_new_rows(self, model: nn.Module, names: TransformersNames) -> None:
-        """Add the rows for new tokens that the tables of `model` have."""
-        tensors, self.new_rows, notes = to_peft_rows(model, names, _ROOT)
-        self.tensors |= tensors
-        self.notes += notes
 
     def finish(self, adapter: nn.Module, base_model: str) -> PeftAdapter:
         """Return everything with PEFT's config; `adapter` gives the dropout and the kind of all."""

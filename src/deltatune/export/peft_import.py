@@ -13,17 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from packaging.version import InvalidVersion, Version
 
-from ..errors import UserError
+from ..errors import UserError, first_few
 from ..json_files import read_json
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
 from ..lora.weights import input_size
-from ..models.adapted_base import LOADER, loader_of
+from ..models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ..models.load import load_model, load_vision_tower, locate
-from ..models.vision.adapters import layers_for_mlx_vlm
 from .expert_factors import Factors, from_early_peft, from_peft, split
-from .module_names import TransformersNames, short
+from .module_names import Places, TransformersNames, short
 from .new_token_rows import install_rows, take_rows
 from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS
 
@@ -54,7 +53,6 @@ _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # The release of PEFT from which A of an expert layer's parameter multiplies the layer's inputs.
 _EXPERTS_BY_INPUT = (0, 20)
-_NAMED = 3
 
 
 @dataclass
@@ -96,8 +94,8 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
         model = load_vision_tower(path)
     else:
         model, _ = load_model(path, lazy=True)
-    imported = from_peft_adapter(model, read_json(path / "config.json"), config, tensors, peft_path)
-    install(model, imported, peft_path)
+    imported = _converted(model, read_json(path / "config.json"), config, tensors, peft_path)
+    _install(model, imported, peft_path)
     layers = layers_for_mlx_vlm(model)
     options: dict[str, Any] = {"model": str(model_path), LOADER: loader_of(model)}
     options |= {} if layers is None else {"num_layers": layers}
@@ -105,12 +103,7 @@ def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | 
     return imported
 
 
-def install(model: nn.Module, imported: ImportedAdapter, where: Path) -> None:
-    """Put the imported adapters on `model`.
-
-    Raises:
-        UserError: A factor does not fit its module, or the new rows do not fit a table.
-    """
+def _install(model: nn.Module, imported: ImportedAdapter, where: Path) -> None:
     both = imported.factors.keys() & imported.new_rows.keys()
     if both:
         raise UserError(
@@ -162,24 +155,16 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     return config, read_weights(folder / PEFT_WEIGHTS)
 
 
-def from_peft_adapter(
+def _converted(
     model: nn.Module,
     model_config: Mapping[str, Any],
     config: Mapping[str, Any],
     tensors: Mapping[str, mx.array],
-    where: Path = Path("adapter"),
+    where: Path,
 ) -> ImportedAdapter:
     """Convert the tensors of a PEFT adapter to factors by paths of MLX.
 
-    Args:
-        model: The model without adapters.
-        model_config: The content of the checkpoint's config.json.
-        config: The content of PEFT's adapter_config.json.
-        tensors: The content of PEFT's adapter_model.safetensors.
-        where: The adapter's folder, for messages.
-
-    Raises:
-        UserError: A tensor belongs to no module of the model, or PEFT's update has no form in MLX.
+    `model_config` is the content of the checkpoint's config.json, `config` that of PEFT's adapter_config.json.
     """
     modules = dict(model.named_modules())
     places = TransformersNames(dict(model_config)).places(
@@ -192,10 +177,9 @@ def from_peft_adapter(
         collected.add(module, leaves)
     collected.join_single_experts()
     if collected.strangers:
-        more = f" and {len(collected.strangers) - _NAMED:,} more" if len(collected.strangers) > _NAMED else ""
         raise UserError(
             f"adapter {where} is for another model, or on modules that MLX has no adapter for: no place for "
-            f"{', '.join(collected.strangers[:_NAMED])}{more}."
+            f"{first_few(collected.strangers, separator=', ')}."
         )
     collected.settle_head(where)
     dropout = float(config.get("lora_dropout") or 0.0)
@@ -228,14 +212,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 class _Gathered:
-    """Gathers the factors of a PEFT adapter by paths of MLX."""
-
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        places: Mapping[tuple[str, str | None, str | None], str],
-        modules: Mapping[str, nn.Module],
-    ):
+    def __init__(self, config: Mapping[str, Any], places: Places, modules: Mapping[str, nn.Module]):
         self._config, self._places, self._modules = config, places, modules
         self.factors: dict[str, dict[str, mx.array]] = {}
         self.scales: dict[str, float] = {}
@@ -257,11 +234,9 @@ class _Gathered:
             self._head = leaves
         elif (path := self._places.get((name, None, None))) is None:
             self.strangers.append(module)
-        elif "embedding_A" in leaves:
-            rank = leaves["embedding_A"].shape[0]
-            self._set(path, leaves["embedding_A"].T, leaves["embedding_B"].T, self._scale(name, rank))
         else:
-            self._set(path, leaves["A"].T, leaves["B"].T, self._scale(name, leaves["A"].shape[0]))
+            a, b = (leaves[f"embedding_{factor}" if "embedding_A" in leaves else factor] for factor in "AB")
+            self._set(path, a.T, b.T, self._scale(name, a.shape[0]))
             if "magnitude_vector" in leaves:
                 self.factors[path]["m"] = leaves["magnitude_vector"].reshape(-1)
 
@@ -332,7 +307,6 @@ class _Gathered:
         return "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
 
     def _add_single(self, name: str, match: re.Match[str], leaves: dict[str, mx.array]) -> None:
-        """Add the adapter of one matrix of one expert."""
         matrix = _MATRICES[match["matrix"]]
         parameter = "down_proj" if matrix == "down" else "gate_up_proj"
         module = re.sub(r"\.block_sparse_moe\.experts$", ".mlp.experts", match["module"])
@@ -360,16 +334,11 @@ class _Gathered:
             self.factors[path] = {"lora_a": a, "lora_b": b}
 
     def settle_head(self, where: Path) -> None:
-        """Check that a tied head and its embedding have one update, since MLX knows no other form.
-
-        Raises:
-            UserError: The head and the embedding have different updates.
-        """
+        """Check that a tied head and its embedding have one update, since MLX knows no other form."""
         path = self._places.get(("embed_tokens", None, None))
         if any(name == "lm_head" for name, _, _ in self._places):
             return
-        embedding = self.factors.get(path or "")
-        head = self._head
+        embedding, head = self.factors.get(path or ""), self._head
         if embedding is None and head is None:
             return
         same = (

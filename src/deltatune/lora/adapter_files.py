@@ -17,19 +17,20 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, first_few
 from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
+from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import arrays_of, is_finite
 from ..options.chat_template import checked_options
 from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
-from .padded_ranks import fitted, rank_of, with_rank_and_scale, without_padding
-from .parts import part_of
+from .select import part_of
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -38,11 +39,10 @@ CONFIG = "adapter_config.json"
 _FIRST = "new_rows_from"
 #: The options of a run that trained a whole model, beside the checkpoint that it wrote.
 RUN_OPTIONS = "run_options.json"
+_FACTORS = ("lora_a", "lora_b")
 
 # An adapter of a fused linear (mlx_lm.models.afm7) holds a list of factors, so that a number may follow the name.
 _LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)?$")
-# How many tensors an error message names.
-_NAMED_TENSORS = 3
 
 
 def save_adapters(
@@ -105,7 +105,7 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
     outside = [name for name in trained if not name.startswith(tuple(f"{path}." for path in by_path))]
     if outside:
         raise UserError(
-            f"{_first_few(outside)} is trained beside adapters: mlx-lm's format has no place for it; freeze it."
+            f"{first_few(outside)} is trained beside adapters: mlx-lm's format has no place for it; freeze it."
         )
     kinds = {getattr(adapter, "kind", "lora"): path for path, adapter in by_path.items()}
     if len(kinds) > 1:
@@ -114,14 +114,14 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
         )
     rates = {dropout_rate(adapter.dropout): path for path, adapter in by_path.items()}
     if len(rates) > 1:
-        paths = _first_few(list(rates.values()))
+        paths = first_few(list(rates.values()))
         raise UserError(f"{paths} differ in dropout: mlx-lm's format has one for all.")
     stored = {path: _stored(adapter) for path, adapter in by_path.items()}
-    rank = max(rank_of(leaves) for leaves in stored.values())
+    rank = max(_rank_of(leaves) for leaves in stored.values())
     scale = next(iter(by_path.values())).scale
     tensors = {}
     for path, adapter in by_path.items():
-        unified = with_rank_and_scale(path, adapter, stored[path], rank, scale)
+        unified = _with_rank_and_scale(path, adapter, stored[path], rank, scale)
         tensors.update({f"{path}.{leaf}": value for leaf, value in unified.items()})
     dropout = round(next(iter(rates)), 12)
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": list(by_path)}
@@ -166,7 +166,7 @@ def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool =
         _check_shapes(directory, tensors, arrays_of(model.parameters()))
         model.load_weights(list((tensors | new_rows).items()), strict=False)
         return ConversionReport(converted=sorted(tensors))
-    tensors = without_padding(tensors)
+    tensors = _without_padding(tensors)
     made = _rebuild(model, directory, config, tensors, dora=kind == "dora")
     install_adapters(model, made)
     model.load_weights(list((tensors | new_rows).items()), strict=False)
@@ -191,7 +191,7 @@ def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = 
     tensors |= _pop_new_rows(tensors)
     expected = arrays_of(model.trainable_parameters())
     known = tensors.keys() & expected.keys()
-    tensors |= {name: fitted(name, tensors[name], expected[name].shape) for name in known}
+    tensors |= {name: _fitted(name, tensors[name], expected[name].shape) for name in known}
     _check_shapes(Path(path), tensors, expected)
     model.load_weights(list(tensors.items()), strict=False)
 
@@ -209,21 +209,19 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
     first = next(iter(by_path))
     current = {
         "fine_tune_type": getattr(first, "kind", "lora"),
-        "rank": max(rank_of(_stored(adapter)) for adapter in by_path),
+        "rank": max(_rank_of(_stored(adapter)) for adapter in by_path),
         "scale": first.scale,
     }
-    differing = [name for name in saved if not _same_setting(saved[name], current[name])]
+    scales = [settings.get("scale") for settings in (saved, current)]
+    if all(isinstance(scale, int | float) for scale in scales) and math.isclose(*scales, rel_tol=1e-6):
+        current["scale"] = saved["scale"]
+    differing = [name for name in saved if saved[name] != current[name]]
     if differing:
         there, here = (", ".join(f"{name} {settings[name]!r}" for name in differing) for settings in (saved, current))
         raise UserError(
             f"adapter {path}: {path.parent / CONFIG} says {there}, and the adapters of this run have {here}, with "
             "which the file would compute something else than it was trained for. Give this run the file's values."
         )
-
-
-def _same_setting(one: Any, other: Any) -> bool:
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return math.isclose(one, other, rel_tol=1e-6) if numbers else one == other
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -321,7 +319,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     if not_finite:
         raise UserError(
             f"adapter {path}: {len(not_finite):,} of its {len(tensors):,} tensors hold NaN or infinity: "
-            f"{_first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
+            f"{first_few(not_finite)}. Take an earlier save of that run, or train again with a lower learning rate."
         )
     return tensors
 
@@ -374,10 +372,75 @@ def _refuse(where: Path, misfits: list[str], count: int) -> None:
     if misfits:
         raise UserError(
             f"adapter {where} is for another model: {len(misfits):,} of its {count:,} tensors do not fit: "
-            f"{_first_few(misfits)}."
+            f"{first_few(misfits)}."
         )
 
 
-def _first_few(items: list[str]) -> str:
-    more = f" and {len(items) - _NAMED_TENSORS:,} more" if len(items) > _NAMED_TENSORS else ""
-    return "; ".join(items[:_NAMED_TENSORS]) + more
+def _rank_of(leaves: Mapping[str, Any]) -> int:
+    factor = leaves["lora_a"]
+    return (factor[0] if isinstance(factor, list) else factor).shape[1]
+
+
+def _with_rank_and_scale(
+    path: str, adapter: nn.Module, leaves: dict[str, Any], rank: int, scale: float
+) -> dict[str, mx.array]:
+    """Return an adapter's tensors, changed so that they give the same update with this rank and scale."""
+    if _rank_of(leaves) == rank and adapter.scale == scale:
+        return arrays_of(leaves)
+    if not isinstance(adapter, Adapter):
+        raise UserError(f"{path}: {type(adapter).__name__} has another rank or scale than the rest; give all the same.")
+    for name in _FACTORS:
+        leaves[name] = _padded(leaves[name], _axis(name, leaves[name]), rank)
+    leaves["lora_b"] = leaves["lora_b"] * (adapter.scale / scale)
+    return leaves
+
+
+def _without_padding(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return the tensors of an adapter, by full path, without the last ranks in which both factors are zero.
+
+    Such a rank adds nothing and gets no gradient. One rank is left in any case.
+    """
+    cut = dict(tensors)
+    for name, a in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        b = tensors.get(f"{path}.lora_b")
+        if leaf != "lora_a" or b is None or a.ndim not in (2, 3) or b.ndim != a.ndim:
+            continue
+        rank, axis = a.shape[1], _axis("lora_b", b)
+        if b.shape[axis] == rank and not mx.any(a[:, -1] != 0) and not mx.any(mx.take(b, rank - 1, axis=axis) != 0):
+            used = np.flatnonzero(_is_used(a, 1) | _is_used(b, axis))
+            rank = int(used[-1]) + 1 if used.size else 1
+            cut[name], cut[f"{path}.lora_b"] = _first(a, 1, rank), _first(b, axis, rank)
+    return cut
+
+
+def _fitted(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Return a factor of a saved adapter with the rank of `shape`, or as it is if more than zeros would be cut off."""
+    leaf = name.rpartition(".")[2]
+    if leaf not in _FACTORS or tensor.ndim != len(shape) or tensor.ndim not in (2, 3):
+        return tensor
+    axis = _axis(leaf, tensor)
+    rank = shape[axis]
+    if tensor.shape[axis] <= rank or _is_used(tensor, axis)[rank:].any():
+        return tensor
+    return _first(tensor, axis, rank)
+
+
+def _axis(leaf: str, factor: mx.array) -> int:
+    """The axis of a factor that is as long as the rank."""
+    return 1 if leaf == "lora_a" else 2 if factor.ndim == 3 else 0
+
+
+def _is_used(factor: mx.array, axis: int) -> np.ndarray:
+    """Which ranks of a factor hold a number other than zero."""
+    return as_numpy(mx.any(factor != 0, axis=[other for other in range(factor.ndim) if other != axis]))
+
+
+def _first(factor: mx.array, axis: int, rank: int) -> mx.array:
+    return mx.contiguous(mx.take(factor, mx.arange(rank), axis=axis))
+
+
+def _padded(factor: mx.array, axis: int, rank: int) -> mx.array:
+    widths = [(0, 0)] * factor.ndim
+    widths[axis] = (0, rank - factor.shape[axis])
+    return mx.pad(factor, widths)

@@ -1,10 +1,14 @@
-"""Makes a model ready to train: freezes it, then adds adapters to the chosen modules or unfreezes the chosen layers."""
+"""Makes a model ready to train: freezes it, then adds adapters to the chosen modules or unfreezes the chosen layers.
+
+Adapters are merged into the model again, or taken away for a while (models/merged_checkpoint.py merges in files).
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -13,10 +17,9 @@ from mlx.utils import tree_unflatten
 from ..errors import UserError
 from ..options.config import LoraConfig
 from .adapter import Adapter
-from .new_rows import unfreeze_new_rows
-from .parts import check_parts, part_of
+from .new_rows import grown_tables, unfreeze_new_rows
 from .pissa import with_pissa
-from .select import Selection, adapter_class, chosen_layers, select
+from .select import Selection, adapter_class, check_parts, chosen_layers, part_of, select
 from .weights import dense_weight, is_quantized, quantization
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
@@ -130,7 +133,10 @@ def install_adapters(model: nn.Module, new_adapters: dict[str, nn.Module]) -> No
     model.update_modules(tree_unflatten(list(new_adapters.items())))
     model.freeze()
     for adapter in adapters(model).values():
-        _unfreeze_adapter(adapter)
+        if isinstance(adapter, Adapter):
+            adapter.unfreeze_adapter()
+        else:
+            adapter.unfreeze(recurse=False)
     unfreeze_new_rows(model)
 
 
@@ -144,13 +150,6 @@ def _complete(model: nn.Module) -> None:
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
     """Return every adapter in the model by its path, including those that a layer's own `to_lora` made."""
     return {path: m for path, m in reversed(model.named_modules()) if isinstance(m, Adapter) or "lora_a" in m}
-
-
-def _unfreeze_adapter(adapter: nn.Module) -> None:
-    if isinstance(adapter, Adapter):
-        adapter.unfreeze_adapter()
-    else:
-        adapter.unfreeze(recurse=False)
 
 
 def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
@@ -173,16 +172,10 @@ def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
 
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
-    notes = []
-    odd_widths = [
-        path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]
-    ]
-    if dora and odd_widths:
-        notes.append(
-            f"mlx-lm cannot load DoRA on {len(odd_widths)} modules of 3, 5 or 6 bits, such as {odd_widths[0]}; "
-            "deltatune can."
-        )
-    return notes
+    packed = [path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]]
+    if not dora or not packed:
+        return []
+    return [f"mlx-lm cannot load DoRA on {len(packed)} modules of 3, 5 or 6 bits, such as {packed[0]}; deltatune can."]
 
 
 def whole_modules(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> list[str]:
@@ -208,3 +201,37 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
             module.freeze(recurse=False, keys=[key for key in _ROUTER_BIASES if key in module])
     unfreeze_new_rows(model)
     return report
+
+
+def merge(model: nn.Module, dequantize: bool = False) -> list[str]:
+    """Replace every adapter of `model`, in place, by a module like its base that contains the adapter's update.
+
+    Args:
+        model: A model with adapters.
+        dequantize: Whether a quantised base becomes a dense module. Otherwise it is quantised again, with the same
+            settings, which rounds the update along with the weight.
+
+    Returns:
+        The paths of the replaced adapters.
+    """
+    fused = {path: adapter.fuse(dequantize=dequantize) for path, adapter in adapters(model).items()}
+    if fused:
+        model.update_modules(tree_unflatten(list(fused.items())))
+    return list(fused)
+
+
+def can_be_without(model: nn.Module) -> bool:
+    """Tell whether the base of `model` is in it: all that was trained is adapters, which can be taken away."""
+    kinds = [isinstance(adapter, Adapter) for adapter in adapters(model).values()]
+    return bool(kinds) and all(kinds) and not grown_tables(model)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Put the base of each adapter in its place inside the `with` block, so that the base answers."""
+    adapted = {path: adapter for path, adapter in adapters(model).items() if isinstance(adapter, Adapter)}
+    model.update_modules(tree_unflatten([(path, adapter.base) for path, adapter in adapted.items()]))
+    try:
+        yield
+    finally:
+        model.update_modules(tree_unflatten(list(adapted.items())))

@@ -6,8 +6,9 @@ Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +19,8 @@ from ..ops.products.low_rank import add_product, both_products, columns_product,
 from ..ops.products.quantized_product import dense_product
 from ..ops.recomputation import input_of
 from ..ops.tracing import trace
+from ..ops.tracing.known import Known
 from .adapter import Adapter, norm_of_sum, row_norms, uniform, with_row_norms
-from .next_token import adapted_token, forget
 from .together import output
 from .weights import dense_weight, input_size, is_quantized, quantization
 
@@ -148,6 +149,47 @@ def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
     return dtypes
 
 
+class _Cast(NamedTuple):
+    """Both factors of an adapter in the dtype of its input rows, kept under its lora_a.
+
+    A GPU multiplies in the dtype of the rows, and the factors are fp32. Casting them for every token would take two
+    launches of each adapter, so they are kept while the next calls are of one token, too, and while the adapter holds
+    the same arrays. A factor whose numbers change in place, as by `lora_b *= 2`, counts from the next prompt on.
+
+    Attributes:
+        origin_of_b: The lora_b that `b` was made from.
+        a: [in, r].
+        b: [r, out].
+    """
+
+    origin_of_b: weakref.ref[mx.array]
+    a: mx.array
+    b: mx.array
+
+
+def _adapted_token(layer: LoRALinear, x: mx.array, known: Known) -> mx.array | None:
+    """Return linear(x) + scale * (x A) B for x [..., 1, in]; None on a CPU if the factors have another dtype than x.
+
+    The layer has no active dropout; `known` keeps the cast factors.
+    """
+    a, b, dtype = layer["lora_a"], layer["lora_b"], x.dtype
+    if a.dtype != dtype or b.dtype != dtype:
+        cast = known.of(a, _Cast)
+        if cast is None or cast.origin_of_b() is not b or cast.a.dtype != dtype:
+            if backend.computes_in_fp32():
+                return None
+            cast = _cast(a, b, dtype, known)
+        _, a, b = cast
+    return mx.addmm(layer["linear"](x), x @ a, b, alpha=layer.scale)
+
+
+def _cast(a: mx.array, b: mx.array, dtype: mx.Dtype, known: Known) -> _Cast:
+    cast = _Cast(weakref.ref(b), a.astype(dtype), b.astype(dtype))
+    # Arrays that a gradient is taken by, or that a compiled function is given, are others in each call of it.
+    known.note(a, cast)
+    return cast
+
+
 class LoRALinear(Adapter):
     """A linear layer with a low-rank update: y = linear(x) + scale * dropout(x) A B, in the dtype of linear(x).
 
@@ -181,8 +223,9 @@ class LoRALinear(Adapter):
         if told.next_tokens:
             return token_output(self, x)
         if x.shape[-2:-1] == (1,) and not told.whole_rows and not (self.training and self.dropout_rate):
-            return adapted_token(self, x, told.known)
-        forget(told.known)
+            return _adapted_token(self, x, told.known)
+        # A call on several tokens, as at a prompt's start.
+        told.known.forget(_Cast)
         return output(self, x)
 
     def _with_update(self, base: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

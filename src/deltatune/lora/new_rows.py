@@ -49,11 +49,6 @@ class GrownTable(nn.Module):
             self.new_bias = mx.broadcast_to(base["bias"].astype(mx.float32).mean(), (count,)) + 0
 
     @property
-    def old_rows(self) -> int:
-        """The number of rows before the new ones, which have the ids from here on."""
-        return self.first
-
-    @property
     def rows(self) -> int:
         """The number of rows of the whole table."""
         return max(self.base["weight"].shape[0], self.end)
@@ -73,7 +68,8 @@ class GrownTable(nn.Module):
         The old rows keep their bits. The new ones get the dtype of the old, or are quantised as they are, unless
         `dequantize` asks for a dense module.
         """
-        added = with_weight(self.base, self.new_rows.astype(_dtype(self.base)), self.dense_class, dequantize)
+        new_rows = self.new_rows.astype(dense_rows(self.base, 0, 1).dtype)
+        added = with_weight(self.base, new_rows, self.dense_class, dequantize)
         if "bias" in self.base:
             added.bias = self["new_bias"].astype(self.base["bias"].dtype)
         dense = dequantize and is_quantized(self.base)
@@ -94,7 +90,7 @@ class GrownEmbedding(GrownTable):
     def __call__(self, ids: mx.array) -> mx.array:
         is_new = (ids >= self.first) & (ids < self.end)
         old = self.base(mx.where(is_new, 0, ids))
-        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids, self.old_rows) - self.old_rows)
+        new: Any = _take_rows(self.new_rows, mx.where(is_new, ids, self.first) - self.first)
         return mx.where(is_new[..., None], new.astype(old.dtype), old)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -115,7 +111,6 @@ class GrownLinear(GrownTable):
 
 @mx.custom_function
 def _take_rows(rows: mx.array, index: mx.array) -> mx.array:
-    """Return rows[index]."""
     return rows[index]
 
 
@@ -129,17 +124,9 @@ def _add_to_rows(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, m
 
 def _mean_row(module: nn.Module, count: int) -> mx.array:
     """Return the mean of the first `count` rows."""
-    sums = [
-        dense_rows(module, at, min(at + _BLOCK, count)).astype(mx.float32).sum(axis=0) for at in range(0, count, _BLOCK)
-    ]
-    total = sums[0]
-    for part in sums[1:]:
-        total = total + part
-    return total / count
-
-
-def _dtype(module: nn.Module) -> mx.Dtype:
-    return dense_rows(module, 0, 1).dtype
+    starts = range(0, count, _BLOCK)
+    blocks = (dense_rows(module, at, min(at + _BLOCK, count)).astype(mx.float32) for at in starts)
+    return sum((block.sum(axis=0) for block in blocks), mx.array(0.0)) / count
 
 
 def table_kind(module: nn.Module) -> type[GrownTable] | None:
@@ -183,12 +170,11 @@ def add_rows(model: nn.Module, counts: Mapping[str, int], first: int | None = No
             raise UserError(f"{path}: rows for new tokens cannot be added to this {type(module).__name__}.")
     for path, array in directly_read(model, tables).items():
         raise UserError(f"{path}: rows for new tokens cannot be added, since the model reads its {array} directly.")
-    grown: dict[str, Any] = {}
+    grown: list[tuple[str, nn.Module]] = []
     for path, module in tables.items():
         kind: Any = table_kind(module)
-        grown[path] = kind(module, counts[path], first)
-        grown[path].train(module.training)
-    model.update_modules(tree_unflatten(list(grown.items())))
+        grown.append((path, kind(module, counts[path], first).train(module.training)))
+    model.update_modules(tree_unflatten(grown))
 
 
 def unfreeze_new_rows(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -18,9 +18,12 @@ from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
 from .linear import DoRALinear, LoRALinear
 from .new_rows import GrownTable, grown_tables
-from .parts import part_of
 from .weights import is_switch
 
+# The parts of a model with images: its language layers, its vision tower, and the projector between them.
+PARTS = ("language", "vision", "projector")
+_TOWER = "vision_tower"
+_PROJECTORS = ("merger", "projector", "aligner", "connector")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 NO_EXPERT_DORA = "DoRA is not defined on experts; train them with fine_tune_type lora"
@@ -59,12 +62,9 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
         indices = sorted({index % count for index in config.layers})
     else:
         indices = list(range(count))[-max(num_layers, 0) :]
-    chosen = [paths[index] for index in indices]
-    return chosen if config.layer_kinds is None else _of_kind(model, chosen, config.layer_kinds)
-
-
-def _of_kind(model: nn.Module, chosen: list[str], wanted: list[str]) -> list[str]:
-    """Return those of the chosen layers that are of a wanted kind."""
+    chosen, wanted = [paths[index] for index in indices], config.layer_kinds
+    if wanted is None:
+        return chosen
     modules = dict(model.named_modules())
     kinds = {path: layer_kind(modules[path]) for path in chosen}
     matching = [path for path in chosen if kinds[path] in wanted]
@@ -137,7 +137,13 @@ class _ModuleNames:
     """Every module with a matrix of its own, outside adapters, by its full path and by its path inside its layer."""
 
     def __init__(self, model: nn.Module, layers: list[str]):
-        self.modules = {path: m for path, m in _outside_adapters(model) if "weight" in m and m["weight"].ndim > 1}
+        whole = {path: module for path, module in model.named_modules() if isinstance(module, (Adapter, GrownTable))}
+        inside = tuple(f"{path}." for path in whole)
+        self.modules = {
+            path: module
+            for path, module in reversed(model.named_modules())
+            if path not in whole and not path.startswith(inside) and "weight" in module and module["weight"].ndim > 1
+        }
         # The path of the layer that a module belongs to, or an empty string.
         self.layer: dict[str, str] = {}
         for path in self.modules:
@@ -154,14 +160,6 @@ class _ModuleNames:
         # A name such as q_proj stands for all modules of this name, as in PEFT's target_modules.
         names = (path, self.relative(path), path.rpartition(".")[2])
         return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _outside_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    whole = (Adapter, GrownTable)
-    inside = [path + "." for path, module in model.named_modules() if isinstance(module, whole)]
-    for path, module in reversed(model.named_modules()):
-        if not isinstance(module, whole) and not path.startswith(tuple(inside)):
-            yield path, module
 
 
 def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: Sequence[str]) -> dict[str, list[str]]:
@@ -236,3 +234,27 @@ def _suggestion(pattern: str, names: _ModuleNames) -> str:
         holders = {names.relative(path).rpartition(".")[0] for path, m in names.modules.items() if is_switch(m)}
         close = [*(f"{holder}.*" for holder in sorted(holders)), *close][:3]
     return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def check_parts(model: nn.Module, parts: list[str]) -> None:
+    """Raise UserError unless `parts` names one or more parts that the model has."""
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"parts: {part!r} is not known; expected any of {', '.join(PARTS)}.")
+    if not parts:
+        raise UserError(f"parts: expected at least one of {', '.join(PARTS)}.")
+    if set(parts) - {"language"} and not isinstance(model.get(_TOWER), nn.Module):
+        raise UserError(
+            f"parts: {', '.join(parts)}: this model was loaded without a vision tower, which is loaded only when the "
+            "data has images."
+        )
+
+
+def part_of(path: str) -> str | None:
+    """Return "vision" or "projector" for the path of a module of either part, and None for any other module."""
+    steps = path.split(".")
+    if steps[0] == "language_model":
+        return None
+    if any(word in step for step in steps for word in _PROJECTORS):
+        return "projector"
+    return "vision" if steps[0] == _TOWER else None

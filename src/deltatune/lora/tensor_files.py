@@ -30,22 +30,8 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_NAMES = {
-    mx.float64: "F64",
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.int64: "I64",
-    mx.int32: "I32",
-    mx.int16: "I16",
-    mx.int8: "I8",
-    mx.uint64: "U64",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-    mx.bool_: "BOOL",
-    mx.complex64: "C64",
-}
+# The format's letters for the kinds of MLX's types, of which the bits follow.
+_LETTERS = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U", "complex": "C"}
 _LARGEST_HEADER = 100_000_000
 _COPY_BYTES = 1 << 22
 
@@ -150,27 +136,13 @@ def _check_extents(path: Path, entries: list[tuple[str, StoredTensor]], begin: i
         raise UserError(f"{path}: {fault}: {expected:,} bytes expected, {size:,} found; download it again.")
 
 
-@dataclass(frozen=True)
-class _ArrayTensor:
-    """An array with the attributes and the method of a StoredTensor that writing needs."""
-
-    array: mx.array
-
-    @property
-    def dtype(self) -> str:
-        return _NAMES[self.array.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def size(self) -> int:
-        return self.array.nbytes
-
-    def write(self, out: BinaryIO) -> None:
-        array = self.array.view(mx.uint16) if self.array.dtype == mx.bfloat16 else self.array
-        out.write(np.ascontiguousarray(as_numpy(array)).tobytes())
+def _described(tensor: mx.array | StoredTensor) -> tuple[str, tuple[int, ...], int]:
+    """Return the type of a tensor by the format's name, its shape, and its bytes."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.dtype, tensor.shape, tensor.size
+    kind = str(tensor.dtype).removeprefix("mlx.core.").rstrip("0123456789")
+    name = "BOOL" if tensor.dtype == mx.bool_ else f"{_LETTERS[kind]}{8 * tensor.dtype.size}"
+    return name, tensor.shape, tensor.nbytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], metadata: Mapping[str, str]) -> None:
@@ -184,19 +156,18 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
     Raises:
         OSError: The disk refuses.
     """
-    entries = {
-        name: tensor if isinstance(tensor, StoredTensor) else _ArrayTensor(tensor) for name, tensor in tensors.items()
-    }
+    entries = dict(tensors)
     # Unless the caller keeps the tensors too, a lazy array is freed as soon as it is written.
     del tensors
+    described = {name: _described(tensor) for name, tensor in entries.items()}
     # The widest types come first, as in the reference writer, so that every tensor is aligned.
-    order = sorted(entries, key=lambda name: -_BITS[entries[name].dtype])
+    order = sorted(entries, key=lambda name: -_BITS[described[name][0]])
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
-        entry = entries[name]
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.size]}
-        offset += entry.size
+        dtype, shape, size = described[name]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
@@ -205,8 +176,16 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], me
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for name in order:
-            entries.pop(name).write(file)
+            _write(entries.pop(name), file)
         if summed is not None:
             summed.seal()
         out.flush()
         atomic_files.flush(out.fileno())
+
+
+def _write(tensor: mx.array | StoredTensor, out: BinaryIO) -> None:
+    if isinstance(tensor, StoredTensor):
+        tensor.write(out)
+    else:
+        array = tensor.view(mx.uint16) if tensor.dtype == mx.bfloat16 else tensor
+        out.write(np.ascontiguousarray(as_numpy(array)).tobytes())

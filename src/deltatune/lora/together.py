@@ -65,17 +65,14 @@ def output(module: Adapter, x: mx.array) -> mx.array | None:
             return y
     if not _joins(module, module, x):
         return None
-    beside: Sequence[Any] = next((group for group in told.read_together if _holds(group, module)), [module])
+    # Modules are dicts, which `in` would compare by their arrays.
+    groups = (group for group in told.read_together if any(other is module for other in group))
+    beside: Sequence[Any] = next(groups, [module])
     group = [other for other in beside if _joins(other, module, x)]
     outputs = adapted_products(x, [_matrix(other, x.dtype) for other in group], module.scale)
     computed = list(zip(group, outputs, strict=True))
     told.known.note(x, _Ahead([*waiting, *((other, y) for other, y in computed if other is not module)]))
     return next(y for other, y in computed if other is module)
-
-
-def _holds(group: Sequence[Any], module: nn.Module) -> bool:
-    """Whether this very module is in the group; modules are dicts, which `in` would compare by their arrays."""
-    return any(other is module for other in group)
 
 
 def _joins(other: Adapter, module: Adapter, x: mx.array) -> bool:

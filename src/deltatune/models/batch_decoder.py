@@ -190,7 +190,6 @@ class BatchDecoder:
         return answers
 
     def _decode(self, enough: int, between: Callable[[], None] | None) -> None:
-        """Give all rows tokens until so many are free."""
         before: Chosen | None = None
         while True:
             if between is not None:
@@ -250,7 +249,6 @@ class BatchDecoder:
                 layer_arrays[:] = [_widened(array, self._room) for array in layer_arrays]
 
     def _admit(self, waiting: deque[Answer]) -> None:
-        """Read waiting prompts into free rows."""
         places = [place for place, row in enumerate(self._rows) if row is None]
         while places and waiting:
             group = [waiting.popleft()]
@@ -308,7 +306,7 @@ class BatchDecoder:
         for start in range(0, longest, piece):
             logits_of(self._model, tokens[:, start : start + piece], cache=caches)
             mx.eval([cache.state for cache in caches])
-        return [_states_of(cache) for cache in caches]
+        return [list(cache.keys_and_values() if isinstance(cache, KVCache) else cache.cache) for cache in caches]
 
     def _place(self, group: list[Answer], places: list[int], states: list[list[mx.array]]) -> None:
         """Put prompts, and the arrays of each layer's cache, into free rows."""
@@ -394,11 +392,6 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
     return step, factors_of
 
 
-def _states_of(cache: Any) -> list[mx.array]:
-    """The arrays of a layer's cache after prompts that were read."""
-    return list(cache.keys_and_values() if isinstance(cache, KVCache) else cache.cache)
-
-
 def _roomy(array: mx.array, kind: type, room: int) -> tuple[int, ...]:
     """The shape of a row, with room for so many tokens where it has tokens."""
     return (array.shape[1], room, array.shape[3]) if kind is KVCache else array.shape[1:]
@@ -415,26 +408,6 @@ ROWS = 128
 # The same for mlx-lm's generation, by device; ROWS on other devices. On CUDA, MLX's rotary embedding of one token fails
 # for larger batches of models with few rotated pairs, such as the demo's.
 _ROWS_OF_MLX_LM = {"cuda": 32}
-
-
-class _CheckedSampler:
-    """Chooses tokens as `sampler` does, by default the likeliest, and keeps whether all had finite log-probabilities.
-
-    Attributes:
-        healthy: Whether they had, [] bool.
-    """
-
-    def __init__(self, sampler: Sampler | None):
-        self._sampler = sampler
-        self.healthy = mx.array(True)
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        """Return a token for each row of log-probabilities [B, V]."""
-        tokens = logprobs.argmax(axis=-1) if self._sampler is None else self._sampler(logprobs)
-        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
-        self.healthy = self.healthy & mx.isfinite(chosen).all()
-        # Computed with the tokens, it holds no log-probabilities.
-        return mx.depends([tokens], [self.healthy])[0]
 
 
 def answer_all(
@@ -471,7 +444,15 @@ def answer_all(
             rows = min(rows, len(prompts))
             decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, compiled=compiled)
             return decoder.run(prompts, sampler)
-        checked = _CheckedSampler(sampler)
+        choose = chooser_of(sampler)
+        healthy = [mx.array(True)]
+
+        def checked(logprobs: mx.array) -> mx.array:
+            chosen = choose(logprobs)
+            healthy[0] = healthy[0] & chosen.finite.all()
+            # Computed with the tokens, it holds no log-probabilities.
+            return mx.depends([chosen.tokens], healthy)[0]
+
         batch_size = min(rows, backend.here(_ROWS_OF_MLX_LM, ROWS))
         response = batch_generate(
             model,
@@ -484,6 +465,6 @@ def answer_all(
             return_token_ids=True,
         )
     assert response.token_ids is not None
-    if not checked.healthy.item():
+    if not healthy[0].item():
         raise NotFiniteError(*([*row, *answer] for row, answer in zip(prompts, response.token_ids, strict=True)))
     return response.token_ids

@@ -12,7 +12,7 @@ import difflib
 import inspect
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,14 @@ import mlx_lm.utils
 from huggingface_hub.errors import StrictDataclassError
 
 from .. import upstream
-from ..errors import UserError, first_line, reason
+from ..errors import UserError, first_few, first_line, reason
 from ..json_files import read_json
 from ..machine.environment import expanded
-from .checked_tensors import checked
+from ..ops.experts.tiles import needs_whole_matrices
+from ..ops.functional import arrays_of, is_floating
+from ..ops.random_state import drawing_from
+from ..patches import left_alone_for, refuse
+from ..patches.tables.sorted_rows import without_gaps
 from .checkpoint_files import (
     check_config,
     check_dense,
@@ -37,7 +41,16 @@ from .checkpoint_files import (
     weight_headers,
 )
 from .scaled_positions import check_scaling, set_yarn
-from .transformers_configs import as_written, check_options, completed, refusing_config, with_known_type
+from .transformers_configs import (
+    BUILD_ERRORS,
+    as_written,
+    check_options,
+    completed,
+    refusing_config,
+    with_joined_experts,
+    with_known_type,
+    with_released_names,
+)
 from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -109,14 +122,12 @@ def load(
 
 def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
     """load() through mlx-vlm. With a `seed`, weights are random, and none are read."""
-    config = plain_config(path, trust_remote_code)
-    vision_load.check_vision(config, path, f"{image}: has an image")
+    config = _vision_config(path, f"{image}: has an image", trust_remote_code)
     check_tokenizer(path)
     if seed is not None:
         model = vision_load.new_vision_model(config, seed, lazy=lazy)
     else:
-        weight_headers(path)
-        model = vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
+        model = _vision_model(path, config, lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
     processor = vision_load.load_processor(path, config, trust_remote_code)
     return Loaded(model, tokenizer, config, path, processor)
@@ -136,10 +147,18 @@ def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower"
         UserError: The model has no vision tower, mlx-vlm is not installed or does not know the model, or tensors do not
             fit.
     """
-    config = plain_config(path, trust_remote_code=False)
+    return _vision_model(path, _vision_config(path, why), lazy=True)
+
+
+def _vision_config(path: Path, why: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    config = plain_config(path, trust_remote_code)
     vision_load.check_vision(config, path, why)
+    return config
+
+
+def _vision_model(path: Path, config: dict[str, Any], lazy: bool) -> nn.Module:
     weight_headers(path)
-    return vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy=True)
+    return vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
 
 
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
@@ -293,7 +312,8 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
     except StrictDataclassError as error:
         raise UserError(f"config {path / 'config.json'}: transformers refuses it: {reason(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{_trust_hint(error)}") from error
+        hint = " (--trust-remote-code runs it)" if "trust_remote_code" in str(error) else ""
+        raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}{hint}") from error
     except Exception as error:
         # The tokenizers package raises Exception itself for a file that it cannot parse. Subclasses are defects.
         if type(error) is not Exception:
@@ -345,7 +365,7 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
             raise ValueError(f"{model_type!r} is no name of a model")
         return upstream.model_classes(with_known_type(config))
     except (ValueError, AttributeError) as error:
-        if _vision_only(config):
+        if "vision" in model_type.split("_") and "vocab_size" not in config and "text_config" not in config:
             message = "is that of a vision encoder alone; give the folder of the whole model."
         else:
             known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
@@ -355,10 +375,90 @@ def _classes(config: dict[str, Any]) -> tuple[type, Any]:
         raise UserError(f"config.json: model_type {model_type!r} {message}") from error
 
 
-def _vision_only(config: dict[str, Any]) -> bool:
-    """Whether a config describes a vision encoder without a language model."""
-    return "vision" in config["model_type"].split("_") and "vocab_size" not in config and "text_config" not in config
+def refuse_unserved(
+    path: Path, uses: Collection[str], *, image: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Refuse a checkpoint before its weights are read, as patched(model, uses=uses) would refuse the loaded model.
+
+    A config from which no model can be built is left to the loader, which says why.
+
+    Args:
+        path: The checkpoint folder.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
+        image: Where the first image of the data is, as for load(); None for text.
+        trust_remote_code: Whether code in the checkpoint may run.
+
+    Raises:
+        UserError: Results of this model depend on a function that stays as it is; the message names it.
+    """
+    config = plain_config(path, trust_remote_code)
+    if config.get("model_file"):
+        return
+    try:
+        module: Any = _classes(config) if image is None else vision_load.architecture(config)
+    except UserError:
+        return
+    report = left_alone_for(uses)
+    if not report.left_alone:
+        return
+    try:
+        with drawing_from(mx.random.key(0)):
+            model = _built(completed(config)) if image is None else vision_load.build(module, config)
+    except BUILD_ERRORS:
+        return
+    refuse(report, model, uses)
 
 
-def _trust_hint(error: BaseException) -> str:
-    return " (--trust-remote-code runs it)" if "trust_remote_code" in str(error) else ""
+def checked(model_class: type, path: Path) -> type:
+    """A subclass of `model_class` that compares every tensor before loading, and names those missed by `sanitize`."""
+
+    def load_weights(self: nn.Module, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+        _compare(path, dict(weights), arrays_of(self.parameters()))
+        if needs_whole_matrices():
+            weights = without_gaps(weights)
+        return model_class.load_weights(self, weights, strict=strict)  # type: ignore[attr-defined]
+
+    def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        try:
+            return with_joined_experts(model_class.sanitize(self, with_released_names(weights)))  # type: ignore[attr-defined]
+        except KeyError as error:
+            raise UserError(f"model {path}: tensor {error} is missing.") from error
+        except (ValueError, IndexError) as error:
+            raise UserError(f"model {path}: its tensors do not fit its config.json: {reason(error)}") from error
+
+    body: dict[str, Any] = {"load_weights": load_weights}
+    if hasattr(model_class, "sanitize"):
+        body["sanitize"] = sanitize
+    return type(model_class.__name__, (model_class,), body)
+
+
+def _compare(path: Path, stored: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    """UserError that names every tensor which is missing, not expected, of another shape, or of integers."""
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in stored if name not in expected]
+    pairs = [(name, stored[name], expected[name]) for name in expected if name in stored]
+    shapes = [
+        f"{name} has shape {new.shape}, {old.shape} expected" for name, new, old in pairs if new.shape != old.shape
+    ]
+    integers = [
+        f"{name} has type {str(new.dtype).removeprefix('mlx.core.')}"
+        for name, new, old in pairs
+        if is_floating(old) and not is_floating(new)
+    ]
+    kinds = {
+        "missing": missing,
+        "unknown to the model": extra,
+        "misshapen": shapes,
+        "not of a floating-point type": integers,
+    }
+    problems = [f"{len(names)} {problem} ({first_few(names, 4, ', ')})" for problem, names in kinds.items() if names]
+    if not problems:
+        return
+    hint = ""
+    if any(name.endswith(".scales") for name in extra):
+        hint = " The weights are quantised, but config.json has no `quantization` for them."
+    elif any(name.endswith(".scales") for name in missing):
+        hint = " config.json says that the weights are quantised, but they are not."
+    elif integers:
+        hint = " Another tool quantised the weights, or they are damaged: take the original checkpoint."
+    raise UserError(f"model {path}: the tensors do not fit config.json: {'; '.join(problems)}.{hint}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.decoding.sampled_token import sampled_token, sampled_token_naive, serves
 from ..options.config import TrainConfig
 
 # The logit of a token that is never sampled: its probability is 0, and its gradient finite.
@@ -58,6 +59,10 @@ class SampledPolicy:
         """Whether it is the model's own distribution."""
         return self == SampledPolicy()
 
+    @property
+    def _restricts(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def logits(self, logits: mx.array) -> mx.array:
         """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
         return self._restricted(logits.astype(mx.float32) / self.temperature)
@@ -91,17 +96,15 @@ class SampledPolicy:
 
         def choose(logits: mx.array) -> Chosen:
             keys[0], here = mx.random.split(keys[0])
-            scaled = logits.astype(mx.float32) / self.temperature
-            total = mx.logsumexp(scaled, axis=-1)
-            # TRL's entropy averages -log p of the logits without restrictions.
-            whole = scaled - total[:, None]
-            entropy = -(mx.exp(whole) * whole).sum(axis=-1)
-            restricted = self._restricted(scaled)
-            if restricted is not scaled:
-                total = mx.logsumexp(restricted, axis=-1)
-            tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
-            log_probabilities = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0] - total
-            figures = mx.stack([log_probabilities, entropy])
+            sample = sampled_token if serves(logits) else sampled_token_naive
+            # TRL's entropy averages -log p of the logits without restrictions, too.
+            tokens, log_probabilities, entropies = sample(logits, here, self.temperature)
+            if self._restricts:
+                restricted = self.logits(logits)
+                tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
+                of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
+                log_probabilities = of_tokens - mx.logsumexp(restricted, axis=-1)
+            figures = mx.stack([log_probabilities, entropies])
             return Chosen(tokens, mx.isfinite(figures).all(axis=0), figures)
 
         return choose

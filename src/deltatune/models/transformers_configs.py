@@ -126,28 +126,6 @@ def transformers_values(part: Config) -> dict[str, Any]:
     return {**part, **_values(_native(part))}
 
 
-def transformers_defaults(part: Config) -> dict[str, Any]:
-    """Return the defaults of transformers' class for a config or its text part; none where there is no such class."""
-    native = _native(part)
-    try:
-        return {} if native is None else _values(type(native)())
-    except _REFUSALS:
-        return {}
-
-
-def fields_beside(part: Config) -> set[str]:
-    """Return the options that classes of arguments declare in the module of mlx-lm's model, and in those it imports."""
-    try:
-        arguments = upstream.model_classes(with_known_type(part))[1]
-    except (ValueError, AttributeError):
-        return set()
-    module = sys.modules[arguments.__module__]
-    values = vars(module).values()
-    imported = [value for value in values if inspect.ismodule(value) and "mlx_lm.models" in value.__name__]
-    names = [value for source in (module, *imported) for value in vars(source).values()]
-    return {field.name for value in names if dataclasses.is_dataclass(value) for field in dataclasses.fields(value)}
-
-
 def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
     """Refuse rope_parameters that no option of mlx-lm's model can express (UserError)."""
     rope = part.get("rope_parameters")
@@ -213,15 +191,17 @@ def _native_of(text: str) -> Any:
         return None
 
 
-def _fields(config: Config) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of mlx-lm's class of arguments, or none where mlx-lm does not know the model."""
+def _arguments(config: Config) -> Any:
+    """mlx-lm's class of arguments, or None where mlx-lm does not know the model."""
     try:
-        arguments = upstream.model_classes(with_known_type(config))[1]
+        return upstream.model_classes(with_known_type(config))[1]
     except (ValueError, AttributeError):
-        return {}
-    if not dataclasses.is_dataclass(arguments):
-        return {}
-    return {field.name: field for field in dataclasses.fields(arguments)}
+        return None
+
+
+def _fields(config: Config) -> dict[str, dataclasses.Field[Any]]:
+    arguments = _arguments(config)
+    return {field.name: field for field in dataclasses.fields(arguments)} if dataclasses.is_dataclass(arguments) else {}
 
 
 def _part(
@@ -238,10 +218,10 @@ def _part(
     for name in values if fields is None else {**fields, **renamed}:
         if name in part:
             continue
-        required = fields is not None and name in fields and _is_required(fields[name])
+        field = None if fields is None else fields.get(name)
         if name in values and (by_transformers or name in renamed):
             complete[name] = copy.deepcopy(values[name])
-        elif by_transformers and required and "Optional" in str(fields[name].type):  # type: ignore[index]
+        elif by_transformers and field is not None and _is_required(field) and "Optional" in str(field.type):
             complete[name] = None
     if complete.get("position_embedding_type", "") is None:
         # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.
@@ -326,14 +306,16 @@ def _kinds_in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) ->
     """The intervals and lists that mlx-lm reads in place of the kind of every layer."""
     values: dict[str, Any] = {}
     kinds = part.get("layer_types")
-    if isinstance(kinds, list) and _FULL in kinds:
-        interval = kinds.index(_FULL) + 1
-        other = {kind for kind in kinds if kind != _FULL}
-        regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
-        if regular and other <= {"linear_attention"}:
+    if isinstance(kinds, list):
+        interval = _interval_of(kinds)
+        field = fields.get("sliding_window_pattern")
+        if set(kinds) <= {_FULL, _SLIDING} and field is not None and "str" in str(field.type):
+            # A word of L and G for each layer.
+            values["sliding_window_pattern"] = "".join("L" if kind == _SLIDING else "G" for kind in kinds)
+        elif set(kinds) <= {_FULL, _SLIDING} and interval is not None:
+            values["sliding_window_pattern"] = interval
+        if _FULL in kinds and set(kinds) <= {_FULL, "linear_attention"} and interval is not None:
             values["full_attention_interval"] = interval
-    if isinstance(kinds, list) and set(kinds) <= {_FULL, _SLIDING}:
-        values |= _window_pattern(kinds, fields)
     mixers = part.get("mlp_layer_types") or getattr(native, "mlp_layer_types", None)
     if isinstance(mixers, list):
         values["first_k_dense_replace"] = mixers.count("dense")
@@ -341,14 +323,11 @@ def _kinds_in_old_names(part: Config, native: Any, fields: Mapping[str, Any]) ->
     return values
 
 
-def _window_pattern(kinds: list[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window_pattern` for a list of kinds: a word of L and G for each layer, or after how many one is full."""
-    field = fields.get("sliding_window_pattern")
-    if field is not None and "str" in str(field.type):
-        return {"sliding_window_pattern": "".join("L" if kind == _SLIDING else "G" for kind in kinds)}
+def _interval_of(kinds: list[str]) -> int | None:
+    """Return after how many layers one is full; None where that differs."""
     interval = kinds.index(_FULL) + 1 if _FULL in kinds else len(kinds) + 1
     regular = all((kind == _FULL) == (place % interval == 0) for place, kind in enumerate(kinds, 1))
-    return {"sliding_window_pattern": interval} if regular else {}
+    return interval if regular else None
 
 
 _EXPERT = re.compile(r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<rest>(?:gate|up|down)_proj\.\w+)$")
@@ -449,14 +428,8 @@ _CHANGING = (
     "use_bidirectional_attention",
 )
 # Names of functions that are the same, or differ by 0.1 % (known_faults.py names the families where they do).
-_ALIKE = {
-    "swish": "silu",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_accurate": "gelu",
-}
+_GELUS = ("gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate")
+_ALIKE = {"swish": "silu", **dict.fromkeys(_GELUS, "gelu")}
 
 
 def check_options(config: Config) -> None:
@@ -470,20 +443,30 @@ def check_options(config: Config) -> None:
     """
     part = text_part(config)
     differing = [name for name in _CHANGING if part.get(name) is not None]
-    if not differing:
+    native = _native(part) if differing else None
+    try:
+        defaults = {} if native is None else _values(type(native)())
+    except _REFUSALS:
         return
-    defaults = transformers_defaults(part)
-    values = transformers_values(part)
-    read = fields_beside(part)
+    values = _values(native)
     for name in differing:
-        if name in read or name not in defaults:
-            continue
-        if _plain(values[name]) != _plain(defaults[name]):
+        changes = name in defaults and _plain(values[name]) != _plain(defaults[name])
+        if changes and name not in _declared(part):
             raise UserError(
                 f"config.json: it sets {name} to {values[name]!r}, and mlx-lm's {part.get('model_type')} computes with "
                 f"{defaults[name]!r} whatever it is: its logits would not be those of transformers. Train another "
                 f"model, or remove {name} to train this one as mlx-lm computes it."
             )
+
+
+def _declared(part: Config) -> set[str]:
+    """The options that classes of arguments declare in the module of mlx-lm's model, and in those it imports."""
+    arguments = _arguments(part)
+    module = sys.modules[arguments.__module__] if arguments is not None else None
+    values = list(vars(module).values()) if module is not None else []
+    imported = [value for value in values if inspect.ismodule(value) and "mlx_lm.models" in value.__name__]
+    values += [value for source in imported for value in vars(source).values()]
+    return {field.name for value in values if dataclasses.is_dataclass(value) for field in dataclasses.fields(value)}
 
 
 def _plain(value: object) -> object:

@@ -175,7 +175,9 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None, *, lazy: 
         loaded.model = make(loaded.config, scratch_seed, lazy=lazy)
     else:
         add_rows(loaded.model, dict.fromkeys(tables, needed - first), first)
-    columns = _logit_count(loaded.model)
+    with undisturbed(loaded.model):
+        # Nothing is computed: the shape is known without evaluation.
+        columns = logits_of(loaded.model, mx.zeros((1, 2), mx.int32)).shape[-1]
     if not token_rows(loaded.model) == columns == total:
         raise UserError(
             f"resize_embeddings: {type(loaded.model).__module__} does not follow: for {needed:,} tokens it has "
@@ -190,20 +192,16 @@ def lacks_rows(model: nn.Module, tokenizer: Any, *, from_scratch: bool = False) 
 
 
 def _first_new_row(model: nn.Module, tokenizer: Any, from_scratch: bool) -> int:
-    table = next(iter(token_tables(model).values()))
-    rows = row_count(table)
-    return rows if from_scratch else _first_untrained(tokenizer, table, rows)
-
-
-def _first_untrained(tokenizer: Any, table: nn.Module, rows: int) -> int:
-    """Return the first of the added tokens at the end of the vocabulary with untrained rows; `rows` without any.
+    """Return the first of the added tokens at the end of the vocabulary with untrained rows; the row count without any.
 
     A checkpoint does not say which tokens were added to it, but its spare rows, which no token has, show the values of
     untrained rows (arXiv 2405.05417 finds such tokens so). Without spare rows it cannot be told.
     """
+    table = next(iter(token_tables(model).values()))
+    rows = row_count(table)
     added = hugging_face_tokenizer(tokenizer).added_tokens_decoder.keys()
     last = max(tokenizer.get_vocab().values())
-    if rows - last <= _SPARE:
+    if from_scratch or rows - last <= _SPARE:
         return rows
     table = table.base if isinstance(table, Adapter) else table
     spare = dense_rows(table, last + 1, rows).astype(mx.float32)
@@ -216,12 +214,6 @@ def _first_untrained(tokenizer: Any, table: nn.Module, rows: int) -> int:
             break
         first -= 1
     return rows if first > last else first
-
-
-def _logit_count(model: nn.Module) -> int:
-    with undisturbed(model):
-        # Nothing is computed: the shape is known without evaluation.
-        return logits_of(model, mx.zeros((1, 2), mx.int32)).shape[-1]
 
 
 def with_vocab_size(config: dict[str, Any], old: int, new: int) -> dict[str, Any]:

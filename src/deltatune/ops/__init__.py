@@ -3,5 +3,6 @@
 # By operator, the implementations that its environment variable may force (operators.py has the operators).
 IMPLEMENTATIONS = {
     "gated_delta": ("naive", "chunk", "fused", "native"),
+    "linear_attention": ("naive", "chunk", "fused"),
     "attention": ("naive", "blocked", "fused", "native"),
 }

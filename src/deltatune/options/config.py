@@ -7,27 +7,96 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from ..errors import UserError
 from .chat_template import checked_options
 from .data_in_memory import DataInMemory
-from .lora_parameters import LoraConfig
-from .values import FINITE, Range, build, fix, nearest, option, unknown_names
+from .values import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, Range, build, fix, nearest, option, unknown_names
 from .yaml_files import read_yaml
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
-_MODEL, _DATA, _TUNE, _LOSS = "model", "data", "what trains", "loss"
-_ROLLOUTS = "reinforcement learning"
-_OPTIMIZER, _RUN, _SAVE = "optimizer", "run and evaluation", "saving and reporting"
+# By the group in which an option is listed.
+_model = partial(option, "model")
+_data = partial(option, "data")
+_tune = partial(option, "what trains")
+_loss = partial(option, "loss")
+_rollouts = partial(option, "reinforcement learning")
+_optimizer = partial(option, "optimizer")
+_run = partial(option, "run and evaluation")
+_save = partial(option, "saving and reporting")
 
 #: The settings, of every optimizer that has them, that optimizer_config may change.
 OPTIMIZER_SETTINGS = {"bias_correction": True}
 NO_TYPE_FROM_SCRATCH = (
     "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
 )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The options of the adapters.
+
+    Each field's metadata holds its help text and the values that it may have; making a LoraConfig checks them.
+
+    Raises:
+        UserError: A value is not one that the option may have.
+    """
+
+    rank: int = _tune(16, "inner size of each adapter's update", range=COUNT)
+    rank_pattern: dict[str, int] = _tune(
+        dict,
+        "ranks of the modules that match a pattern (see keys), as JSON, in place of rank; of several patterns that "
+        'match, the first counts: {"mlp.switch_mlp.*": 4}',
+        range=COUNT,
+    )
+    scale: float = _tune(2.0, "factor of the update, which is PEFT's alpha / rank", range=POSITIVE)
+    alpha: float | None = _tune(
+        None,
+        "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank), of each "
+        "module's own rank",
+        range=POSITIVE,
+    )
+    dropout: float = _tune(
+        0.0, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
+    )
+    keys: list[str] | None = _tune(
+        None,
+        "patterns (fnmatch) of the modules to adapt, by full path, path in a layer or name; default: every "
+        "linear, expert and embedding module of the chosen layers",
+        flag=False,
+    )
+    exclude: list[str] = _tune(list, "patterns of the modules that get no adapter", flag=False)
+    layer_kinds: list[str] | None = _tune(
+        None, "kinds of layers to adapt; default: all", flag=False, choices=("delta", "attention", "mamba", "other")
+    )
+    layers: list[int] | None = _tune(
+        None,
+        "indices of the layers to adapt, in place of num_layers; negative ones count from the last",
+        flag=False,
+        range=FINITE,
+    )
+    rslora: bool = _tune(False, "divide the scale by the square root of the rank", flag=False)
+    init: str = _tune(
+        "zero",
+        "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
+        flag=False,
+        choices=("zero", "pissa"),
+    )
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.alpha is not None:
+            vars(self).update(scale=self.alpha if self.rslora else self.alpha / self.rank)
+
+    def scale_at(self, rank: int) -> float:
+        """Return the factor of an update of this rank."""
+        if self.rslora:
+            return self.scale / rank**0.5
+        return self.scale if self.alpha is None or rank == self.rank else self.alpha / rank
 
 
 @dataclass(frozen=True)
@@ -43,385 +112,307 @@ class TrainConfig:
         UserError: A value is not one that the option may have, or two options contradict each other.
     """
 
-    model: str | None = option(None, _MODEL, "folder of the model, or its name on the Hugging Face hub; required")
-    data: str | None = option(
+    model: str | None = _model(None, "folder of the model, or its name on the Hugging Face hub; required")
+    data: str | None = _data(
         None,
-        _DATA,
         "file of training data (.jsonl, .json, .csv, .tsv or .parquet), folder that holds train.jsonl, valid.jsonl and "
         "test.jsonl, or the name of a Hugging Face data set; required without hf_dataset",
     )
-    val_split: float | None = option(
+    val_split: float | None = _data(
         None,
-        _DATA,
         "share of the training rows to validate on, drawn by the seed; default: 0.1 where the data have no validation "
         "set and 20 rows or more",
         range=Range(least=0, below=1),
     )
-    hf_dataset: Any = option(
-        None, _DATA, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
+    hf_dataset: Any = _data(
+        None, "a Hugging Face data set, or a list of them, with the keys that mlx_lm.lora reads", flag=False
     )
-    train: bool = option(True, _RUN, "accepted because mlx_lm.lora has it; this command always trains")
-    test: bool = option(False, _RUN, "evaluate the model on the test set after training")
-    fine_tune_type: str = option(
+    train: bool = _run(True, "accepted because mlx_lm.lora has it; this command always trains", negated=False)
+    test: bool = _run(False, "evaluate the model on the test set after training")
+    fine_tune_type: str = _tune(
         "lora",
-        _TUNE,
         "train LoRA adapters (lora), DoRA adapters (dora) or the layers' own weights (full)",
         choices=("lora", "dora", "full"),
     )
-    from_scratch: bool = option(
-        False,
-        _TUNE,
-        "build the model of config.json with random weights, train all of them, and write a whole checkpoint",
+    from_scratch: bool = _tune(
+        False, "build the model of config.json with random weights, train all of them, and write a whole checkpoint"
     )
-    loss: str = option(
+    loss: str = _loss(
         "sft",
-        _LOSS,
         "what is learnt: sft imitates the data; grpo learns from rewards of answers that the model samples; distill "
         "learns a teacher's probabilities; the others learn which of two answers is better, kto whether one is good",
         choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo", "grpo", "distill"),
     )
-    loss_variant: str | None = option(
+    loss_variant: str | None = _loss(
         None,
-        _LOSS,
         "published form of dpo (sigmoid, robust, hinge or ipo), cpo (sigmoid, hinge or ipo) or grpo (dapo, grpo, "
         "dr_grpo, bnpo, gspo, cispo or rloo); default: the first",
         choices=("sigmoid", "robust", "hinge", "ipo", "dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo"),
     )
-    beta: float | None = option(
+    beta: float | None = _loss(
         None,
-        _LOSS,
         "factor of the rewards of a preference loss, orpo's weight of the odds ratio, and grpo's weight of the "
         "divergence from the model without its adapter; default: 0.1, and 0 for grpo; the authors of simpo use 2.0. "
         "With distill, the divergence: forward at 0, reverse at 1, the default, and Jensen-Shannon's between them",
-        range=Range(least=0),
+        range=NOT_NEGATIVE,
     )
-    teacher: str | None = option(
-        None, _LOSS, "the teacher of distill: folder or name of a model with the same vocabulary"
+    teacher: str | None = _loss(None, "the teacher of distill: folder or name of a model with the same vocabulary")
+    gamma: float = _loss(0.5, "margin by which simpo wants the chosen answer's reward to be larger", range=NOT_NEGATIVE)
+    label_smoothing: float = _loss(
+        0.0, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
     )
-    gamma: float = option(
-        0.5, _LOSS, "margin by which simpo wants the chosen answer's reward to be larger", range=Range(least=0)
+    num_generations: int = _rollouts(
+        8, "number of answers that are sampled behind each prompt, which are compared", range=Range(least=2)
     )
-    label_smoothing: float = option(
-        0.0, _LOSS, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
+    max_completion_length: int = _rollouts(512, "largest number of tokens in a sampled answer", range=COUNT)
+    temperature: float = _rollouts(
+        1.0, "temperature of the sampled policy, which the loss has too; with distill, of both models", range=POSITIVE
     )
-    num_generations: int = option(
-        8, _ROLLOUTS, "number of answers that are sampled behind each prompt, which are compared", range=Range(least=2)
+    top_p: float = _rollouts(
+        1.0, "sample from the likeliest tokens with this sum of probabilities alone", range=Range(above=0, most=1)
     )
-    max_completion_length: int = option(
-        512, _ROLLOUTS, "largest number of tokens in a sampled answer", range=Range(least=1)
-    )
-    temperature: float = option(
-        1.0,
-        _ROLLOUTS,
-        "temperature of the sampled policy, which the loss has too; with distill, of both models",
-        range=Range(above=0),
-    )
-    top_p: float = option(
-        1.0,
-        _ROLLOUTS,
-        "sample from the likeliest tokens with this sum of probabilities alone",
-        range=Range(above=0, most=1),
-    )
-    top_k: int = option(
-        0, _ROLLOUTS, "sample from this many of the likeliest tokens alone; 0 means all", range=Range(least=0)
-    )
-    min_p: float = option(
+    top_k: int = _rollouts(0, "sample from this many of the likeliest tokens alone; 0 means all", range=NOT_NEGATIVE)
+    min_p: float = _rollouts(
         0.0,
-        _ROLLOUTS,
         "sample from the tokens alone that are at least this likely, relative to the likeliest",
         range=Range(least=0, most=1),
     )
-    epsilon: float = option(
-        0.2, _ROLLOUTS, "largest change of a probability, as a share, that the loss rewards", range=Range(above=0)
+    epsilon: float = _rollouts(
+        0.2, "largest change of a probability, as a share, that the loss rewards", range=POSITIVE
     )
-    epsilon_high: float | None = option(
+    epsilon_high: float | None = _rollouts(
         None,
-        _ROLLOUTS,
         "the same for a rise; default: epsilon. With cispo, the largest ratio of probabilities, such as 5",
-        range=Range(above=0),
+        range=POSITIVE,
     )
-    num_iterations: int = option(
-        1, _ROLLOUTS, "number of times that the loss goes through sampled answers", range=Range(least=1)
-    )
-    scale_rewards: str = option(
+    num_iterations: int = _rollouts(1, "number of times that the loss goes through sampled answers", range=COUNT)
+    scale_rewards: str = _rollouts(
         "group",
-        _ROLLOUTS,
         "standard deviation by which advantages are divided: of the answers to a prompt, of all answers (batch), none",
         choices=("group", "batch", "none"),
     )
-    mask_truncated_completions: bool = option(
-        False, _ROLLOUTS, "leave answers without an end out of the loss, which max_completion_length has cut"
+    mask_truncated_completions: bool = _rollouts(
+        False, "leave answers without an end out of the loss, which max_completion_length has cut"
     )
-    sampler_correction: str = option(
+    sampler_correction: str = _rollouts(
         "token",
-        _ROLLOUTS,
         "weigh each token, or each answer (sequence), by the ratio of its probabilities in training and in sampling, "
         "up to 2; none weighs all alike",
         choices=("token", "sequence", "none"),
     )
-    router_aux_loss_coef: float = option(
-        0.0, _LOSS, "weight of the load-balancing loss of a mixture's routers", range=Range(least=0)
+    router_aux_loss_coef: float = _loss(
+        0.0, "weight of the load-balancing loss of a mixture's routers", range=NOT_NEGATIVE
     )
-    router_z_loss_coef: float = option(0.0, _LOSS, "weight of the z-loss of a mixture's routers", range=Range(least=0))
-    neftune_noise_alpha: float | None = option(
-        None, _LOSS, "size of NEFTune's noise on the embeddings, such as 5", range=Range(above=0)
+    router_z_loss_coef: float = _loss(0.0, "weight of the z-loss of a mixture's routers", range=NOT_NEGATIVE)
+    neftune_noise_alpha: float | None = _loss(
+        None, "size of NEFTune's noise on the embeddings, such as 5", range=POSITIVE
     )
-    reward_funcs: list[str] = option(
+    reward_funcs: list[str] = _rollouts(
         list,
-        _LOSS,
         "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
         "length:TOKENS, repetition, math-verify or reasoning-gym",
     )
-    reward_weights: list[float] = option(
-        list, _LOSS, "factor of each reward function's rewards in their sum; default: 1 for all", range=FINITE
+    reward_weights: list[float] = _rollouts(
+        list, "factor of each reward function's rewards in their sum; default: 1 for all", range=FINITE
     )
-    reward_timeout: float = option(
-        60.0, _LOSS, "seconds that the rewards of a batch may take", range=Range(above=0, most=86400)
+    reward_timeout: float = _rollouts(
+        60.0, "seconds that the rewards of a batch may take", range=Range(above=0, most=86400)
     )
-    reward_errors: str = option(
+    reward_errors: str = _rollouts(
         "stop",
-        _LOSS,
         "whether a reward function that fails ends the run (stop), or gives no reward (none)",
         choices=("stop", "none"),
     )
-    optimizer: str = option(
-        "adamw", _OPTIMIZER, "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
+    optimizer: str = _optimizer(
+        "adamw", "an optimizer of MLX, such as adamw, muon, sgd or lion, or adamw8bit; Adam's correct bias"
     )
-    optimizer_config: dict[str, dict[str, Any] | None] = option(
-        dict, _OPTIMIZER, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
+    optimizer_config: dict[str, dict[str, Any] | None] = _optimizer(
+        dict, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = option(
+    learning_rate: float = _optimizer(
         None,
-        _OPTIMIZER,
         "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
-        range=Range(above=0),
+        range=POSITIVE,
     )
-    loraplus_lr_ratio: float | None = option(
-        None, _OPTIMIZER, "factor of the learning rate of the B matrices (LoRA+)", range=Range(above=0)
+    loraplus_lr_ratio: float | None = _optimizer(
+        None, "factor of the learning rate of the B matrices (LoRA+)", range=POSITIVE
     )
-    decay_norm_and_bias: bool = option(
-        False, _OPTIMIZER, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
+    decay_norm_and_bias: bool = _optimizer(
+        False, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
     )
-    lr_schedule: dict[str, Any] | str = option(
+    lr_schedule: dict[str, Any] | str = _optimizer(
         "cosine",
-        _OPTIMIZER,
         "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
         "the mapping of mlx_lm.lora in place of the word, counted in optimizer steps, with the keys name, arguments, "
         "warmup and warmup_init",
         choices=("constant", "cosine", "linear"),
     )
-    warmup: float = option(
+    warmup: float = _optimizer(
         0.03,
-        _OPTIMIZER,
         "part of the run over which the learning rate rises to learning_rate: a share below 1, or a number of "
         "optimizer steps",
-        range=Range(least=0),
+        range=NOT_NEGATIVE,
     )
-    grad_clip: float | None = option(
-        None, _OPTIMIZER, "largest global gradient norm; a larger gradient is scaled down to it", range=Range(above=0)
+    grad_clip: float | None = _optimizer(
+        None, "largest global gradient norm; a larger gradient is scaled down to it", range=POSITIVE
     )
-    grad_accumulation_steps: int = option(
-        1,
-        _OPTIMIZER,
-        "number of iterations whose gradients, weighted by their tokens, make one optimizer step",
-        range=Range(least=1),
+    grad_accumulation_steps: int = _optimizer(
+        1, "number of iterations whose gradients, weighted by their tokens, make one optimizer step", range=COUNT
     )
-    seed: int = option(
-        0,
-        _RUN,
-        "seed of the random weights, the dropout and the order of the data",
-        range=Range(least=0, most=2**64 - 1),
+    seed: int = _run(
+        0, "seed of the random weights, the dropout and the order of the data", range=Range(least=0, most=2**64 - 1)
     )
-    num_layers: int = option(
+    num_layers: int = _tune(
         -1,
-        _TUNE,
         "number of layers to train, counted from the last; -1, or a number above the model's, trains all",
         range=Range(least=1, also=(-1,)),
     )
-    lora_parameters: LoraConfig = option(
+    lora_parameters: LoraConfig = _tune(
         LoraConfig,
-        _TUNE,
         "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
         flag=False,
     )
-    resize_embeddings: bool = option(
+    resize_embeddings: bool = _tune(
         False,
-        _TUNE,
         "give the embedding and the head a row for each token that was added to the tokenizer, and train those rows",
     )
-    batch_size: int = option(4, _RUN, "number of rows in a batch, summed over all ranks", range=Range(least=1))
-    epochs: float | None = option(
+    batch_size: int = _run(4, "number of rows in a batch, summed over all ranks", range=COUNT)
+    epochs: float | None = _run(
         None,
-        _RUN,
         "number of passes over the training data, in place of iters; a fraction of one is rounded up to a batch",
-        range=Range(above=0),
+        range=POSITIVE,
     )
-    iters: int = option(1000, _RUN, "number of iterations to train for", range=Range(least=1))
-    grad_checkpoint: bool | str = option(
+    iters: int = _run(1000, "number of iterations to train for", range=COUNT)
+    grad_checkpoint: bool | str = _run(
         False,
-        _RUN,
         "recompute each layer in the backward pass, which takes less memory and more time; auto recomputes as few "
         "layers as the memory allows",
         choices=("auto",),
     )
-    max_seq_length: int = option(2048, _DATA, "largest length of a row, in tokens", range=Range(least=2))
-    overlong: str = option(
+    max_seq_length: int = _data(2048, "largest length of a row, in tokens", range=Range(least=2))
+    overlong: str = _data(
         "truncate",
-        _DATA,
         "whether an example longer than max_seq_length is cut (truncate) or left out (skip)",
         choices=("truncate", "skip"),
     )
-    mask_prompt: bool | None = option(
+    mask_prompt: bool | None = _data(
         None,
-        _DATA,
         "count only completions in the loss, which is the default for prompts and chats; --no-mask-prompt counts "
         "every token",
     )
-    chat_turns: str = option(
+    chat_turns: str = _data(
         "each",
-        _DATA,
         "which assistant turns of a chat count in the loss: each of them, or the last alone. Where the chat "
         "template rewrites earlier turns, a chat takes several rows with each",
         choices=("each", "last"),
     )
-    min_pixels: int | None = option(
-        None,
-        _DATA,
-        "area, in pixels, to which smaller images are scaled up; default: the model's own",
-        range=Range(least=1),
+    min_pixels: int | None = _data(
+        None, "area, in pixels, to which smaller images are scaled up; default: the model's own", range=COUNT
     )
-    max_pixels: int | None = option(
-        None,
-        _DATA,
-        "area, in pixels, to which larger images are scaled down; default: the model's own",
-        range=Range(least=1),
+    max_pixels: int | None = _data(
+        None, "area, in pixels, to which larger images are scaled down; default: the model's own", range=COUNT
     )
-    fps: float | None = option(
+    fps: float | None = _data(
         None,
-        _DATA,
         "frames per second to take from a video file, or at which a list of frames was recorded; default: "
         "the model's own",
-        range=Range(above=0),
+        range=POSITIVE,
     )
-    video_max_frames: int | None = option(
-        None, _DATA, "largest number of frames to take from a video; default: the model's own", range=Range(least=1)
+    video_max_frames: int | None = _data(
+        None, "largest number of frames to take from a video; default: the model's own", range=Range(least=2)
     )
-    chat_template_config: dict[str, Any] | None = option(
+    chat_template_config: dict[str, Any] | None = _data(
         None,
-        _DATA,
         'variables of the chat template, such as {"enable_thinking": false}; default: what the answers of the data '
         "need",
     )
-    streaming: bool = option(
+    streaming: bool = _data(
         False,
-        _DATA,
         "read and tokenise the training data while training, so that it need not fit in memory; validation and "
         "test read no more rows than they evaluate",
     )
-    shuffle_buffer: int = option(
+    shuffle_buffer: int = _data(
         1000,
-        _DATA,
         "number of rows that streaming reads at a time; these are shuffled, and packed with one another",
-        range=Range(least=1),
+        range=COUNT,
     )
-    pack: bool = option(
-        False,
-        _DATA,
-        "put several documents into a row; attention, recurrence and convolution do not cross between them",
+    pack: bool = _data(
+        False, "put several documents into a row; attention, recurrence and convolution do not cross between them"
     )
-    val_batches: int = option(
+    val_batches: int = _run(
         25,
-        _RUN,
         "number of batches in an evaluation; -1 takes the whole validation set, 0 turns evaluation off",
         range=Range(least=0, also=(-1,)),
     )
-    test_batches: int = option(
-        500, _RUN, "number of batches in the test; -1 takes the whole test set", range=Range(least=1, also=(-1,))
+    test_batches: int = _run(
+        500, "number of batches in the test; -1 takes the whole test set", range=Range(least=1, also=(-1,))
     )
-    steps_per_report: int = option(
-        10, _SAVE, "number of iterations between reports of the training loss", range=Range(least=1)
+    steps_per_report: int = _save(10, "number of iterations between reports of the training loss", range=COUNT)
+    steps_per_eval: int = _run(200, "number of iterations between evaluations", range=COUNT)
+    save_every: int = _save(100, "number of iterations between saves", range=COUNT)
+    keep: int | None = _save(
+        None, "number of numbered copies of the adapters to keep, the newest; default: all", range=NOT_NEGATIVE
     )
-    steps_per_eval: int = option(200, _RUN, "number of iterations between evaluations", range=Range(least=1))
-    save_every: int = option(100, _SAVE, "number of iterations between saves", range=Range(least=1))
-    keep: int | None = option(
-        None, _SAVE, "number of numbered copies of the adapters to keep, the newest; default: all", range=Range(least=0)
-    )
-    sample_prompts: list[str] = option(
+    sample_prompts: list[str] = _save(
         list,
-        _SAVE,
         "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
         "the prompts, chats or texts in the rows of that file",
     )
-    steps_per_sample: int | None = option(
-        None,
-        _SAVE,
-        "number of iterations between two answers to sample_prompts; default: steps_per_eval",
-        range=Range(least=1),
+    steps_per_sample: int | None = _save(
+        None, "number of iterations between two answers to sample_prompts; default: steps_per_eval", range=COUNT
     )
-    sample_max_tokens: int = option(
-        100, _SAVE, "largest number of tokens in an answer to sample_prompts", range=Range(least=1)
+    sample_max_tokens: int = _save(100, "largest number of tokens in an answer to sample_prompts", range=COUNT)
+    early_stopping: int | None = _run(
+        None, "stop training after this many evaluations without a lower loss", range=COUNT
     )
-    early_stopping: int | None = option(
-        None, _RUN, "stop training after this many evaluations without a lower loss", range=Range(least=1)
+    adapter_path: str = _save("adapters", "folder to which a run writes all its files")
+    resume: bool = _save(False, "continue the run that is saved in adapter_path, with the same results bit for bit")
+    overwrite: bool = _save(
+        False, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
     )
-    adapter_path: str = option("adapters", _SAVE, "folder to which a run writes all its files")
-    resume: bool = option(
-        False, _SAVE, "continue the run that is saved in adapter_path, with the same results bit for bit"
-    )
-    overwrite: bool = option(
-        False, _SAVE, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
-    )
-    parts: str = option(
+    parts: str = _tune(
         "language",
-        _TUNE,
         "parts of a vision model to train, separated by commas: language, vision, projector",
         words=("language", "vision", "projector"),
     )
-    resume_adapter_file: str | None = option(None, _TUNE, "file of adapter weights to start from")
-    clear_cache_threshold: int | None = option(
+    resume_adapter_file: str | None = _tune(None, "file of adapter weights to start from")
+    clear_cache_threshold: int | None = _run(
         None,
-        _RUN,
         "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
         "default MLX keeps what the next step needs",
         range=Range(least=0, most=2**63 - 1, size=True),
     )
-    memory: int | None = option(
+    memory: int | None = _run(
         None,
-        _RUN,
         "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit stay on the disk and "
         "are read in every pass; implies grad_checkpoint",
         range=Range(least=1, most=2**63 - 1, size=True),
     )
-    report_to: str | None = option(
+    report_to: str | None = _save(
         None,
-        _SAVE,
         "loggers to report to, separated by commas: tensorboard, wandb, swanlab",
         words=("tensorboard", "wandb", "swanlab"),
     )
-    project_name: str | None = option(
-        None, _SAVE, "project name for the loggers of report_to; default: the current folder's name"
+    project_name: str | None = _save(
+        None, "project name for the loggers of report_to; default: the current folder's name"
     )
-    trust_remote_code: bool = option(False, _MODEL, "allow code that comes with the model or its tokenizer to run")
-    force: bool = option(
+    trust_remote_code: bool = _model(False, "allow code that comes with the model or its tokenizer to run")
+    force: bool = _run(
         False,
-        _RUN,
         "go on even if the plan says that the run cannot fit in memory, or upstream's code has to run where "
         "results depend on deltatune's",
     )
-    prompt_feature: str | None = option(
-        None, _DATA, "key, or column, that holds the prompt of a row; default: prompt", flag="--prompt-column"
+    prompt_feature: str | None = _data(
+        None, "key, or column, that holds the prompt of a row; default: prompt", flag="--prompt-column"
     )
-    text_feature: str | None = option(
-        None, _DATA, "key, or column, that holds the plain text of a row; default: text", flag="--text-column"
+    text_feature: str | None = _data(
+        None, "key, or column, that holds the plain text of a row; default: text", flag="--text-column"
     )
-    completion_feature: str | None = option(
-        None,
-        _DATA,
-        "key, or column, that holds the completion of a row; default: completion",
-        flag="--completion-column",
+    completion_feature: str | None = _data(
+        None, "key, or column, that holds the completion of a row; default: completion", flag="--completion-column"
     )
-    chat_feature: str | None = option(
-        None, _DATA, "key, or column, that holds the messages of a chat; default: messages", flag="--chat-column"
+    chat_feature: str | None = _data(
+        None, "key, or column, that holds the messages of a chat; default: messages", flag="--chat-column"
     )
 
     def __post_init__(self) -> None:
@@ -512,14 +503,12 @@ class TrainConfig:
         return [part.strip() for part in self.parts.split(",") if part.strip()]
 
     def _check_distillation(self) -> None:
-        """Refuse options with which no teacher can be imitated."""
         if self.teacher is None:
             raise UserError("loss: distill needs a teacher; name one with teacher, a folder or a name on the hub.")
         if self.beta is not None and self.beta > 1:
             raise UserError(f"beta: expected a number from 0 to 1 with loss distill, got {self.beta:g}.")
 
     def _check_streaming(self) -> None:
-        """Refuse options that have no meaning for streamed data."""
         if not self.streaming:
             return
         if self.loss not in ("sft", "distill"):

@@ -13,9 +13,8 @@ from ..layers import describe
 from ..machine import backend
 from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
-from ..models.continuations import PIECE, before_head, of_piece
 from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
-from ..models.head import split_head
+from ..models.head import PIECE, before_head, of_piece, split_head
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
@@ -122,7 +121,7 @@ def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length
 
 
 def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
-    """Return the peak of scoring continuations of so many texts (models.continuations), in bytes."""
+    """Return the peak of scoring continuations of so many texts (models.head), in bytes."""
     with evaluating(model), whole_rows():
         split, piece = split_head(model, compare=False), min(PIECE, length)
         with _noted(model, by_layers=bound is None) as noted:

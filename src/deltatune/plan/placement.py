@@ -25,10 +25,10 @@ from ..models.checkpoint_files import weight_files
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
-from ..train.bounds import Bounds
 from ..train.by_layer.layer_functions import lowest_layer
 from ..train.by_layer.layer_inputs import INPUTS, DiskTime, InputsOnDisk, InputsOnHost, LayerInputs
 from ..train.by_layer.store import Store, cached
+from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.setup import Run
 from ..train.tree import array_places, leaves
@@ -240,7 +240,7 @@ def placed(run: Run) -> Placed:
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
             limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
-            plan = planner._replace(brake=waits).at(rows, length)
+            plan = dataclasses.replace(planner, brake=waits).at(rows, length)
             fits = plan.bytes.amount <= memory
         if not fits:
             plan = planner.at(rows, length, layer_inputs="memory")

@@ -15,8 +15,8 @@ from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..rewards import Rewards
 from ..train import Result, Trainer
-from ..train.callbacks import Callbacks
 from ..train.distributed import World
+from ..train.iterations import Callbacks
 from ..train.options_check import check_options
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
@@ -89,7 +89,7 @@ class PlannedRun(Run):
         bounds = check(self) if self.placed is None else self.placed.bounds(self)
         for fact in bounds.said:
             self.screen.say(fact)
-        return Trainer.of(self, self.screen, folder, bounds, rewards, callbacks)
+        return Trainer.of(self, self.screen, folder=folder, bounds=bounds, rewards=rewards, callbacks=callbacks)
 
 
 def finetune(

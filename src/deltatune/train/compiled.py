@@ -89,7 +89,6 @@ class Compiled:
 
 
 def _contents(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each dict (as modules are) and list of a tree, with a copy of its contents."""
     if isinstance(tree, dict | list):
         yield tree, dict(tree) if isinstance(tree, dict) else list(tree)
         for below in tree.values() if isinstance(tree, dict) else tree:

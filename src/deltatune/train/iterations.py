@@ -9,16 +9,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
 from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
-from .by_layer.layer_passes import LayerPasses
 from .by_layer.store import Store
-from .callbacks import Callbacks, StopTraining
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import InterruptedSamplingError
@@ -36,6 +35,24 @@ from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
+
+
+class StopTraining(Exception):  # noqa: N818 (a request, and no error)
+    """A callback raises it to end the run in order: everything is saved, and the results are returned."""
+
+
+class Callbacks(NamedTuple):
+    """The functions that a run calls, on every rank; values are the same on all ranks but for times.
+
+    Attributes:
+        on_report: Takes the record of a training report, as metrics.jsonl has it.
+        on_evaluation: Takes the record of an evaluation.
+        on_save: Takes the output folder after a save.
+    """
+
+    on_report: Callable[[dict[str, Any]], object] | None = None
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None
+    on_save: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,6 @@ class Iterations:
         saving: Saves the run.
         ending: Ends the run early.
         trained: The loss and the layers of the model as the patches made them (setup.training).
-        passes: The passes of a step by layers, where `config.memory` bounds the run.
         freed_memory: Gives freed memory back between iterations.
     """
 
@@ -87,7 +103,6 @@ class Iterations:
         saving: Saving,
         ending: Ending,
         trained: Training,
-        passes: LayerPasses | None,
         freed_memory: FreedMemory,
     ):
         self.parts = parts
@@ -97,12 +112,12 @@ class Iterations:
         self._saving = saving
         self._ending = ending
         self._freed_memory = freed_memory
-        self._loss, self._passes = trained.loss, passes
+        self._trained = trained
         self._watched = nonfinite.watched(trained.layers)
         self._figures = trained.figures + router_figures(parts.model)
-        evaluate = None if passes is None else passes.evaluate
-        figures, layers = trained.figures, trained.layers
-        self._evaluation = Evaluation(parts.model, trained.loss, parts.world, figures, evaluate, layers, parts.weights)
+        self._evaluation = Evaluation(
+            parts.model, trained.loss, parts.world, trained.figures, trained.passes, trained.layers, parts.weights
+        )
         self._stopped = False
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
@@ -189,7 +204,6 @@ class Iterations:
         return True
 
     def _saved_before(self, error: NoResultError) -> UserError:
-        """Save the last update before every rank ends with an error; return the error that says so."""
         self._ending.in_order()
         at, folder = self.progress.iteration, self.parts.outputs.state.parent
         if at == 0:
@@ -216,7 +230,6 @@ class Iterations:
         return True
 
     def _call(self, callback: Callable[[Any], object] | None, value: Any) -> None:
-        """Call a function of the caller; the run ends where it raises StopTraining on any rank."""
         if callback is None:
             return
         stops = False
@@ -319,6 +332,9 @@ class Iterations:
         if damage is not None:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
-        cause = nonfinite.cause(parts.model, self._loss, self._batches, self._watched, self._passes)
-        saved = f"the state after iteration {self.progress.iteration:,} is saved in {parts.outputs.state.parent}"
-        raise nonfinite.refusal(f"iteration {at:,}: {what}: {cause}", saved)
+        cause = nonfinite.cause(parts.model, self._trained.loss, self._batches, self._watched, self._trained.passes)
+        raise UserError(
+            f"iteration {at:,}: {what}: {cause}. The update was not made; the state after iteration "
+            f"{self.progress.iteration:,} is saved in {parts.outputs.state.parent}. Look at those lines, lower "
+            "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import BatchOrder, Splits
-from ..data.batches.peekable_order import PeekableOrder
+from ..data.batches.order import PeekableOrder
 from ..data.chats.answer_ends import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
@@ -27,20 +28,21 @@ from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
+from ..ops.recomputation import Checkpoints
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from ..rewards import Rewards
-from .bounds import Bounds
 from .by_layer.layer_step import by_layers, step_of
-from .callbacks import Callbacks
+from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
-from .engines.early_engine import engine_of, starts_early
+from .engines.early_engine import EarlyEngine, starts_early
+from .engines.engine import Engine
 from .evaluation.evaluate import say_loss
 from .evaluation.reference import fill
 from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
-from .iterations import Iterations, Parts
+from .iterations import Callbacks, Iterations, Parts
 from .launcher import Launcher
 from .learned_positions import check_positions
 from .options_check import check_trainable, check_updates
@@ -48,7 +50,7 @@ from .progress import Progress, Result
 from .reports import announce
 from .reports.announce import trainable_count
 from .reports.reporting import Reporting
-from .reports.screen import Screen
+from .reports.screen import Fact, Screen
 from .rollouts.answer_sampler import check_covered
 from .rollouts.rollout_order import RolloutOrder
 from .rollouts.sampled_run import rollout_order
@@ -56,19 +58,31 @@ from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saving import Saving, agree_on_choices, kept_choices
-from .setup import (
-    Run,
-    Training,
-    batch_order,
-    build_step,
-    settled,
-    training,
-    training_order,
-)
+from .setup import Run, Training, batch_order, build_step, settled, training, training_order
 from .step import StepMachine
 from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The decisions of a plan, with which a run stays within the memory of the device, or within `config.memory`.
+
+    Attributes:
+        said: Lines for the user: the plan, or why there is none on this version of MLX.
+        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto; None elsewhere.
+        memory_limit: The bytes from which on MLX waits for queued work; None for its own limit.
+        feature_bytes: The main memory that cached features of images may take; None for none where layers stay on the
+            disk, and for 1 GiB elsewhere.
+        weights: The store of the layers' weights; None where all of them stay in memory.
+    """
+
+    said: Sequence[Fact | str] = ()
+    checkpoints: Checkpoints | None = None
+    memory_limit: int | None = None
+    feature_bytes: int | None = None
+    weights: Store | None = None
 
 
 class Trainer:
@@ -125,11 +139,10 @@ class Trainer:
         rewards: Rewards | None = None,
         callbacks: Callbacks | None = None,
     ):
-        _check_arguments(config, bounds, rewards)
         self._bounds = bounds or Bounds()
         weights = self._bounds.weights
         world = world or World()
-        _check(model, tokenizer, config, splits)
+        _check(model, tokenizer, config, splits, bounds=bounds, rewards=rewards)
         if config.resume_adapter_file is not None:
             # A continued run takes its adapters from its state, whatever it began with.
             load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
@@ -168,19 +181,14 @@ class Trainer:
         )
 
     @classmethod
-    def of(
-        cls,
-        run: Run,
-        screen: Screen | None = None,
-        folder: RunFolder | None = None,
-        bounds: Bounds | None = None,
-        rewards: Rewards | None = None,
-        callbacks: Callbacks | None = None,
-    ) -> Trainer:
-        """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable."""
+    def of(cls, run: Run, screen: Screen | None = None, **more: Any) -> Trainer:
+        """Make the trainer of a loaded run (setup.ready), after Run.prepare() has made its model trainable.
+
+        `more` are further arguments of Trainer.
+        """
         from_run = run.loaded.model, run.loaded.tokenizer, run.config, run.splits
-        more = {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
-        return cls(*from_run, screen=screen, folder=folder, bounds=bounds, rewards=rewards, callbacks=callbacks, **more)
+        more |= {"model_config": run.loaded.config, "processor": run.loaded.processor, "world": run.world}
+        return cls(*from_run, screen=screen, **more)
 
     def run(self) -> Result:
         """Train for `config.iters` iterations, or until the validation loss stops improving; return the final figures.
@@ -189,10 +197,13 @@ class Trainer:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
-        weights = self.parts.weights
+        parts, weights = self.parts, self.parts.weights
         with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
             result = self._trained()
-            self._say_rest(result)
+            if weights is not None:
+                parts.screen.say(weights.disk.said(result.seconds))
+            if self.config.test:
+                say_loss("Test", self.model, self.config, self.splits.test, parts.world, parts.screen, weights)
         return result
 
     def _trained(self) -> Result:
@@ -210,7 +221,7 @@ class Trainer:
             if feature_bytes is None:
                 feature_bytes = CACHE_BYTES if whole else 0
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
-            trained, passes = stack.enter_context(layers)
+            trained = stack.enter_context(layers)
             order = self._order(trained, ending)
             if isinstance(order, RolloutOrder):
                 trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
@@ -221,12 +232,13 @@ class Trainer:
             # A step by layers is computed when it returns, so that an early start gains nothing.
             early = whole and self._rewards is None and starts_early(model, config, parts.world)
             launcher = stack.enter_context(Launcher()) if early else None
-            kind = step_of(passes, StepMachine(launcher, feature_bytes))
+            kind = step_of(trained.passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
             training_state = TrainingState(step, order, progress, parts.world)
             saving = Saving(training_state, parts.outputs, parts.reporting, parts.world, self._identity, chosen)
-            engine = engine_of(training_state, ending, config, parts.world, launcher)
-            iterations = Iterations(parts, engine, saving, ending, trained, passes, freed_memory)
+            of_engine = training_state, ending, config, parts.world
+            engine = Engine(*of_engine) if launcher is None else EarlyEngine(*of_engine, launcher=launcher)
+            iterations = Iterations(parts, engine, saving, ending, trained, freed_memory)
             keep = fill(model, trained, self.splits, config, self._facts, parts.world, parts.screen)
             stack.push(lambda _, error, __: parts.reporting.close(progress, error))
             stack.enter_context(ending)
@@ -246,7 +258,6 @@ class Trainer:
         return result
 
     def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:
-        """Return the order of the training batches, which samples them where rewards judge them."""
         prompts = self._train_order
         if self._rewards is None or not isinstance(prompts, BatchOrder):
             return PeekableOrder(prompts)
@@ -256,22 +267,12 @@ class Trainer:
         loaded = Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
         return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
 
-    def _say_rest(self, result: Result) -> None:
-        """Print for how long the run waited for the disk, and the loss on the test set."""
-        parts = self.parts
-        if parts.weights is not None:
-            parts.screen.say(parts.weights.disk.said(result.seconds))
-        if parts.config.test:
-            examples = self.splits.test
-            say_loss("Test", parts.model, parts.config, examples, parts.world, parts.screen, parts.weights)
-
     @property
     def about(self) -> dict[str, str]:
         """The description of the run, by name, for its report; empty until run() is called."""
         return self.parts.reporting.about
 
     def _announce(self, trained: Training, chosen: Rankings) -> None:
-        """Show the trained parameters and the way of training: on the screen now, and in the report."""
         parts, splits = self.parts, self.splits
         screen, verbose = parts.screen, parts.screen.verbose
         told = announce.facts(
@@ -307,8 +308,16 @@ class Trainer:
         parts.reporting.open(self.progress, about, announce.layer_table(trained))
 
 
-def _check_arguments(config: TrainConfig, bounds: Bounds | None, rewards: Rewards | None) -> None:
-    """Refuse options that need an argument of the Trainer which it did not get."""
+def _check(
+    model: nn.Module,
+    tokenizer: Any,
+    config: TrainConfig,
+    splits: Splits,
+    *,
+    bounds: Bounds | None,
+    rewards: Rewards | None,
+) -> None:
+    """Refuse a run that cannot train as its options say, before anything is written or changed."""
     if bounds is None and config.memory is not None:
         raise UserError(
             "memory: which weights stay on the disk is not chosen. Train with deltatune.finetune(config), or leave "
@@ -318,15 +327,6 @@ def _check_arguments(config: TrainConfig, bounds: Bounds | None, rewards: Reward
         raise UserError(
             "loss: grpo learns from rewards; give the Trainer rewards=Rewards(config), of deltatune.rewards."
         )
-
-
-def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits) -> None:
-    """Refuse a run that cannot train as its options say, before anything is written or changed.
-
-    Raises:
-        UserError: If the examples or the model are not those that the options ask for, no parameter is trainable, or
-            the model has no row for a token of the examples, or no position.
-    """
     if config.early_stopping is not None and not splits.valid:
         raise UserError("early_stopping needs validation data (valid.jsonl), and there is none.")
     if config.test and not splits.test:
@@ -353,7 +353,6 @@ def _check(model: nn.Module, tokenizer: Any, config: TrainConfig, splits: Splits
 
 
 def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examples: Iterable[Example]) -> None:
-    """Refuse examples with tokens that have no row or no position in the model."""
     documents = [document for example in examples for document in example.documents]
     check_examples(model, tokenizer, documents)
     check_positions(model, config.max_seq_length, documents)

@@ -8,11 +8,10 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..lora import Adapter, adapters, pissa
-from ..lora.convert import whole_modules
+from ..lora.convert import whole_modules, without_adapters
 from ..lora.new_rows import grown_tables
 from ..lora.select import select
 from ..lora.weights import is_quantized
-from ..lora.without import without_adapters
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from .policy_gradient.policy_loss import variant_of

@@ -91,7 +91,6 @@ class Saving:
 
     @contextmanager
     def _files(self) -> Iterator[None]:
-        """Say within the context that files are being written."""
         self.writing = True
         try:
             yield
@@ -151,7 +150,6 @@ class Saving:
         )
 
     def _write(self, sums: dict[str, mx.array], *, stopping: bool) -> None:
-        """Write everything, on rank 0."""
         progress = self._training.progress
         threads = blas.status().threads
         progress.blas_threads = threads.number if threads else 0

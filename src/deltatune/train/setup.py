@@ -16,34 +16,31 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import BatchOrder, Splits
-from ..data.batches.example_stream import StreamedSplits
 from ..data.batches.packing import row_capacity
-from ..data.batches.stream_order import StreamOrder
+from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
-from ..data.vision.preparation import VisionProcessors
+from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
 from ..lora import convert_to_lora, pissa
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
-from ..models.adapted_base import load
+from ..models.adapted_base import load, refused_by_mlx_vlm
 from ..models.document_isolation import check_packing
-from ..models.early_refusal import refuse_unserved
 from ..models.embedding_noise import noisy_embedding
 from ..models.head import split_head
 from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
-from ..models.load import Loaded, comes_from_hub, locate
+from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
 from ..models.sampled_policy import PolicyHead, SampledPolicy
-from ..models.vision.adapters import refused_by_mlx_vlm
 from ..models.vision.split import has_vision, split_vision, vision_spec
 from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
-from .batch_loss import Arrays, LossFunction, chunked_loss, full_loss
+from .batch_loss import LossFunction, chunked_loss, full_loss
 from .distillation.distillation_loss import distillation_loss
 from .distillation.teacher import checked_teacher, teacher_of
 from .distributed import World
@@ -203,7 +200,6 @@ def prepare(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def _new_rows(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Return a line on each table with rows for new tokens, or one that none were needed."""
     lines = [
         f"New rows: {table.end - table.first:,} in {path}, for the token ids from {table.first:,}; they start "
         "at the mean of the old rows, and train whole."
@@ -328,7 +324,7 @@ class Training:
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
-        by_layers: Computes a loss of a batch without a gradient, where weights are not all in memory.
+        passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
         teacher: The model that the loss imitates, where it imitates one.
     """
 
@@ -340,7 +336,7 @@ class Training:
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
     figures: tuple[str, ...] = ()
-    by_layers: Callable[[Arrays, LossFunction], Any] | None = None
+    passes: Any = None
     teacher: nn.Module | None = None
 
 
@@ -405,14 +401,12 @@ def with_loss(
 
 
 def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
-    """Return the tokens' losses under the policy that samples answers."""
     backbone, head = _needed(parts, kind, config)
     policy = SampledPolicy.of(config)
     return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
 def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:
-    """Return the backbone and the head; UserError for a model without them."""
     if parts is None:
         raise UserError(f"loss: {config.loss} scores tokens a chunk at a time, and the loss of this model is {kind}")
     return parts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -55,6 +56,28 @@ def places(tree: Any, paths: Sequence[str]) -> dict[str, Place]:
         container = at(tree, above)
         by_path[path] = Place(container, int(last) if isinstance(container, list) else last)
     return by_path
+
+
+def arrays_at(held: Collection[Place]) -> list[mx.array]:
+    """Return the arrays at these places."""
+    return [place.array for place in held]
+
+
+def put(held: Collection[Place], arrays: Sequence[mx.array]) -> None:
+    """Put `arrays` at these places."""
+    for place, content in zip(held, arrays, strict=True):
+        place.array = content
+
+
+@contextmanager
+def holding(held: Collection[Place], arrays: Sequence[mx.array]) -> Iterator[None]:
+    """Within the context, these places hold `arrays` instead of their own."""
+    before = arrays_at(held)
+    try:
+        put(held, arrays)
+        yield
+    finally:
+        put(held, before)
 
 
 def at(tree: Any, path: str) -> Any:

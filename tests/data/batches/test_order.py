@@ -6,6 +6,7 @@ import pytest
 
 from deltatune import errors
 from deltatune.data import Batch, BatchOrder
+from deltatune.data.batches.order import PeekableOrder
 
 SIZES = [5, 40, 33, 34, 70, 12, 9, 100, 35, 64, 65, 20, 21, 90, 7, 50, 51, 30, 31]
 
@@ -125,3 +126,51 @@ def test_bad_sizes_are_refused(examples_of):
         BatchOrder([], 3, 128)
     with pytest.raises(ValueError, match="data:8: 99 positions"):
         BatchOrder(examples_of(SIZES), 3, 64)
+
+
+class Counting:
+    def __init__(self, broken=None):
+        self.at, self.broken = 0, broken
+
+    def __next__(self):
+        if self.at == self.broken:
+            self.broken = None
+            raise errors.UserError("a bad row")
+        self.at += 1
+        return self.at
+
+    def state(self):
+        return {"at": self.at}
+
+    def restore(self, state):
+        self.at = state["at"]
+
+
+def test_a_batch_is_shown_once_and_then_taken():
+    order = PeekableOrder(Counting())
+    assert next(order) == 1
+    assert (order.peek(), order.peek()) == (2, 2)
+    assert order.state() == {"at": 1}
+    assert (next(order), order.state()) == (2, {"at": 2})
+    assert next(order) == 3
+
+
+def test_going_back_forgets_what_was_shown():
+    order = PeekableOrder(Counting())
+    order.peek()
+    order.restore(order.state(), {})
+    assert (next(order), next(order)) == (1, 2)
+    order.peek()
+    order.restore({"at": 7}, {})
+    assert next(order) == 8
+
+
+def test_a_batch_that_cannot_be_had_says_so_when_it_is_taken():
+    order = PeekableOrder(Counting(broken=1))
+    assert next(order) == 1
+    assert order.peek() is None
+    assert order.peek() is None
+    assert order.state() == {"at": 1}
+    with pytest.raises(errors.UserError, match="a bad row"):
+        next(order)
+    assert next(order) == 2

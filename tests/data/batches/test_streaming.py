@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deltatune.data.datasets import load_datasets
-from deltatune.data.rows.row_streams import JsonLines, hugging_face_streams
+from deltatune.data.rows.sources import JsonLines, hugging_face_streams
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import training_order
@@ -47,7 +47,6 @@ class Ranks:
 
 
 def taken(batches, count):
-    """The next batches as bytes, with the sources of their rows."""
     found = [next(batches) for _ in range(count)]
     return [(batch.inputs.tobytes(), batch.weights.tobytes(), batch.sources) for batch in found]
 
@@ -98,7 +97,6 @@ def test_ranks_share_the_batches_of_one(order, pack):
 
 
 def saved(kind, folder):
-    """Write the texts as a data set of several files, and return its folder."""
     table = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
     place = folder / kind
     if kind == "saved":

@@ -152,7 +152,6 @@ UNWRITTEN = {
 
 @pytest.fixture
 def tokenizer(request, tokenizers, tmp_path):
-    """A tokenizer with the template and the special tokens of a family."""
     folder = tmp_path / "tokenizer"
     tokenizers("plain")._tokenizer.save_pretrained(folder)
     inner = AutoTokenizer.from_pretrained(folder)
@@ -168,7 +167,6 @@ def tokenizer(request, tokenizers, tmp_path):
 
 
 def shown(examples, tokenizer) -> list[str]:
-    """Return --show-batch's output for each example."""
     texts = []
     for example in examples:
         console = Console(file=io.StringIO(), width=200)

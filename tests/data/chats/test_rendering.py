@@ -60,7 +60,6 @@ ENDLESS = {
 
 @pytest.fixture
 def tight(monkeypatch):
-    """Processes with tight limits, which end with the test."""
     rendering._end_processes()
     monkeypatch.setattr(rendering, "LIMITS", RenderLimits(1, 1 << 29))
     yield
@@ -69,8 +68,6 @@ def tight(monkeypatch):
 
 @pytest.fixture
 def written(tokenizers, monkeypatch):
-    """written(template) -> a tokenizer with this template."""
-
     def make(template):
         tokenizer = tokenizers("plain")
         monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
@@ -112,7 +109,6 @@ def test_rows_before_a_bad_line_come_first(tokenizer):
 
 
 def open_to_nobody() -> Connection:
-    """Return the end of a pipe with its other end closed."""
     reading, writing = os.pipe()
     os.close(reading)
     return Connection(writing, readable=False)

@@ -1,9 +1,7 @@
 """Each part of a conversation is in its tokens, or counted by its kind and noted."""
 
 import json
-import random
 import shutil
-from collections import Counter
 
 import pytest
 from mlx_lm.tokenizer_utils import load
@@ -14,7 +12,7 @@ from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
-from spoken_rows import in_no_token, spoken_row
+from spoken_rows import checked_kinds
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
@@ -54,8 +52,6 @@ TEMPLATES = {
 
 @pytest.fixture
 def with_template(tokenizers, tmp_path):
-    """with_template(text) -> a tokenizer with this chat template."""
-
     def factory(template):
         folder = tmp_path / "tokenizer"
         tokenizers("plain")._tokenizer.save_pretrained(folder)
@@ -70,18 +66,7 @@ def with_template(tokenizers, tmp_path):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_part_is_in_the_tokens_or_counted(with_template, name):
-    tokenizer, chance, kinds, read = with_template(TEMPLATES[name]), random.Random(0), Counter(), 0
-    for number in range(60):
-        row, parts = spoken_row(chance)
-        encode = TextEncoder(tokenizer, Features(), None)
-        try:
-            examples = encode(row, f"row {number}")
-        except UserError:
-            continue
-        text = "\n".join(tokenizer.decode(example.tokens) for example in examples)
-        assert encode.unwritten.counts == in_no_token(parts, text.lower()), row
-        kinds += encode.unwritten.counts
-        read += 1
+    kinds, read = checked_kinds(with_template(TEMPLATES[name]), rows=60, seed=0)
     assert read > 40
     expected = {
         "the call alone": {"tools", "names", "text beside a call", "calls after the first", "reasoning"},
@@ -92,7 +77,7 @@ def test_each_part_is_in_the_tokens_or_counted(with_template, name):
         "keys": {"tool parameters", "arguments of calls"},
         "values": {"tool parameters", "arguments of calls"},
     }
-    assert set(kinds) >= expected[name]
+    assert kinds >= expected[name]
 
 
 ASKED = [{"role": "user", "content": "e"}]

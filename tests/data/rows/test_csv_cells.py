@@ -6,8 +6,7 @@ import gzip
 import pytest
 
 from console import called
-from deltatune.data.rows.row_streams import hugging_face_streams
-from deltatune.data.rows.sources import hugging_face
+from deltatune.data.rows.sources import hugging_face, hugging_face_streams
 from deltatune.errors import UserError
 
 # Without a guess, "007" is no 7, "NA" no null and "true" no truth; an empty cell alone is null.
@@ -28,9 +27,10 @@ def test_cells_are_text(tmp_path, separator):
     for name in ("train", "validation"):
         write(tmp_path / f"{name}.csv", separator)
     for name, table in hugging_face(str(tmp_path)).items():
-        assert [row for _, row in table.rows()] == READ, name
-    for stream in hugging_face_streams(str(tmp_path)).values():
-        assert [row for _, row in stream.read(None, 100)[0]] == READ
+        # A row is named by its file, and counted as lines are.
+        named = [(f"{tmp_path}/{name}.csv row {number}", row) for number, row in enumerate(READ, 1)]
+        assert list(table.rows()) == named
+        assert hugging_face_streams(str(tmp_path))[name].read(None, 100)[0] == named
 
 
 def test_files_that_are_named_or_packed(tmp_path):

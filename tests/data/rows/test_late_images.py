@@ -87,7 +87,7 @@ def test_an_image_behind_many_texts_of_csv_is_found(tmp_path):
         writer = csv.writer(file)
         writer.writerow(["prompt", "completion", "image"])
         writer.writerows([["a", "b", ""]] * TEXTS + [["a", "b", "a.png"]])
-    assert first_image(TrainConfig(data=str(tmp_path))) == f"{tmp_path} [train] row {TEXTS}"
+    assert first_image(TrainConfig(data=str(tmp_path))) == f"{tmp_path}/train.csv row {TEXTS + 1}"
 
 
 @pytest.mark.parametrize("name", [r"\u0069mages", r"image\u0073"])

@@ -22,7 +22,6 @@ TOOL = {"name": "find", "parameters": {"type": "object", "properties": {}}}
 
 
 def counted(tokenizer, row, **options):
-    """The text that counts in the loss."""
     (example,) = TextEncoder(tokenizer, Features(), None, **options)(row, "file:1")
     return tokenizer.decode(example.tokens[example.targets])
 

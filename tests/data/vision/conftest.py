@@ -1,4 +1,4 @@
-"""Fixtures for rows with images and videos. They use the `folder` and the `processors` of the test's own module."""
+"""Fixtures for rows with images and videos; they use the `folder` of the test's own module."""
 
 import json
 from collections.abc import Callable
@@ -9,19 +9,11 @@ import pytest
 from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
-from deltatune.models.load import Loaded, load
 from deltatune.options.config import TrainConfig
-
-
-@pytest.fixture(scope="session")
-def loaded(tiny_vision_checkpoint) -> Loaded:
-    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
 
 
 @pytest.fixture
 def write(folder) -> Callable[..., None]:
-    """write(*rows) makes them the training data."""
-
     def write_rows(*rows: dict[str, Any]) -> None:
         (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
@@ -30,8 +22,6 @@ def write(folder) -> Callable[..., None]:
 
 @pytest.fixture
 def read(folder, loaded, processors) -> Callable[..., Splits]:
-    """read(**options) loads the data with these options of a run."""
-
     def read_splits(**options: Any) -> Splits:
         return load_datasets(TrainConfig(data=str(folder), batch_size=1, **options), loaded.tokenizer, processors)
 

@@ -6,19 +6,12 @@ from PIL import Image
 
 from deltatune.data.rows.row_formats import Features, RowFormats
 from deltatune.data.vision.messages import place_media
-from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
-from deltatune.models.vision.split import vision_spec
 
 pytest.importorskip("mlx_vlm")
 
 IMAGE = 5
 DRAWN = "<svg><image></svg>"
-
-
-@pytest.fixture(scope="module")
-def processors(loaded):
-    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 @pytest.fixture
@@ -33,7 +26,6 @@ def said(*contents):
 
 
 def placed(messages, images=(), videos=()):
-    """The messages as one text each, with [image] and [video] for the places."""
     messages, _ = place_media(messages, {"image": list(images), "video": list(videos)}, "x:1")
     contents = [message["content"] for message in messages]
     return [

@@ -15,21 +15,14 @@ from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import join_text_parts
 from deltatune.data.vision.image_files import image_file
-from deltatune.data.vision.image_sizes import resized
-from deltatune.data.vision.preparation import VisionProcessors
+from deltatune.data.vision.images import resized
 from deltatune.errors import UserError
-from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 
 pytest.importorskip("mlx_vlm")
 
 IMAGE = 5
 ANSWER = {"role": "assistant", "content": "an answer"}
-
-
-@pytest.fixture(scope="module")
-def processors(loaded):
-    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 def encoded(seed):

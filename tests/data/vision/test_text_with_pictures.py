@@ -9,20 +9,13 @@ from PIL import Image
 
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import first_image
-from deltatune.data.vision.preparation import VisionProcessors
 from deltatune.errors import UserError
 from deltatune.models.vision.inputs import padded_frames, padded_patches
-from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 
 pytest.importorskip("mlx_vlm")
 
 IMAGE = 5
-
-
-@pytest.fixture(scope="module")
-def processors(loaded):
-    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 @pytest.fixture

@@ -85,7 +85,6 @@ def test_every_token_but_the_videos_counts_without_mask_prompt(write, read):
 
 
 def upstream(loaded, folder, text, videos, images):
-    """Return the inputs that mlx-vlm makes of a prompt with videos, which it decodes itself."""
     from mlx_vlm.utils import VideoSampling, prepare_inputs
 
     values, rates = [], []
@@ -200,7 +199,7 @@ def test_options_choose_frames_and_sizes(write, read, loaded):
     assert "<1.0 seconds>" in loaded.tokenizer.decode(few.tokens.tolist())
     with pytest.raises(UserError, match="fps: expected a number above 0, got -1"):
         read(fps=-1.0)
-    with pytest.raises(UserError, match="video_max_frames: expected 2 or more, got 1"):
+    with pytest.raises(UserError, match="video_max_frames: expected a whole number of 2 or more, got 1"):
         read(video_max_frames=1)
 
 

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+import vision
 from deltatune.data import Batch
 from deltatune.models.vision import frozen_tower as frozen
-from deltatune.models.vision.inputs import Picture, token_positions, vision_batch
+from deltatune.models.vision.inputs import vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
@@ -23,17 +24,10 @@ WIDTH = 64
 def batch(spec, grids=GRIDS, seed=0):
     """Rows of text and images of these grids, with an answer at the end of each. One image is in two rows."""
     draw = np.random.default_rng(seed)
-    rows, inputs = [], np.zeros((len(grids), WIDTH), np.int32)
+    rows = [vision.pictured_row(draw, spec, row, video=True) for row in grids]
+    inputs = np.zeros((len(grids), WIDTH), np.int32)
     weights = np.zeros((len(grids), WIDTH), np.float32)
-    for index, row in enumerate(grids):
-        tokens, pictures = draw.integers(7, 300, 5).tolist(), []
-        for grid in row:
-            fill = np.random.default_rng(list(grid)).standard_normal((int(np.prod(grid)), spec.values))
-            pictures.append(Picture(fill.astype(np.float32), grid))
-            tokens += [spec.start_token, *([spec.image_token] * spec.tokens(grid)), 4, *draw.integers(7, 300, 3)]
-        tokens = np.array(tokens, np.int32)
-        positions = token_positions(tokens, [(1, *grid[1:]) for grid in row for _ in range(grid[0])], spec)
-        rows.append((tokens, positions, pictures))
+    for index, (tokens, _, _) in enumerate(rows):
         inputs[index, : len(tokens)] = tokens
         weights[index, len(tokens) - 3 : len(tokens)] = 1
     images = vision_batch(rows, WIDTH, spec)

@@ -11,11 +11,12 @@ from mlx.utils import tree_flatten
 from PIL import Image
 
 import vision
+from checkpoint_copies import copied, rewritten
 from deltatune import cli
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.vision import split as taken_apart
-from deltatune.models.vision.inputs import Picture, single_frames, token_positions, vision_batch
+from deltatune.models.vision.inputs import token_positions, vision_batch
 from deltatune.models.vision.split import has_vision, split_vision, vision_arrays, vision_spec
 from deltatune.patches import patched
 from model_gradients import gradients
@@ -28,16 +29,7 @@ GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 4)]]
 def rows(spec, grids=GRIDS, seed=0):
     """Rows of text and images of these grids, each as (tokens, positions, pictures)."""
     draw = np.random.default_rng(seed)
-    found = []
-    for row in grids:
-        tokens = draw.integers(7, 300, 5).tolist()
-        pictures = []
-        for grid in row:
-            pictures.append(Picture(draw.standard_normal((int(np.prod(grid)), spec.values)).astype(np.float32), grid))
-            tokens += [spec.start_token, *([spec.image_token] * spec.tokens(grid)), 4, *draw.integers(7, 300, 3)]
-        tokens = np.array(tokens, np.int32)
-        found.append((tokens, token_positions(tokens, row, spec), pictures))
-    return found
+    return [vision.pictured_row(draw, spec, row) for row in grids]
 
 
 def upstream(model, tokens, pictures):
@@ -97,25 +89,12 @@ def assert_same_gradients(theirs, ours):
     assert not wrong
 
 
-def with_videos(spec, videos, seed=0):
-    """One row of text and videos of these grids, with text before each frame: (tokens, positions, pictures)."""
-    draw = np.random.default_rng(seed)
-    tokens, pictures = draw.integers(7, 300, 5).tolist(), []
-    for grid in videos:
-        pictures.append(Picture(draw.standard_normal((int(np.prod(grid)), spec.values)).astype(np.float32), grid))
-        for frame in single_frames([grid]):
-            block = [spec.start_token, *([spec.video_token] * spec.tokens(frame)), spec.end_token]
-            tokens += [*draw.integers(7, 300, 3), *block]
-    tokens = np.array([*tokens, *draw.integers(7, 300, 3)], np.int32)
-    return tokens, token_positions(tokens, single_frames(videos), spec), pictures
-
-
 @pytest.mark.parametrize("family", vision.VISION_FAMILIES)
 def test_videos_have_the_logits_positions_and_gradients_of_upstream(tiny_vision_model, family):
     model = tiny_vision_model(family)
     spec = vision_spec(model)
     videos = [(3, 4, 6), (2, 2, 4)]
-    tokens, positions, pictures = with_videos(spec, videos)
+    tokens, positions, pictures = vision.pictured_row(np.random.default_rng(0), spec, videos, video=True)
     grids = mx.array(videos)
     expected, _ = model.language_model.get_rope_index(mx.array(tokens[None]), None, grids)
     np.testing.assert_array_equal(positions, np.array(expected)[:, 0])
@@ -193,7 +172,7 @@ def test_placeholders_and_features_must_agree(tiny_vision_model):
     with pytest.raises(ValueError, match="7 image tokens and 6 features"):
         vision_batch([(tokens, positions, pictures[:1])], 40, spec)
     with pytest.raises(ValueError, match="needs 6 tokens"):
-        token_positions(tokens[:9], [(1, 4, 6)], spec)
+        token_positions(tokens[:12], [(1, 4, 6)], spec)
     with pytest.raises(ValueError, match="only 1 images"):
         token_positions(tokens, [(1, 4, 6)], spec)
 
@@ -209,33 +188,19 @@ def test_loading_and_loading_from_scratch(tiny_vision_checkpoint, family):
     assert names == {name: value.shape for name, value in tree_flatten(scratch.model.parameters())}
 
 
-def test_a_model_without_a_vision_tower_is_named(tiny_checkpoint):
-    with pytest.raises(UserError, match=r"train.jsonl:1: has an image, and model .* has no vision tower"):
-        load(tiny_checkpoint("qwen3"), image="train.jsonl:1")
-
-
-def copied(source, target, without=(), **config):
-    target.mkdir()
-    for file in source.iterdir():
-        if file.name not in without:
-            (target / file.name).write_bytes(file.read_bytes())
-    content = json.loads((target / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(content))
-    return target
-
-
 def test_missing_parts_are_named(tiny_vision_checkpoint, tmp_path):
     source = tiny_vision_checkpoint("qwen3_vl")
+    lacking = copied(source, tmp_path / "a")
+    (lacking / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match=r"neither preprocessor_config.json nor processor_config.json"):
-        load(copied(source, tmp_path / "a", without=["preprocessor_config.json"]), image="x:1")
+        load(lacking, image="x:1")
     # Of the second name mlx-vlm has a module, which is no model.
     for folder, kind in (("b", "unheard_of"), ("c", "base")):
         with pytest.raises(UserError, match=r"of a kind that mlx-vlm .* cannot load"):
             load(copied(source, tmp_path / folder, model_type=kind), image="x:1")
     damaged = copied(source, tmp_path / "d")
-    tensors = mx.load(str(damaged / "model.safetensors"))
-    del tensors["vision_tower.blocks.0.attn.qkv.weight"]
-    mx.save_safetensors(str(damaged / "model.safetensors"), tensors)
+    with rewritten(damaged / "model.safetensors") as tensors:
+        del tensors["vision_tower.blocks.0.attn.qkv.weight"]
     with pytest.raises(UserError, match=r"1 missing \(vision_tower.blocks.0.attn.qkv.weight\)"):
         load(damaged, image="x:1")
 

@@ -30,8 +30,8 @@ class Case:
     segments: bool = False
     bound: float = EASY
 
-    def inputs(self, per_channel: bool, seed: int) -> dict[str, np.ndarray | None]:
-        """Return fp32 arguments of gated_delta by name; mask and segments are None where the case has none."""
+    def inputs(self, per_channel: bool, seed: int, erases: bool = True) -> dict[str, np.ndarray | None]:
+        """Return fp32 arguments by name, without beta if nothing is erased; a missing mask, or segments, are None."""
         draw = np.random.default_rng(seed)
         batch, length, heads = self.batch, self.length, self.key_heads * self.repeats
         q = draw.normal(size=(batch, length, self.key_heads, self.key_size)) * self.key_size**-0.5
@@ -55,7 +55,7 @@ class Case:
             "beta": beta,
             "initial_state": draw.normal(size=(batch, heads, self.value_size, self.key_size)) * 0.3,
         }
-        arrays = {name: array.astype(np.float32) for name, array in floats.items()}
+        arrays = {name: array.astype(np.float32) for name, array in floats.items() if erases or name != "beta"}
         return arrays | {"mask": mask, "segments": None if segments is None else segments.astype(np.int32)}
 
     def _keys(self, draw: np.random.Generator) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 
 from beside import load
 from deltatune.ops.gated_delta import float64 as oracle
+from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
 from deltatune.ops.operator.measure import relative_norm
 from poison import poison
 
@@ -21,8 +23,21 @@ cases = load(Path(__file__).with_name("cases.py"))
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", cases.CASES, ids=lambda case: case.name)
+    if "erases" in metafunc.fixturenames:
+        metafunc.parametrize("erases", [True, False], ids=["gated_delta", "linear_attention"])
     if "per_channel" in metafunc.fixturenames:
         metafunc.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+
+
+@pytest.fixture
+def chunk(erases: bool) -> Callable:
+    """Return the chunkwise form of either operator; linear attention's takes no beta."""
+    return gated_delta_chunk if erases else partial(gated_delta_chunk, beta=None)
+
+
+@pytest.fixture
+def naive(erases: bool) -> Callable:
+    return gated_delta_naive if erases else partial(gated_delta_naive, beta=None)
 
 
 @pytest.fixture
@@ -50,9 +65,10 @@ def run() -> Callable:
             value = (y.astype(mx.float32) * dy).sum() + (state * dstate).sum()
             return value, {"y": y, "state": state}
 
-        primals = [mx.array(inputs[name]) for name in oracle.INPUTS]
+        names = [name for name in oracle.INPUTS if name in inputs]
+        primals = [mx.array(inputs[name]) for name in names]
         (_, outputs), gradients = mx.value_and_grad(scalar_of)(primals)
-        results = outputs | dict(zip(oracle.INPUTS, gradients, strict=True))
+        results = outputs | dict(zip(names, gradients, strict=True))
         mx.eval(results)
         return results
 

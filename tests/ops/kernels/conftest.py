@@ -72,35 +72,45 @@ def table() -> ModuleType:
 
 @pytest.fixture
 def on_host() -> Callable:
-    """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, **tiling) -> (results, truth).
+    """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, erases=True, **tiling).
 
-    Both are dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes fields of the
-    tiling, and `by` is an implementation to run instead of the fused one.
+    It returns (results, truth), dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes
+    fields of the tiling, and `by` is an implementation to run instead of the fused one. Without `erases` the operator
+    is linear attention.
     """
 
     def run(
-        machine, case, dtype: mx.Dtype, lanes: int = 1, per_channel: bool = False, by: Callable | None = None, **tiling
+        machine,
+        case,
+        dtype: mx.Dtype,
+        lanes: int = 1,
+        per_channel: bool = False,
+        by: Callable | None = None,
+        erases: bool = True,
+        **tiling,
     ) -> tuple[dict, dict]:
         # Neither its name nor its bound changes what a case computes.
-        drawn, dy, dstate, truth = drawn_and_true(replace(case, name="", bound=0.0), dtype, per_channel)
+        drawn, dy, dstate, truth = drawn_and_true(replace(case, name="", bound=0.0), dtype, per_channel, erases)
         inputs = dict(drawn)
         constants = {name: inputs[name] for name in ("mask", "segments")}
         constants = {name: None if value is None else mx.array(value) for name, value in constants.items()}
 
+        names = [name for name in oracle.INPUTS if name in inputs]
+        options = constants if erases else constants | {"beta": None}
+
         def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
             if by is not None:
-                return by(*arrays[:-1], initial_state=arrays[-1], **constants)
+                return by(*arrays[:-1], initial_state=arrays[-1], **options)
             chosen = metal_tiling(**tiling)
-            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], tiling_of_call=chosen, **constants)
+            return gated_delta_fused(*arrays[:-1], initial_state=arrays[-1], tiling_of_call=chosen, **options)
 
-        arrays = [mx.array(inputs[name]) for name in oracle.INPUTS]
+        arrays = [mx.array(inputs[name]) for name in names]
         differentiated = partial(mx.vjp, call, arrays, [dy, mx.array(dstate)])
         if isinstance(machine, host.HostMachine):
             machine.foresee(differentiated)
         with nullcontext() if machine is None else on(partial(machine.run, seed=lanes)):
             outputs, gradients = differentiated()
-        names = ("y", "state", *oracle.INPUTS)
-        return dict(zip(names, [*outputs, *gradients], strict=True)), truth
+        return dict(zip(("y", "state", *names), [*outputs, *gradients], strict=True)), truth
 
     return run
 
@@ -120,9 +130,9 @@ def check(on_host, errors) -> Callable:
 
 # Defects are planted into one case after another, and float64 takes longer than the kernels.
 @lru_cache(maxsize=16)
-def drawn_and_true(case, dtype: mx.Dtype, per_channel: bool) -> tuple[dict, mx.array, np.ndarray, dict]:
+def drawn_and_true(case, dtype: mx.Dtype, per_channel: bool, erases: bool) -> tuple[dict, mx.array, np.ndarray, dict]:
     """Return a case's inputs, the cotangents of y and of the last state, and the results in float64."""
-    inputs = case.inputs(per_channel, 0)
+    inputs = case.inputs(per_channel, 0, erases)
     draw = np.random.default_rng(1)
     dy = mx.array(draw.normal(size=inputs["v"].shape).astype(np.float32)).astype(dtype)
     dstate = draw.normal(size=inputs["initial_state"].shape).astype(np.float32)

@@ -202,3 +202,41 @@ def test_the_order_of_lanes_changes_no_bit(dtype, per_channel, machine, on_host,
 @pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
 def test_no_two_lanes_race(dtype, per_channel, watching, check, table):
     check(watching, table.Case("watched", **WATCHED), dtype, per_channel=per_channel)
+
+
+# Linear attention's kernels are the same text with another word: of each kind of gate, dtype and division a case.
+LINEAR = [
+    ("one token", "bfloat16", False),
+    ("65 tokens", "float32", False),
+    ("65 tokens", "bfloat16", True),
+    ("mixed gates", "bfloat16", False),
+    ("closed gates", "float32", True),
+    ("documents, masked middle", "bfloat16", False),
+    ("documents, masked middle", "float32", True),
+    ("left padding", "float16", False),
+    ("documents, odd sizes", "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "per_channel"), LINEAR)
+def test_linear_attention(name, dtype, per_channel, machine, check, table):
+    check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name), per_channel=per_channel, erases=False)
+
+
+# States of 128 and 256, of which nothing is forgotten, so that the gradients of gates show the states' tails.
+STATES = {"batch": 1, "length": 130, "repeats": 3, "value_size": 64, "gates": "open", "keys": "near"}
+
+
+@pytest.mark.parametrize("key_size", [128, 256])
+@pytest.mark.parametrize("tiling", [{}, FOUR_TILES], ids=["a group", "two groups"])
+def test_linear_attention_beside_naive(key_size, tiling, nvidia_sized, on_host, norms, table):
+    case = table.Case("states", **STATES, key_size=key_size)
+    fused = norms(*on_host(nvidia_sized[False], case, mx.bfloat16, erases=False, **tiling))
+    naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive, erases=False))
+    bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
+    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
+
+
+@pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
+def test_linear_attention_does_not_race(tiling, nvidia_sized, check, table):
+    check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", erases=False, **tiling)

@@ -18,7 +18,7 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.attention.fused_op import attention_fused
-from deltatune.ops.decoding import gated_attention_token, linear_token
+from deltatune.ops.decoding import gated_attention_token, linear_token, sampled_token
 from deltatune.ops.decoding.gated_attention_token import GatedAttention
 from deltatune.ops.decoding.linear_token import TokenBlock
 from deltatune.ops.experts import grouped, grouped_hopper
@@ -158,6 +158,7 @@ def tokens() -> None:
         linear_token.trial_case(parts, mx.bfloat16, block).computed(Launch.run)
     layer = GatedAttention(8, 2, 256, 1e-6, 1e-6, 64, 1e7, 0.0625)
     gated_attention_token.trial_case(layer, True, (mx.bfloat16,) * 3).computed(Launch.run)
+    sampled_token.trial_case(mx.bfloat16).computed(Launch.run)
 
 
 def attention(machine: str) -> None:

@@ -37,7 +37,6 @@ OF_THE_PROCESS = {
 }
 # Modules, of those that a layer's forward runs through, that take the identity of an object, and what for.
 BY_IDENTITY = {
-    "lora.directly_read": "modules of a model, within one examination of it",
     "ops.checkpoint": "the layers of one model, in the context that checkpoints them",
     "ops.experts.readers": "two scales, compared within one call",
     "ops.tracing.known": "arrays: the one table of them",

@@ -10,16 +10,14 @@ import mlx.nn as nn
 import numpy as np
 
 from deltatune.data import Batch, Example, collate
-from deltatune.data.preferences.complete import completed
-from deltatune.data.preferences.preference import Preference, lay_out
+from deltatune.data.preferences.preference import Preference, completed, lay_out
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity.cases import STEPS, Adapters, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.ours import adapt, load, parts, train
 from deltatune.train.batch_loss import LossFunction, arrays
-from deltatune.train.preferences.answers import answers_of
 from deltatune.train.preferences.loss import TokenLosses, chunked_token_losses, preference_loss
-from deltatune.train.preferences.objectives import objective_of
+from deltatune.train.preferences.objectives import answers_of, objective_of
 
 from .pairs import PairCase, pairs
 
@@ -30,11 +28,7 @@ WIDTH = 40
 def options(case: PairCase) -> TrainConfig:
     """The options of a run with the loss of `case`."""
     return TrainConfig(
-        loss=case.loss,
-        loss_variant=case.variant,
-        beta=case.beta,
-        gamma=case.gamma,
-        label_smoothing=case.smoothing,
+        loss=case.loss, loss_variant=case.variant, beta=case.beta, gamma=case.gamma, label_smoothing=case.smoothing
     )
 
 

@@ -30,23 +30,25 @@ def folder(tiny_checkpoint, tmp_path):
     return shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "model")
 
 
-def weights_of(folder, streamed, config=CONFIG):
+def with_arrays(folder, config=CONFIG):
+    """A model that is set up, the store of its weights, its layers, and the arrays that each holds."""
     model = load(folder, lazy=True).model
     stored = Store(folder, model)
     prepare(model, config)
     stored.find(model)
-    stored.place(model, [layer.module for layer in describe(model)], streamed)
+    layers = [layer.module for layer in describe(model)]
+    return model, stored, layers, [[place.array for _, place in array_places(layer)] for layer in layers]
+
+
+def weights_of(folder, streamed, config=CONFIG):
+    model, stored, layers, _ = with_arrays(folder, config)
+    stored.place(model, layers, streamed)
     return model, stored
 
 
-def with_arrays(folder):
-    """A model that is set up, the store of its weights, its layers, and the arrays that each holds."""
-    model = load(folder, lazy=True).model
-    stored = Store(folder, model)
-    prepare(model, CONFIG)
-    stored.find(model)
-    layers = [layer.module for layer in describe(model)]
-    return model, stored, layers, [[place.array for _, place in array_places(layer)] for layer in layers]
+def assert_handed_out(stored, given):
+    for found, expected in zip(stored.along(range(4)), given, strict=True):
+        assert all(map(mx.array_equal, found, expected))
 
 
 def test_recurrent_states_are_computed_with_their_layer(folder):
@@ -67,8 +69,7 @@ def test_recurrent_states_are_computed_with_their_layer(folder):
 
 
 def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
-    model, stored, layers, given = with_arrays(folder)
-    weights = stored
+    model, weights, layers, given = with_arrays(folder)
     weights.place(model, layers, range(4), on_host=True)
     sizes = [
         sum(place.array.nbytes for path, place in array_places(layer, "") if "lora" not in path) for layer in layers
@@ -76,8 +77,7 @@ def test_arrays_that_were_read_once_are_handed_out_without_the_file(folder):
     assert weights.on_host == sum(sizes)
     os.remove(folder / "model.safetensors")
     for _ in range(2):
-        for found, expected in zip(weights.along(range(4)), given, strict=True):
-            assert all(map(mx.array_equal, found, expected))
+        assert_handed_out(weights, given)
     weights.close()
 
 
@@ -105,11 +105,9 @@ def test_a_file_system_that_refuses_advice_is_read_all_the_same(folder, monkeypa
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as memory:
         linked = folder / "model.safetensors"
         linked.symlink_to(shutil.move(linked, memory))
-        model, stored, layers, given = with_arrays(folder)
-        weights = stored
+        model, weights, layers, given = with_arrays(folder)
         weights.place(model, layers, range(4))
-        for found, expected in zip(weights.along(range(4)), given, strict=True):
-            assert all(map(mx.array_equal, found, expected))
+        assert_handed_out(weights, given)
         weights.close()
         assert len(advised) == 4
         assert disk_rate.measured(linked, 0.01) > 0
@@ -220,11 +218,9 @@ def test_no_model_is_built_to_read_weights_again(folder, monkeypatch, rebuilt):
     monkeypatch.setattr(Store, "_built_again", lambda self: built.append(self) or build(self))
     if rebuilt:
         monkeypatch.setattr(store, "stored_parameters", lambda model, path: {})
-    model, stored, layers, given = with_arrays(folder)
-    weights = stored
+    model, weights, layers, given = with_arrays(folder)
     weights.place(model, layers, range(4))
     for _ in range(2):
-        for found, expected in zip(weights.along(range(4)), given, strict=True):
-            assert all(map(mx.array_equal, found, expected))
+        assert_handed_out(weights, given)
     assert bool(built) == rebuilt
     weights.close()

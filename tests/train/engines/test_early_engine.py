@@ -40,10 +40,9 @@ def test_every_bit_is_the_same(make_trainer, tmp_path, request, accumulate, stra
 
 @pytest.mark.parametrize(("iteration", "accumulate"), [(3, 2), (4, 1)])
 def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
-    make_trainer, tmp_path, early_starts, monkeypatch, iteration, accumulate, straight_run
+    make_trainer, early_starts, loses_nothing, iteration, accumulate, straight_run
 ):
     given = {**ONLY, "grad_accumulation_steps": accumulate}
-    straight = straight_run(**given)
     trainer = make_trainer(**given)
     plain = EarlyEngine._start_next
 
@@ -52,20 +51,16 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
         if trainer.progress.iteration == iteration - 1:
             self.ending.stop.asked = True
 
-    with monkeypatch.context() as patch:
-        patch.setattr(EarlyEngine, "_start_next", start_next)
-        with pytest.raises(StoppedError, match=f"stopped after iteration {iteration} of 8"):
-            trainer.run()
+    change = (EarlyEngine, "_start_next", start_next)
+    stopped = f"stopped after iteration {iteration} of 8"
+    loses_nothing(trainer, straight_run(**given), change, StoppedError, stopped, **given)
     assert iteration in early_starts
-    make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", straight)
 
 
 def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
-    make_trainer, tmp_path, early_starts, monkeypatch, straight_run
+    make_trainer, early_starts, loses_nothing, monkeypatch, straight_run
 ):
     given = {**ONLY, "grad_accumulation_steps": 1}
-    straight = straight_run(**given)
     trainer = make_trainer(**given)
     plain = EarlyEngine._start_next
 
@@ -77,16 +72,12 @@ def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
             monkeypatch.setattr(self.step, "micro_batch", out_of_memory)
         plain(self, after_update)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(EarlyEngine, "_start_next", start_next)
-        with pytest.raises(RuntimeError, match="Unable to allocate") as error:
-            trainer.run()
-    assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
-    make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", straight)
+    change = (EarlyEngine, "_start_next", start_next)
+    said = "Unable to allocate.*The state after iteration 4 is saved in"
+    loses_nothing(trainer, straight_run(**given), change, RuntimeError, said, **given)
 
 
-def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path, request, monkeypatch, straight_run):
+def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, request, loses_nothing, straight_run):
     """As where a batch of another shape comes, and its step is compiled anew."""
     straight = straight_run(**ONLY)
     request.getfixturevalue("early_starts")
@@ -102,17 +93,11 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, tmp_path,
             self.step._micro_batch = Compiled(out_of_memory, state, state[1:])
         return plain(self, batch, accumulated, iteration)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "computed", launched)
-        with pytest.raises(RuntimeError, match="Unable to allocate") as error:
-            trainer.run()
-    assert "is saved in" in error.value.__notes__[0]
-    mx.eval(trainer.model.parameters())
-    make_trainer(resume=True, **ONLY).run()
-    same(tmp_path / "out", straight)
+    change = (Engine, "computed", launched)
+    loses_nothing(trainer, straight, change, RuntimeError, "Unable to allocate.* is saved in", **ONLY)
 
 
-def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, monkeypatch, straight_run):
+def test_an_error_of_the_data_loses_nothing(make_trainer, request, loses_nothing, straight_run):
     straight = straight_run(**ONLY)
     request.getfixturevalue("early_starts")
     trainer, plain, taken = make_trainer(**ONLY), BatchOrder.__next__, []
@@ -123,22 +108,16 @@ def test_an_error_of_the_data_loses_nothing(make_trainer, tmp_path, request, mon
             raise OSError("the disk does not answer")
         return plain(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BatchOrder, "__next__", next_batch)
-        with pytest.raises(OSError, match="does not answer") as error:
-            trainer.run()
-    assert "The state after iteration 4 is saved in" in error.value.__notes__[0]
-    make_trainer(resume=True, **ONLY).run()
-    same(tmp_path / "out", straight)
+    said = "does not answer.*The state after iteration 4 is saved in"
+    loses_nothing(trainer, straight, (BatchOrder, "__next__", next_batch), OSError, said, **ONLY)
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.weekly), 2])
 def test_nan_in_an_iteration_keeps_the_state_before_it(
-    make_trainer, tmp_path, early_starts, monkeypatch, accumulate, straight_run
+    make_trainer, early_starts, loses_nothing, accumulate, straight_run
 ):
     """The loss of iteration 6 is NaN, which is read when iteration 7 has been started."""
     given = {**ONLY, "grad_accumulation_steps": accumulate}
-    straight = straight_run(**given)
     trainer, kept = make_trainer(**given), []
     plain = EarlyEngine.micro_batch
 
@@ -149,15 +128,13 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
             kept[:] = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
         return results._replace(loss=results.loss * (mx.nan if trainer.progress.iteration == 5 else 1))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(EarlyEngine, "micro_batch", taken)
-        with pytest.raises(UserError, match=f"iteration 6: the loss is nan.* iteration {6 - accumulate} is saved"):
-            trainer.run()
-    assert early_starts[-1] == 6
+    straight, said = straight_run(**given), f"iteration 6: the loss is nan.* iteration {6 - accumulate} is saved"
+    early_starts.clear()
+    loses_nothing(trainer, straight, (EarlyEngine, "micro_batch", taken), UserError, said, **given)
+    # The continuation has started the rest.
+    assert early_starts[: early_starts.index(6) + 1] == [2, 3, 4, 5, 6]
     now = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     assert all(np.array_equal(one, other) for one, other in zip(now, kept, strict=True))
-    make_trainer(resume=True, **given).run()
-    same(tmp_path / "out", straight)
 
 
 def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):

@@ -6,8 +6,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
-from deltatune.train.preferences.answers import Answers
-from deltatune.train.preferences.objectives import OBJECTIVES, log_complement, objective_of
+from deltatune.train.preferences.objectives import OBJECTIVES, Answers, log_complement, objective_of
 
 PRESENT = np.array([1, 1, 1, 1, 0.0])
 DESIRABLE = np.array([1, 0, 0, 1, 0.0])

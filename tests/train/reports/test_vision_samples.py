@@ -12,7 +12,7 @@ from PIL import Image
 
 from console import called
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.data.vision.preparation import media_reader
+from deltatune.data.vision.media import media_reader
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.models.merged_checkpoint import merge_checkpoint

@@ -7,7 +7,7 @@ import pytest
 from console import started
 from deltatune import cli
 from deltatune.errors import UserError
-from deltatune.train import setup
+from deltatune.plan import planned_run
 from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.saved import state
 
@@ -34,7 +34,7 @@ def holder(tmp_path):
 @pytest.fixture
 def train(checkpoint, data_folder, tmp_path, capsys, monkeypatch):
     """train(*flags, loads=False) returns exit code and messages; unless `loads`, loading a model fails the test."""
-    plain = setup.ready
+    plain = planned_run.ready
     monkeypatch.chdir(tmp_path)
 
     def run(*flags, loads=False):
@@ -42,7 +42,7 @@ def train(checkpoint, data_folder, tmp_path, capsys, monkeypatch):
             assert loads, "the model was loaded"
             return plain(*arguments, **options)
 
-        monkeypatch.setattr(setup, "ready", ready)
+        monkeypatch.setattr(planned_run, "ready", ready)
         few = ("--iters", "2", "--batch-size", "4", "--val-batches", "0", "--save-every", "1")
         code = cli.main(["train", "--model", str(checkpoint), "--data", str(data_folder), *few, *flags])
         captured = capsys.readouterr()
@@ -127,12 +127,16 @@ def test_adapters_of_mlx_lm_count_as_an_earlier_run(train, tmp_path):
     assert (tmp_path / "adapters-1" / "adapters.safetensors").read_bytes() == b"theirs"
 
 
-def test_resume_moves_nothing(train, tmp_path):
+def test_resume_moves_nothing_and_removes_the_files_of_a_killed_run(train, tmp_path):
     train("--adapter-path", "out", loads=True)
+    inputs = tmp_path / "out" / f"{INPUTS}_0"
+    inputs.mkdir()
+    (inputs / "3.safetensors").write_bytes(b"3")
     code, out, _ = train("--adapter-path", "out", "--resume", "--iters", "3", loads=True)
     assert code == 0
     assert "is moved" not in out
     assert not (tmp_path / "out-1").exists()
+    assert not inputs.exists()
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 3
 
 
@@ -216,12 +220,3 @@ def test_two_ranks_are_refused_together(launch, options, holder, tmp_path):
     assert f"in use by another run (process {holder.pid}" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Loading" not in done.stdout
-
-
-def test_files_of_a_killed_run_are_removed(train, tmp_path):
-    folder = tmp_path / "out"
-    assert train("--adapter-path", "out", "--save-every", "1", loads=True)[0] == 0
-    (folder / f"{INPUTS}_0").mkdir()
-    (folder / f"{INPUTS}_0" / "3.safetensors").write_bytes(b"3")
-    assert train("--adapter-path", "out", "--resume", "--iters", "3", loads=True)[0] == 0
-    assert not (folder / f"{INPUTS}_0").exists()

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
-from deltatune.train.saved import state
 from deltatune.train.setup import build_step
 from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
 from deltatune.train.updates.parameter_groups import undecayed
@@ -73,13 +71,9 @@ def test_the_option_lets_norms_decay_too(trained, checkpoint):
         np.testing.assert_allclose(gone, RATE * DECAY * before[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_adapters_decay_as_they_did(run, tmp_path, checkpoint, data_folder):
-    (tmp_path / "run.yaml").write_text(json.dumps({"optimizer_config": {"adamw": {"weight_decay": DECAY}}}))
-    words = ["--model", checkpoint, "--data", data_folder, "--iters", 1, "--batch-size", 2, "--val-batches", 0]
-    words += ["--optimizer", "adamw", "--learning-rate", RATE, "--adapter-path", tmp_path / "out"]
-    words += ["--fine-tune-type", "dora", "-c", tmp_path / "run.yaml"]
-    code, said, err = run("train", *words)
-    assert code == 0, err
+def test_adapters_decay_as_they_did(trained):
+    code, said, _ = trained(DECAY, "--fine-tune-type", "dora")
+    assert code == 0, said
     assert "Weight decay" not in said
 
 
@@ -127,36 +121,12 @@ def test_every_optimizer_leaves_them_out(name):
         assert not mx.array_equal(without["layers.2.weight"], with_decay["layers.2.weight"])
 
 
-@pytest.mark.bad_input("{what}")
-@pytest.mark.parametrize(
-    ("what", "flags", "message"),
-    [
-        (
-            "`decay_norm_and_bias` without a weight decay",
-            ["--optimizer", "adam", "--fine-tune-type", "full"],
-            "decay_norm_and_bias: the weight decay of adam is 0 here; set it in optimizer_config",
-        ),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(run, checkpoint, data_folder, what, flags, message):
-    words = ["train", "--model", checkpoint, "--data", data_folder, "--decay-norm-and-bias", *flags]
-    code, _, err = run(*words)
+@pytest.mark.bad_input("`decay_norm_and_bias` without a weight decay")
+def test_an_option_that_would_change_nothing_is_refused(run, checkpoint, data_folder):
+    flags = ["--decay-norm-and-bias", "--optimizer", "adam", "--fine-tune-type", "full"]
+    code, _, err = run("train", "--model", checkpoint, "--data", data_folder, *flags)
     assert code == 2
-    assert message in err
-
-
-def test_a_run_of_before_resumes_with_its_decay_or_not_at_all(tmp_path):
-    """Until there was the option, norms decayed with the rest."""
-    options = {"fine_tune_type": "full"}
-    saved = state.fingerprint(TrainConfig(**options))
-    del saved["decay_norm_and_bias"]
-    with pytest.raises(UserError, match="decay_norm_and_bias: was True, now False"):
-        state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**options)))
-    state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**options, decay_norm_and_bias=True)))
-    for same in ({}, {"fine_tune_type": "full", "optimizer": "adam"}):
-        saved = state.fingerprint(TrainConfig(**same))
-        del saved["decay_norm_and_bias"]
-        state.compare(tmp_path, saved, state.fingerprint(TrainConfig(**same)))
+    assert "decay_norm_and_bias: the weight decay of adam is 0 here; set it in optimizer_config" in err
 
 
 @pytest.mark.bad_input("`--resume` with another `decay_norm_and_bias`")

@@ -50,7 +50,6 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 
 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
-    """Return the text of some tokens, with the target tokens marked."""
     marked = Text()
     for counted, text, special in _pieces(tokens, counts, tokenizer):
         if coloured:

@@ -1,4 +1,4 @@
-"""Decides the order of training on a stream: each window of rows is shuffled and cut into batches by itself.
+"""Reads a stream a window of rows at a time, and decides its order: each window is shuffled and cut by itself.
 
 The order depends on the data, the options and the seed alone. A continued run reads the window again in which it
 stopped, so the state holds its place in the data, and no examples.
@@ -7,15 +7,77 @@ stopped, so the state holds its place in the data, and no examples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from ...errors import UserError
-from ..example import Example
+from ..example import Example, Splits
+from ..rows.sources import JsonLines, Place, StreamedDataset
 from .batch import Batch, bucket_widths
-from .example_stream import ExampleStream, Window
 from .order import BatchOrder
+
+Encode = Callable[[list[tuple[str, object]], str], list[Example]]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The examples of some consecutive rows.
+
+    Args:
+        examples: The examples. There are none where all rows were too long and left out.
+        place: Where its rows begin.
+        after: Where the next window begins; None, the beginning, after the last row.
+        rows: The number of its rows.
+    """
+
+    examples: Sequence[Example]
+    place: Place
+    after: Place
+    rows: int
+
+
+@dataclass
+class ExampleStream:
+    """The training examples of a stream.
+
+    Args:
+        source: The rows.
+        encode: Turns rows, each with its name in messages, into examples.
+        rows: The number of rows of a window.
+    """
+
+    source: JsonLines | StreamedDataset
+    encode: Encode
+    rows: int
+
+    def window(self, place: Place) -> Window:
+        """Read the window at a place.
+
+        Raises:
+            UserError: A row cannot be read or trained on.
+        """
+        rows, after = self.source.read(place, self.rows)
+        if not rows and place is not None:
+            # The data ended with the window before this one.
+            place, (rows, after) = None, self.source.read(None, self.rows)
+        if not rows:
+            raise UserError(f"{self.source.name}: no row in it; expected rows to train on.")
+        name = f"{self.source.name} (the {len(rows):,} rows from {rows[0][0]})"
+        return Window(self.encode(rows, name), place, after if len(rows) == self.rows else None, len(rows))
+
+
+@dataclass(frozen=True)
+class StreamedSplits(Splits):
+    """The examples of a run with streamed training data; `train` has those of the first window.
+
+    Args:
+        stream: The training examples.
+        first: The first window, which is read already.
+    """
+
+    stream: ExampleStream = field(kw_only=True)
+    first: Window = field(kw_only=True)
 
 
 @dataclass
@@ -106,7 +168,6 @@ class StreamOrder:
         self._part = restored
 
     def _next_part(self) -> _Part:
-        """Read the next window that has an example."""
         number, epoch, window = self._part.number, self._part.epoch, self._part.window
         while True:
             window = self._stream.window(window.after)

@@ -15,9 +15,6 @@ def missing_end(tokenizer: Any) -> str | None:
 
     So it is with base models. Their configs, as Qwen3-Base's, name the end of a text alone: trained on chats, they
     learn to write the template's end, and go on behind it.
-
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
     """
     if not tokenizer.has_chat_template:
         return None

@@ -53,7 +53,6 @@ class AnswerParser:
         return _message(self._start + text + ("" if self._end in text else self._end))
 
     def _split(self, text: str, between: str) -> tuple[str, str]:
-        """Return the reasoning and the content of a text that begins with its reasoning."""
         before, mark, behind = text.partition(between.strip())
         if not mark:
             return text, ""

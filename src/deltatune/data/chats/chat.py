@@ -23,9 +23,6 @@ class ChatTokenizer:
 
     A turn counts from the end of its prompt. The tokens of its prompt must begin the row: where the first token of the
     answer merges with the prompt's last one, the model would never generate these tokens.
-
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
     """
 
     def __init__(self, tokenizer: Any):
@@ -77,7 +74,6 @@ class ChatTokenizer:
             targets[first : None if last is None else last + 1] = True
 
     def _merged(self, text: str, tokens: list[int], start: int) -> str:
-        """Explain to the user that an answer merges with its prompt."""
         prompt = self.encode([text[:start]])[0]
         different = (index for index, pair in enumerate(zip(prompt, tokens, strict=False)) if pair[0] != pair[1])
         at = next(different, min(len(prompt), len(tokens)))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from .turn_ends import TurnEnds
+from .template_probes import Messages, Write, behind_an_answer, behind_the_last_answer, first_of
 
-Messages = list[dict[str, Any]]
+# White space that templates put behind an end token is shorter than this.
+_LOOK_BACK = 200
 Render = Callable[..., tuple[str, list[list[int]]]]
 # A row: its text, the (starts, end) of each turn that counts, its number of messages, and those of the starts that are
 # behind a prompt with the other value of enable_thinking.
@@ -45,6 +46,54 @@ class Marks:
     blocks: bool
     thinking: bool
     other: str | None = None
+
+
+class TurnEnds:
+    """The ends of turns in the texts of one template.
+
+    GLM-4.5 ends a turn by the marker of the next role, which is a token at which generation stops. So it is part of the
+    turn, and behind the last turn it is added, as in TRL's template for that model. Where a template marks no end at
+    all, the tokenizer's end token is added behind the last turn.
+
+    Args:
+        write: Renders messages with the template; it may raise the errors of templates.
+        ends: The tokens at which generation stops, as they are written.
+        specials: The special tokens, as they are written.
+        added: The token that is added where the template marks no end; "" if there is none.
+    """
+
+    def __init__(self, write: Write, ends: Sequence[str], specials: Sequence[str], added: str):
+        self._write, self._added = write, added
+        self._ends, self._specials = tuple(filter(None, ends)), tuple(filter(None, specials))
+        self._missing = cache(self._found_missing)
+
+    def closed(self, text: str, message: dict[str, Any]) -> str:
+        """Return a conversation's text with the token that ends its last message; a prompt stays as it is."""
+        if message["role"] != "assistant" or self._ends_with(self._ends, text, len(text)):
+            return text
+        missing = self._missing(bool(message.get("tool_calls")))
+        if missing is None:
+            missing = "" if self._ends_with(self._specials, text, len(text)) else self._added
+        return text + missing
+
+    def within(self, text: str, end: int) -> int:
+        """Return where a turn ends that the template ends at `end`: behind the end token there, if it has no other."""
+        if self._ends_with(self._ends, text, end):
+            return end
+        return end + len(next((token for token in self._ends if text.startswith(token, end)), ""))
+
+    def _found_missing(self, tools: bool) -> str | None:
+        """Return the end token missing behind a last answer, "" if none is; None if the template does not show it."""
+        tail = behind_the_last_answer(self._write, tools=tools)
+        follows = first_of(self._ends, behind_an_answer(self._write, tools=tools) or "")
+        if tail is None:
+            return follows
+        if first_of(self._ends, tail):
+            return ""
+        return follows or ("" if first_of(self._specials, tail) else self._added)
+
+    def _ends_with(self, tokens: tuple[str, ...], text: str, end: int) -> bool:
+        return text[max(end - _LOOK_BACK, 0) : end].rstrip().endswith(tokens)
 
 
 def chat_rows(
@@ -202,7 +251,6 @@ def _behind_its_prompt(text: str, turn: int, render: Render, marks: Marks) -> st
 
 
 def _not_a_prompt(turn: int, prompt: str, text: str) -> str:
-    """Return the message for an answer that does not begin with its prompt, not even where it is the last message."""
     different = (index for index, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1])
     at = next(different, min(len(prompt), len(text)))
     before, after = (whole[max(at - 20, 0) : at + 20] for whole in (prompt, text))

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
-from .chat_rows import Marks, Messages, RefusalError, chat_rows
-from .template_probes import argument_form, calls_tools, with_arguments
-from .turn_ends import TurnEnds
+from .chat_rows import Marks, RefusalError, TurnEnds, chat_rows
+from .template_probes import Messages, argument_form, calls_tools, with_arguments
 
 LARGEST_TEXT = 1 << 26
 # A process that has had nothing to do for this long ends itself, and frees its memory.
@@ -46,7 +45,6 @@ class _OvertimeError(RuntimeError):
 
 
 def _refusal(error: BaseException, limits: RenderLimits) -> str:
-    """Return the message for a template that raised an error, with the line of the template."""
     line = getattr(error, "lineno", None)
     frame = error.__traceback__
     while frame is not None:
@@ -97,46 +95,52 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class _Template:
-    """A chat template with the special tokens that it may write, rendered by transformers."""
+class Template:
+    """Writes conversations with the chat template, or the code, of a tokenizer of transformers.
 
-    def __init__(self, setup: dict[str, Any]):
-        from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    Args:
+        tokenizer: The tokenizer.
+        options: The variables of the template.
+        marks: The properties of the template.
+    """
 
-        self._text: str = setup["template"]
-        self._options: dict[str, Any] = setup["options"]
-        self._specials: dict[str, Any] = setup["special_tokens"]
-        self._tokenizer = PreTrainedTokenizerBase(**self._specials)
-        self._tokenizer.chat_template = self._text
-        self.marks = Marks(**setup["marks"])
-        if "enable_thinking" not in self._text:
-            self.marks.other = ""
-        self._ends = TurnEnds(self._write, self.marks.ends, self.marks.specials, self.marks.end)
+    def __init__(self, tokenizer: Any, options: dict[str, Any], marks: Marks):
+        self._tokenizer, self._options, self._marks = tokenizer, options, marks
+        self._ends = TurnEnds(self._write, marks.ends, marks.specials, marks.end)
         self._form: str | None = None
 
-    def render(self, messages: Messages, tools: Any, thinking: bool | None, prompt: bool) -> tuple[str, Any]:
+    @classmethod
+    def of(cls, setup: dict[str, Any]) -> Template:
+        """Return the template of a setup, with the special tokens that it may write."""
+        from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+        tokenizer = PreTrainedTokenizerBase(**setup["special_tokens"])
+        tokenizer.chat_template = setup["template"]
+        other = None if "enable_thinking" in setup["template"] else ""
+        return cls(tokenizer, setup["options"], Marks(**setup["marks"], other=other))
+
+    def _render(self, messages: Messages, tools: Any, thinking: bool | None, prompt: bool) -> tuple[str, Any]:
         """Return the text of a conversation, and the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = self._options if thinking is None else self._options | {"enable_thinking": thinking}
         text = self.text(messages, tools, options | {"add_generation_prompt": prompt})
-        if not self.marks.blocks or prompt:
+        if not self._marks.blocks or prompt:
             return text, []
         # apply_chat_template gives the spans as tokens alone, of a tokenizer with a vocabulary.
         without_nulls = [{key: value for key, value in message.items() if value is not None} for message in messages]
         texts, spans = render_jinja_template(
             [without_nulls],
             tools=tools,
-            chat_template=self._text,
+            chat_template=self._tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            **(self._specials | options),
+            **(self._tokenizer.special_tokens_map | options),
         )
         if texts[0] != text:
             raise RefusalError("the chat template's generation blocks do not fit its text; use --no-mask-prompt.")
         return text, spans[0]
 
     def text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
-        """Return the text of a conversation."""
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         if len(text) > LARGEST_TEXT:
             raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
@@ -144,18 +148,18 @@ class _Template:
 
     def rows(self, request: dict[str, Any]) -> list[Any]:
         """Return the rows of a conversation; with `options`, one row without turns, such as a prompt."""
-        messages, tools = self._taken(request["messages"]), request["tools"]
+        messages, tools = self.taken(request["messages"]), request["tools"]
         if "options" in request:
             return [(self.text(messages, tools, self._options | request["options"]), [], len(messages), [])]
 
         # A turn is looked for in several rows, but rendered once.
         @functools.cache
         def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
-            return self.render(messages[:count], tools, thinking, prompt)
+            return self._render(messages[:count], tools, thinking, prompt)
 
-        return chat_rows(messages, request["turns"], request["every_turn"], render, self.marks, self._ends)
+        return chat_rows(messages, request["turns"], request["every_turn"], render, self._marks, self._ends)
 
-    def _taken(self, messages: Messages) -> Messages:
+    def taken(self, messages: Messages) -> Messages:
         """Return the messages with the arguments of tool calls in the form that the template takes."""
         if not calls_tools(messages):
             return messages
@@ -164,11 +168,10 @@ class _Template:
         return with_arguments(messages, self._form)
 
     def _write(self, messages: Messages) -> str:
-        """Render messages of our own."""
         return self.text(messages, None, self._options)
 
 
-def answer(templates: dict[str, _Template], request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
+def answer(templates: dict[str, Template], request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
     """Return {"rows": ...}, or {"error": a message for the user}."""
     import jinja2
 
@@ -194,12 +197,12 @@ def main(seconds: str, memory: str) -> None:
     # The program that started this one handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
-    templates: dict[str, _Template] = {}
+    templates: dict[str, Template] = {}
     _limit_memory(limits.memory)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while requests.poll(IDLE_SECONDS):
             setups, chunk = json.loads(requests.recv_bytes())
-            templates.update({name: _Template(setup) for name, setup in setups.items()})
+            templates.update({name: Template.of(setup) for name, setup in setups.items()})
             for request in chunk:
                 replies.send_bytes(json.dumps(answer(templates, request, limits)).encode())
 

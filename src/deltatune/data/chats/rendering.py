@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,14 +25,13 @@ import jinja2
 
 from ...errors import UserError, reason
 from ...machine import bare_program
-from ...machine.child_memory import memory_of
 from ...machine.environment import cores
+from ...machine.host_memory import memory_of
 from ...upstream import chat_template_code, hugging_face_tokenizer
 from ..rows.row_formats import Conversation, PlainText
-from .chat_rows import Marks, RefusalError, chat_rows
-from .render_process import RenderLimits
-from .template_probes import Messages, argument_form, calls_tools, with_arguments
-from .turn_ends import TurnEnds
+from .chat_rows import Marks, RefusalError
+from .render_process import RenderLimits, Template
+from .template_probes import Messages
 
 # A process gets this many rows at once; one more process is worth its start for every so many rows.
 _CHUNK = 64
@@ -115,7 +113,12 @@ class Renderer:
             try:
                 while True:
                     for chunk in islice(chunks, 2 * processes - len(waiting)):
-                        waiting.append(threads.submit(self._chunk, chunk, self._requests(chunk)))
+                        requests = [
+                            {"template": self._setup(item.tools, item.options)} | _request(item)
+                            for item in chunk
+                            if isinstance(item, Conversation)
+                        ]
+                        waiting.append(threads.submit(self._chunk, chunk, requests))
                     if not waiting:
                         return
                     yield waiting.popleft().result()
@@ -142,7 +145,8 @@ class Renderer:
         """
         if self.writes_by_itself:
             try:
-                return self._write(self._taken(messages), tools, options or {})
+                request = {"messages": messages, "tools": tools, "options": options or {}}
+                return self._own_code({}).rows(request)[0][0]
             except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
                 raise UserError(f"the model's chat template refuses this conversation: {reason(error)}") from error
         name = self._setup(tools, {})
@@ -159,26 +163,11 @@ class Renderer:
         return [(item, self._rows(item, next(replies)) if isinstance(item, Conversation) else []) for item in chunk]
 
     def _rows(self, conversation: Conversation, reply: dict[str, Any]) -> list[ChatRow] | UserError:
-        """Return the rows in a reply, or the error in it."""
         if "error" in reply:
             return UserError(f"{conversation.source}: {reply['error']}")
         counted = conversation.every_turn and conversation.turns is not None
         blocks = counted and self._setups[reply["template"]]["marks"]["blocks"]
         return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
-
-    def _requests(self, chunk: list[Item]) -> list[dict[str, Any]]:
-        """Return the requests to a process for the conversations of a chunk."""
-        return [self._request(item) for item in chunk if isinstance(item, Conversation)]
-
-    def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """Return the request to a process for a conversation."""
-        return {
-            "template": self._setup(conversation.tools, conversation.options),
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "turns": conversation.turns,
-            "every_turn": conversation.every_turn,
-        }
 
     def _setup(self, tools: Any, options: Mapping[str, Any]) -> str:
         """Return the name of the setup (template, options, marks) that a process needs to render with these tools."""
@@ -197,7 +186,6 @@ class Renderer:
         return self._names[key]
 
     def _marks(self, blocks: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of Marks."""
         ends = [self._inner.decode([token]) for token in self._tokenizer.eos_token_ids]
         return {
             "specials": sorted({*special_tokens(self._inner), *ends}),
@@ -212,38 +200,34 @@ class Renderer:
         """Return the rows of a conversation that code of the tokenizer writes, without limits: it is not a template."""
         if not isinstance(item, Conversation):
             return []
-
-        def render(count: int, prompt: bool = False, thinking: bool | None = None) -> Any:
-            options = {**item.options, "add_generation_prompt": prompt}
-            options |= {} if thinking is None else {"enable_thinking": thinking}
-            return self._write(messages[:count], item.tools, options), []
-
-        marks = Marks(**self._marks(False, {**self.options, **item.options}))
-        write = partial(self._write, tools=None, options=item.options)
-        ends = TurnEnds(write, marks.ends, marks.specials, marks.end)
+        template = self._own_code(item.options)
         try:
-            messages = self._taken(item.messages)
-            rows = chat_rows(messages, item.turns, item.every_turn, render, marks, ends)
+            rows = template.rows(_request(item))
+            messages = template.taken(item.messages)
             for count in {count for _, _, count, _ in rows}:
-                written = self._write(messages[:count], item.tools, item.options, tokenize=True)
-                if list(written) != self._inner(render(count)[0], add_special_tokens=False)["input_ids"]:
+                text, tokens = (
+                    self._write(messages[:count], item.tools, item.options, as_one) for as_one in (False, True)
+                )
+                if list(tokens) != self._inner(text, add_special_tokens=False)["input_ids"]:
                     raise RefusalError("the tokenizer gives other tokens for this conversation than for its text.")
         except RefusalError as error:
             return UserError(f"{item.source}: {error}")
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             return UserError(f"{item.source}: the model's chat template refuses this conversation: {reason(error)}")
-        return [ChatRow(text, turns, messages, others, False) for text, turns, messages, others in rows]
+        return [ChatRow(text, turns, count, others, blocks=False) for text, turns, count, others in rows]
+
+    def _own_code(self, options: Mapping[str, Any]) -> Template:
+        """Return the code of the tokenizer in the form of a template."""
+        options = {**self.options, **options}
+        return Template(self._tokenizer, options, Marks(**self._marks(False, options)))
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
-        """Render a conversation with the tokenizer's own code."""
-        options = {**self.options, **options}
+        options = {**self.options, **options, "add_generation_prompt": False}
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
 
-    def _taken(self, messages: Messages) -> Messages:
-        """Return the messages with the arguments of tool calls in the form that the tokenizer's code takes."""
-        if not calls_tools(messages):
-            return messages
-        return with_arguments(messages, argument_form(partial(self._write, tools=None, options={})))
+
+def _request(conversation: Conversation) -> dict[str, Any]:
+    return {name: getattr(conversation, name) for name in ("messages", "tools", "turns", "every_turn")}
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
@@ -253,15 +237,12 @@ def special_tokens(tokenizer: Any) -> list[str]:
 
 
 def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield the items in lists of _CHUNK."""
     source = iter(items)
     while chunk := list(islice(source, _CHUNK)):
         yield chunk
 
 
 class _Process:
-    """A process that runs render_process.py."""
-
     def __init__(self) -> None:
         command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
@@ -294,7 +275,6 @@ class _Process:
         return self._child.poll() is None
 
     def end(self) -> int:
-        """End the process and return its exit status."""
         self._requests.close()
         self._replies.close()
         return self._child.wait()
@@ -311,7 +291,6 @@ def _end_processes() -> None:
 
 
 def _take() -> tuple[_Process, bool]:
-    """Return a process, and whether it was used before."""
     with _lock:
         while _idle:
             process = _idle.pop()
@@ -341,7 +320,6 @@ def _answers(setups: dict[str, Any], requests: list[dict[str, Any]]) -> list[dic
 
 
 def _ended(status: int) -> str:
-    """Return the message for a process that ended over a conversation."""
     limits = {
         -signal.SIGVTALRM: f"ran for more than {2 * LIMITS.seconds:g} seconds",
         -_TOO_LARGE: f"took more than {LIMITS.memory / (1 << 30):g} GB of memory",

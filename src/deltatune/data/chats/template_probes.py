@@ -71,14 +71,12 @@ def behind_an_answer(write: Write, *, tools: bool) -> str | None:
 
 def behind_the_last_answer(write: Write, *, tools: bool) -> str | None:
     """Return a template's text behind an answer that ends a conversation, as behind_an_answer does."""
-    text = _tried(write, _answered(write, tools))
-    return None if text is None or _ANSWER not in text else text[text.rindex(_ANSWER) + len(_ANSWER) :]
+    return _behind(_ANSWER, _tried(write, _answered(write, tools)))
 
 
 def behind_the_question(write: Write) -> str | None:
     """Return a template's text behind a last question; None if it refuses to."""
-    text = _tried(write, [{"role": "user", "content": _QUESTION}])
-    return None if text is None or _QUESTION not in text else text[text.rindex(_QUESTION) + len(_QUESTION) :]
+    return _behind(_QUESTION, _tried(write, [{"role": "user", "content": _QUESTION}]))
 
 
 def around_content(write: Write) -> str:
@@ -135,7 +133,6 @@ def _asked(answer: dict[str, Any]) -> Messages:
 
 
 def _call(arguments: Any) -> dict[str, Any]:
-    """Return an answer that calls a tool."""
     function = {"name": "name", "arguments": arguments}
     calls = [{"id": _ID, "type": "function", "function": function}]
     return {"role": "assistant", "content": _ANSWER, "tool_calls": calls}
@@ -152,14 +149,16 @@ def _converted(call: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _tried(write: Write, messages: Messages) -> str | None:
-    """Render messages; return None if the template refuses them."""
     try:
         return write(messages)
     except _REFUSED:
         return None
 
 
+def _behind(mark: str, text: str | None) -> str | None:
+    return None if text is None or mark not in text else text[text.rindex(mark) + len(mark) :]
+
+
 def _between(text: str, first: str, last: str) -> str | None:
-    """Return the text between two texts; None where the template leaves one of them out."""
     start, end = text.rfind(first), text.rfind(last)
     return text[start + len(first) : end] if 0 <= start < end else None

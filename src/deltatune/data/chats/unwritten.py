@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...errors import UserError
-from ..rows.message_parts import is_absent
 from ..rows.row_formats import ASSISTANT, TOOL, TOOL_CALLS, Conversation
-from ..rows.turn_marks import MARKS
+from ..rows.unread_columns import MARKS, is_absent
 from .rendering import ChatRow
 from .template_probes import REASONING
 
@@ -106,9 +105,6 @@ class UnwrittenParts:
 
     Reasoning is looked for in the answers that count, because templates drop it from the prompts of later ones.
 
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-
     Attributes:
         counts: How many messages or rows have unwritten parts of each kind.
     """
@@ -176,7 +172,6 @@ class UnwrittenParts:
 
 
 def _lost(copy: MarkedCopy, stands: Callable[[MessagePart], bool]) -> LostParts:
-    """Return the parts of a conversation that the template does not write."""
     parts: dict[tuple[str, int | None], None] = {}
     silent = {group.message for group in copy.groups}
     for group in copy.groups:
@@ -197,12 +192,7 @@ def _stands(written: str, rows: list[ChatRow]) -> bool:
 
 
 class _Marking:
-    """Makes the marked copy of one conversation.
-
-    Args:
-        tags: Matches the texts that templates look for, which stay.
-        ends: Those of them that end reasoning.
-    """
+    """Makes the marked copy of one conversation; `tags` match texts that templates look for, `ends` end thoughts."""
 
     def __init__(self, tags: re.Pattern[str], ends: tuple[str, ...]):
         self._tags, self._ends = tags, ends
@@ -225,7 +215,6 @@ class _Marking:
         return MarkedCopy(**fields, groups=tuple(group for group in self._groups if group.parts))
 
     def _message(self, number: int, message: Mapping[str, Any], counts: bool) -> dict[str, Any]:
-        """Return the copy of a message; `counts` says whether its reasoning is looked for."""
         marked, role, calls = dict(message), message["role"], message.get(TOOL_CALLS) or []
         kind = BESIDE_A_CALL if role == ASSISTANT and calls else f"{role} messages"
         text, thoughts = PartGroup(kind, number, []), PartGroup(THOUGHTS, number, [])
@@ -276,7 +265,6 @@ class _Marking:
         return "".join(pieces)
 
     def _call(self, number: int, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the copy of a call of a tool."""
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
         group = PartGroup(LATER_CALLS if index else CALLS, number, [])

@@ -14,7 +14,6 @@ from ..example import Example
 from ..prompts import text_tokens
 from ..rows.row_formats import behind_prompt, messages_in_text, present_fields
 from ..text import TextEncoder
-from ..text_with_pictures import VisionEncoder
 from .preference import Preference
 
 PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
@@ -36,7 +35,7 @@ class PreferenceEncoder:
     with it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
 
     Args:
-        conversations: The encoder of conversations, with images or without.
+        conversations: The encoder of conversations.
         tokenizer: mlx-lm's TokenizerWrapper.
         labels: Whether answers with a label are expected (KTO). A pair then stands for two such answers.
 
@@ -44,7 +43,7 @@ class PreferenceEncoder:
         trl.data_utils and the tokenisation of trl.DPOTrainer, which give the same tokens for the same row.
     """
 
-    def __init__(self, conversations: TextEncoder | VisionEncoder, tokenizer: Any, *, labels: bool):
+    def __init__(self, conversations: TextEncoder, tokenizer: Any, *, labels: bool):
         self._conversations, self._tokenizer, self._labels = conversations, tokenizer, labels
         self.kinds: Counter[str] = Counter()
 
@@ -67,7 +66,6 @@ class PreferenceEncoder:
             yield [preference]
 
     def _read(self, row: Any, source: str) -> _Read:
-        """Return the answers of a row."""
         if not isinstance(row, Mapping):
             raise UserError(f"{source}: expected an object with {self._expected()}, got {type(row).__name__}.")
         row = {name: value for name, value in _with_messages(row).items() if value not in (None, [])}
@@ -84,7 +82,6 @@ class PreferenceEncoder:
         return f"{_LABELLED}, or {_PAIR}" if self._labels else _PAIR
 
     def _incomplete(self, row: Mapping[str, Any], missing: list[str], source: str) -> str:
-        """Return the message for a row without one of its answers, or without both."""
         if len(missing) == 1:
             return f"{source}: {missing[0]!r} is missing or null, so this is no pair; expected {self._expected()}."
         got = ", ".join(map(repr, row)) or "no key"
@@ -92,7 +89,6 @@ class PreferenceEncoder:
         return f"{source}: no known format: expected {self._expected()}, got {got}.{hint}"
 
     def _labelled(self, row: Mapping[str, Any], source: str) -> _Read:
-        """Return the one answer of a row with a label."""
         if not self._labels:
             raise UserError(
                 f"{source}: an answer with a label is for --loss kto; this loss needs pairs: expected {_PAIR}."
@@ -113,7 +109,6 @@ class PreferenceEncoder:
         return _Read([answer], source, bool(label))
 
     def _texts(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
-        """Return both documents of plain text."""
         for name in _BESIDE:
             if row.get(name):
                 raise UserError(f"{source}: {name!r} belongs to messages; this row holds plain text.")
@@ -126,7 +121,6 @@ class PreferenceEncoder:
         return [_document(one, min(shared, len(one) - 1), source) for one in tokens]
 
     def _text(self, prompt: str, answer: str, side: str, source: str) -> Example:
-        """Return the document of a prompt and its answer, both plain text."""
         before = text_tokens(self._tokenizer, prompt) if prompt else []
         if not before:
             raise UserError(f"{source}: the prompt is empty; an answer is judged behind its prompt.")
@@ -141,14 +135,12 @@ class PreferenceEncoder:
         return _document(tokens, len(before), source)
 
     def _with_end(self, text: str, side: str, source: str, answer: str | None = None) -> list[int]:
-        """Return the tokens of a text with the end token, once."""
         if not (text if answer is None else answer).strip():
             raise UserError(f"{source}: {side!r} is empty; remove this row.")
         tokens, end = text_tokens(self._tokenizer, text), self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _messages(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
-        """Return both conversations."""
         chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
@@ -206,7 +198,6 @@ def _conversation(
 
 
 def _only(examples: list[Example], source: str) -> Example:
-    """Return the one document of an answer; UserError where the chat template takes several rows to write it."""
     if len(examples) > 1:
         raise UserError(
             f"{source}: the chat template rewrites an earlier turn of this answer once the next follows, so it has no "
@@ -240,7 +231,6 @@ def _document(tokens: list[int], prompt: int, source: str) -> Example:
 
 
 def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Return the length of the longest common beginning."""
     length = min(len(left), len(right))
     return next((index for index in range(length) if left[index] != right[index]), length)
 

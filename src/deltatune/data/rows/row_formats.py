@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,17 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
-from .message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
-from .turn_marks import WEIGHT, unmarked
-from .unread_columns import TOOLS, refuse_judged, refuse_unread_marks, unread
+from .unread_columns import (
+    TEXT_KEYS,
+    TOOLS,
+    WEIGHT,
+    is_absent,
+    refuse_judged,
+    refuse_unknown_keys,
+    refuse_unread_marks,
+    unmarked,
+    unread,
+)
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 CAPTION = "caption"
@@ -55,6 +63,7 @@ class Conversation:
         every_turn: Whether these are all of the assistant's turns.
         source: Where the conversation came from, for messages to the user.
         options: Variables for the chat template, beside those of the run.
+        media: The images and videos in its messages, in order.
         shape: A digest of its roles, keys and types, in which texts do not matter.
     """
 
@@ -64,6 +73,7 @@ class Conversation:
     every_turn: bool
     source: str
     options: dict[str, Any] = field(default_factory=dict)
+    media: Sequence[Any] = ()
     shape: bytes = b""
 
 
@@ -139,7 +149,6 @@ class RowFormats:
 
     @cached_property
     def _formats(self) -> dict[str, list[str]]:
-        """The keys of each format, or of those formats alone in which the user has named a key."""
         names = self.features
         formats = {
             COMPLETION: [names.prompt, names.completion],
@@ -154,7 +163,6 @@ class RowFormats:
         return {kind: keys for kind, keys in formats.items() if not named or named.intersection(keys)}
 
     def _expected(self) -> str:
-        """Return the words in which messages name the possible formats."""
         return ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in self._formats.values())
 
     def _kind(self, row: Mapping[str, Any], source: str) -> str:
@@ -170,7 +178,7 @@ class RowFormats:
         null = [key for key in known if key in row and key not in present]
         if null:
             raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
-        hint = column_hint(row)
+        hint = _column_hint(row)
         missing = [] if hint else [key for key in known if key not in row]
         got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
         message = f"{source}: no known format: expected {self._expected()}, got {got or 'no key'}."
@@ -205,13 +213,7 @@ def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
-    """Return the messages of a prompt and of its answer; only assistant turns of the answer count in the loss.
-
-    Args:
-        prompt: The messages of the prompt.
-        answer: The messages behind it.
-        name: The column of the answer.
-        source: The row's name in messages to the user.
+    """Return the messages of a prompt and of its answer, the column `name`; assistant turns of the answer alone count.
 
     Raises:
         UserError: The answer is empty, or says the prompt again.
@@ -280,7 +282,6 @@ def _alpaca(row: Mapping[str, Any], source: str) -> Messages:
 
 
 def _history(row: Mapping[str, Any], source: str) -> Messages:
-    """Return the earlier turns of an Alpaca row as LLaMA-Factory writes them, [[question, answer], ...]."""
     messages: Messages = []
     for number, turn in enumerate(typed(row, "history", list, source) if row.get("history") else [], 1):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -294,7 +295,6 @@ def _message(role: str, row: Mapping[str, Any], key: str, source: str) -> dict[s
 
 
 def _spoken(entries: list[Any], source: str) -> Messages:
-    """Return the entries of a ShareGPT conversation, {"from": ..., "value": ...}, as messages."""
     messages = []
     for number, entry in enumerate(entries, 1):
         where = f"{source}: message {number}"
@@ -351,7 +351,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
-    """Return the value of a JSON text; UserError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -382,7 +381,7 @@ _MEANT = {
 }
 
 
-def column_hint(row: Mapping[str, Any]) -> str:
+def _column_hint(row: Mapping[str, Any]) -> str:
     """Return a sentence on how to read a row with these columns, or an empty string if nothing is known about them."""
     names = [str(key) for key in row]
     if {"chosen", "rejected"} <= set(names):
@@ -397,14 +396,11 @@ def column_hint(row: Mapping[str, Any]) -> str:
         matching = [name for name in names if name.lower() in (kind, *words)]
         # A column of our own name needs no flag.
         if matching and kind not in names:
-            flags[kind] = f"--{kind}-column {_quoted(matching[0])}"
+            name = f'"{matching[0]}"' if " " in matching[0] else matching[0]
+            flags[kind] = f"--{kind}-column {name}"
         elif matching:
             flags[kind] = ""
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
     flags_to_give = " ".join(filter(None, chosen))
     return f"To read these columns, give {flags_to_give}." if flags_to_give else ""
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if " " in name else name

@@ -1,24 +1,34 @@
-"""Opens the tables that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk."""
+"""Opens the tables and streams that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk.
+
+A stream is read some rows at a time and never held whole. Each reading returns the place after it, from which another
+process continues with the same rows.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import io
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
 from .arrow_rows import as_written, may_hold_media
-from .csv_cells import cell_options
-from .json_text import parsed
 
 Rows = Iterator[tuple[str, Any]]
+# A place in a stream, as JSON values; None is its beginning.
+Place = Any
 
+# The separators of a CSV file in the place of commas.
+_SEPARATORS = (";", "\t", "|")
+# Of the arguments of load_dataset, those that are none of load_dataset_builder.
+_LATER = ("split", "streaming", "keep_in_memory", "num_proc", "save_infos", "verification_mode")
 # How many rows of a Hugging Face data set are read as one table of Arrow.
 _TABLE_ROWS = 10_000
 # A line of JSON with an image or video has one of these: the key or type as it is, or with an escaped letter.
@@ -55,7 +65,7 @@ def jsonl(path: Path) -> DataTable:
         with path.open("rb") as file:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+        raise UserError(_unreadable(path, error)) from error
     return DataTable(
         str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: file_digest(path)
     )
@@ -85,23 +95,13 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
-    """Yield the rows of lines that contain one of the given byte strings."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
                 continue
-            row = parsed_line(raw, path, number)
+            row = parsed(raw, path, number)
             if row is not None:
                 yield f"{path}:{number}", row[0]
-
-
-def parsed_line(raw: bytes, path: Path, number: int) -> tuple[Any] | None:
-    """Return the row in a line of a JSONL file, alone in a tuple, or None if the line is blank.
-
-    Raises:
-        UserError: The line is not UTF-8 or not JSON.
-    """
-    return parsed(raw, path, number, expected="one object a line")
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -129,25 +129,29 @@ def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | 
         UserError: There is no such data set, split or option, or reading it could run code.
     """
     loaded = load_hugging_face(name, split, options or {})
-    # The rows of a file are counted as lines are, and those of a data set as the library counts them.
-    is_file = expanded(name).is_file()
-    return {key: _table(name if is_file else f"{name} [{key}]", rows, int(is_file)) for key, rows in loaded.items()}
+    names = names_of(name, loaded, options or {})
+    return {key: _table(names[key][0], rows, names[key][1]) for key, rows in loaded.items()}
+
+
+def names_of(name: str, splits: Iterable[str], options: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the name of each split in messages, and the number of its first row.
+
+    The rows of a file are counted as lines are, from 1, and those of a data set as the library counts them.
+    """
+    path = expanded(name)
+    if path.is_file():
+        return dict.fromkeys(splits, (name, 1))
+    names = {split: (f"{name} [{split}]", 0) for split in splits}
+    if path.is_dir() and not is_saved_dataset(path):
+        files = _csv_files(str(path.absolute()), options)[1]
+        names |= {split: (files[split][0], 1) for split in splits if len(files.get(split, ())) == 1}
+    return names
 
 
 def load_hugging_face(
     name: str, split: str | None, options: dict[str, Any], *, streaming: bool = False
 ) -> dict[str, Any]:
-    """Return the datasets library's own data set of each split, as hugging_face() opens it.
-
-    Args:
-        name: The data set's name on the hub, or its folder.
-        split: One split; None opens all splits.
-        options: Further arguments of `datasets.load_dataset`.
-        streaming: Whether the data sets are read while they are iterated over.
-
-    Raises:
-        UserError: There is no such data set, split or option, or reading it could run code.
-    """
+    """Return the datasets library's own data set of each split, as hugging_face() opens it, to be read or streamed."""
     import datasets
 
     if "trust_remote_code" in options:
@@ -207,7 +211,6 @@ def _library_path(name: str, options: dict[str, Any]) -> str:
 
 
 def _not_opened(name: str, split: str | None, error: BaseException) -> str:
-    """Return the message for a data set that cannot be opened: it has no such split, is damaged, or does not exist."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -251,13 +254,10 @@ def _table(name: str, dataset: Any, begin: int) -> DataTable:
 
 
 def _arrow_tables(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a data set as pyarrow tables, in order."""
     return dataset.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
 class _DigestFile(io.RawIOBase):
-    """A file that only takes a digest of the bytes written to it."""
-
     def __init__(self) -> None:
         self.digest = _digest()
 
@@ -270,7 +270,6 @@ class _DigestFile(io.RawIOBase):
 
 
 def _arrow_digest(dataset: Any) -> bytes:
-    """Return a digest of the rows of a data set, as Arrow writes them."""
     import pyarrow
 
     file = _DigestFile()
@@ -312,12 +311,215 @@ def json_file(path: Path) -> DataTable:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+        raise UserError(_unreadable(path, error)) from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
-    objects: list[Any] = parsed(content, path, expected="an array of objects")[0]  # type: ignore[index]
+    objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
 
     def rows() -> Rows:
         return ((f"{path} row {number}", row) for number, row in enumerate(objects, 1))
 
     return DataTable(str(path), len(objects), rows, rows, lambda: file_digest(path))
+
+
+def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
+    """Return the value that a line of a file, or with None the whole file, holds, alone in a tuple; None for blanks.
+
+    The bytes at the start of the file may begin with a byte order mark.
+
+    Raises:
+        UserError: They are not UTF-8, or not JSON, or hold half of a character.
+    """
+    where = str(path) if line is None else f"{path}:{line}"
+    first = line or 1
+    expected = "an array of objects" if line is None else "one object a line"
+    try:
+        text = raw.decode("utf-8-sig" if first == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        # The decoder's own bytes begin behind a byte order mark.
+        before = error.object[: error.start].decode().split("\n")
+        raise UserError(
+            f"{path}:{first + len(before) - 1}: not UTF-8 (byte {error.object[error.start]:#04x} at column "
+            f"{len(before[-1]) + 1}); save the file as UTF-8."
+        ) from error
+    # Behind a line break, the parser would count columns from the start of the next line.
+    text = text.rstrip()
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+        # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}:{first + error.lineno - 1}: not JSON: {error.msg} at column {error.colno}; expected {expected}."
+        ) from error
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: a \\u escape is only half of a character ({error.reason}); write both halves."
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: the JSON is nested too deeply; expected {expected}.") from error
+    except ValueError as error:
+        # Python refuses whole numbers of more than 4,300 digits.
+        raise UserError(f"{where}: not JSON that can be read: {error}; write such a number as text.") from error
+    return (value,)
+
+
+def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments of `datasets.load_dataset` for data in CSV files; none for data of another format.
+
+    Without them pandas guesses a column's type: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An empty
+    cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
+    unless the options name a separator.
+
+    Args:
+        path: The first argument of load_dataset.
+        options: Its further arguments.
+
+    Raises:
+        UserError: The splits have other columns.
+        Exception: An error of the datasets library or pandas, where the data cannot be opened.
+    """
+    import datasets
+    import pandas
+
+    config, files_of_splits = _csv_files(path, options)
+    chosen: dict[str, Any] = {}
+    files = [of_split[0] for of_split in files_of_splits.values()]
+    if not files or "features" in options:
+        return {}
+    reading = config.pd_read_csv_kwargs | {"chunksize": None, "nrows": 0}
+
+    def columns_of(file: str) -> list[str]:
+        return [str(name) for name in pandas.read_csv(file, **(reading | chosen)).columns]
+
+    columns = columns_of(files[0])
+    if len(columns) == 1 and config.sep == "," and not options.keys() & {"sep", "delimiter"}:
+        chosen = {"sep": next((separator for separator in _SEPARATORS if separator in columns[0]), ",")}
+        columns = columns_of(files[0])
+    for file in files[1:]:
+        if (others := columns_of(file)) != columns:
+            raise UserError(
+                f"{file}: its columns are {', '.join(others)}, and those of {files[0]} {', '.join(columns)}; give both "
+                "the same, with the same separator."
+            )
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    return {**chosen, "features": features, "keep_default_na": False, "na_values": [""]} | {
+        key: options[key] for key in ("keep_default_na", "na_values") if key in options
+    }
+
+
+def _csv_files(path: str, options: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
+    """Return the config of data in CSV files and the files of each split; of another format, there are none."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(path, **{key: options[key] for key in options if key not in _LATER})
+    config: Any = builder.config
+    files = {str(split): list(map(str, of_split)) for split, of_split in (config.data_files or {}).items()}
+    # An archive may hold several files, or others than CSV.
+    plain = all(of_split[0].endswith((".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")) for of_split in files.values())
+    return config, files if plain and hasattr(config, "pd_read_csv_kwargs") else {}
+
+
+class JsonLines:
+    """A JSONL file as a stream. A place is the number of bytes and of lines before it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self.name = path, str(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UserError(_unreadable(path, error)) from error
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, each with its source, and the place after them.
+
+        There are fewer than `count` rows only at the end of the data.
+        """
+        offset, number = place or (0, 0)
+        rows: list[tuple[str, Any]] = []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                while len(rows) < count and (raw := file.readline()):
+                    offset, number = offset + len(raw), number + 1
+                    row = parsed(raw, self._path, number)
+                    if row is not None:
+                        rows.append((f"{self._path}:{number}", row[0]))
+        except OSError as error:
+            raise UserError(_unreadable(self._path, error)) from error
+        return rows, [offset, number]
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be read ({error.strerror}); expected a readable file."
+
+
+@dataclass
+class StreamedDataset:
+    """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
+
+    Args:
+        name: The stream's name in messages.
+        begin: The number of the first row in messages.
+        path: The data set's name on the hub, or its folder.
+        split: The split.
+        options: Further arguments of `datasets.load_dataset`.
+    """
+
+    name: str
+    begin: int
+    path: str
+    split: str
+    options: dict[str, Any]
+    # The rows from the place at which the last reading ended, so that a stream is not opened again for each reading.
+    _open: tuple[Place, Any, Iterator[Any]] | None = field(default=None, repr=False)
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, as JsonLines.read does."""
+        dataset, rows = self._at(place)
+        self._open = None
+        start = 0 if place is None else place["rows"]
+        rows_read: list[Any] = []
+        try:
+            rows_read.extend(islice(rows, count))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.name} row {self.begin + start + len(rows_read)}: cannot be read: {first_line(error)}; the data "
+                "are damaged, incomplete or out of reach."
+            ) from error
+        after = {"rows": start + len(rows_read), "state": dataset.state_dict()}
+        self._open = (after, dataset, rows)
+        read = enumerate((as_written(row, dataset.features) for row in rows_read), self.begin + start)
+        return [(f"{self.name} row {number}", row) for number, row in read], after
+
+    def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
+        if self._open is not None and place is not None and self._open[0] == place:
+            return self._open[1:]
+        dataset = load_hugging_face(self.path, self.split, self.options, streaming=True)[self.split]
+        if place is not None:
+            dataset.load_state_dict(place["state"])
+        return dataset, iter(dataset)
+
+
+def hugging_face_streams(
+    name: str, split: str | None = None, options: dict[str, Any] | None = None
+) -> dict[str, StreamedDataset]:
+    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
+    if split is not None and "[" in split:
+        raise UserError(
+            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
+            "val_batches: 0 for no validation."
+        )
+    splits = load_hugging_face(name, split, options or {}, streaming=True)
+    names = names_of(name, splits, options or {})
+    return {key: StreamedDataset(*names[key], name, key, options or {}) for key in splits}

@@ -1,4 +1,4 @@
-"""Tells the user of columns that say something about an answer which imitating it does not use."""
+"""Reads the marks of turns, refuses keys and tells of columns that are not read: they would be lost silently."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...errors import UserError
-from .message_parts import is_absent
+from ...options.values import nearest
 
+# The keys of a part of a message that is text.
+TEXT_KEYS = ("type", "text")
+
+# Marks that leave a turn of a conversation out of the loss.
+WEIGHT = "weight"
+# OpenAI and Mistral; LLaMA-Factory; axolotl, twice; ms-swift and xtuner. A false or 0 leaves the turn out.
+_LEARNT = (WEIGHT, "loss_weight", "train", "training", "loss")
+# torchtune: a true leaves the turn out.
+_MASKED = "masked"
+# axolotl's marks of parts of a turn.
+_PARTS = ("train_detail", "training_detail")
+MARKS = (*_LEARNT, _MASKED, *_PARTS)
 # Whether an answer is a good one: the column of TRL, and that of LLaMA-Factory.
 _JUDGED = ("label", "kto_tag")
 _ALIKE = "good and bad answers are imitated alike; remove the bad ones"
@@ -39,16 +51,30 @@ _MARKS = {_OBJECTS: ("<bbox>", "<ref-object>"), **dict.fromkeys(_AUDIO, ("<audio
 MEDIA = ("image", "images", "video", "videos", *_AUDIO)
 
 
-def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
-    """Refuse a row that marks its answer as a bad one: imitation would learn it like a good one.
+def is_absent(value: Any) -> bool:
+    """Whether a value is none: null, or an empty text, list or object, as programs write for keys that they leave."""
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
 
-    Args:
-        row: The row.
-        read: The columns that are read as parts of the conversation.
-        source: The row's name in messages to the user.
+
+def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a part of a message, or an object that describes an image, with a key that is not `known`.
 
     Raises:
-        UserError: The row says that its answer is bad.
+        UserError: There is such a key, and its value is not empty.
+    """
+    for key in part:
+        if key not in known and not is_absent(part[key]):
+            raise UserError(
+                f"{where}: unknown key {str(key)[:60]!r}{nearest(str(key), list(known))}: it is not read; expected "
+                f"{', '.join(known)}. Remove it."
+            )
+
+
+def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
+    """Refuse a row that marks its answer as a bad one, in a column beside those in `read`.
+
+    Raises:
+        UserError: The row says that its answer is bad: imitation would learn it like a good one.
     """
     for name in _JUDGED:
         value = None if name in read else row.get(name)
@@ -63,11 +89,6 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
 
 def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
     """Refuse a row with marks in its texts for the values of a column that is not read: they would be learnt as text.
-
-    Args:
-        row: The row.
-        messages: Its messages.
-        source: The row's name in messages to the user.
 
     Raises:
         UserError: There is such a mark, or a message holds media of its own.
@@ -89,7 +110,6 @@ def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, 
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message, also where it is a list of parts."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return "".join(text for text in texts if isinstance(text, str))
@@ -108,3 +128,28 @@ def unread(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
 
 def _is_true(value: Any) -> bool:
     return value is True or (isinstance(value, str) and value.strip().lower() == "true")
+
+
+def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
+    """Return whether a message of the assistant, `number` of its conversation, counts in the loss: no mark denies it.
+
+    Raises:
+        UserError: A mark has a value that says neither, or marks parts of a turn.
+    """
+    marks = {name: message[name] for name in MARKS if message.get(name) is not None}
+    for name, value in marks.items():
+        where = f"{source}: message {number}"
+        if name in _PARTS:
+            raise UserError(
+                f"{where}: {name!r} marks parts of a turn, which are not told apart; mark whole messages "
+                f'with "{WEIGHT}": 0.'
+            )
+        if value not in (0, 1):
+            expected = "0 or 1" if "weight" in name else "true or false"
+            raise UserError(f'{where}: expected "{name}" {expected}, got {value!r}.')
+    return all(bool(value) != (name == _MASKED) for name, value in marks.items())
+
+
+def unmarked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of the assistant that does not count, whatever its own marks say."""
+    return {name: value for name, value in message.items() if name not in MARKS} | {WEIGHT: 0}

@@ -11,13 +11,14 @@ import struct
 import warnings
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
-from ..rows.message_parts import refuse_unknown_keys
+from ..rows.unread_columns import refuse_unknown_keys
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -48,11 +49,20 @@ _UPRIGHT = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class SizedImage:
+    """An image as a row gives it, with the options of its size that the row gives beside it, in pixels."""
+
+    value: Any
+    options: Mapping[str, int]
+
+
 def image_file(value: Any, folder: Path, source: str) -> Any:
     """Return the path, the bytes or the PIL image that a row gives; UserError, naming `source`, for anything else.
 
     Bytes may be written as base64: behind "data:image/png;base64,", or alone.
     """
+    value = value.value if isinstance(value, SizedImage) else value
     if isinstance(value, Mapping):
         refuse_unknown_keys(value, _IMAGE_KEYS, f"{source}: an image")
         content = value.get("bytes")
@@ -69,7 +79,6 @@ def image_file(value: Any, folder: Path, source: str) -> Any:
 
 
 def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
-    """Return the file that a text names, or the bytes in it."""
     if value.startswith("data:"):
         header, _, body = value.partition(",")
         return _decoded(body, source) if header.endswith(";base64") else unquote_to_bytes(body)
@@ -85,7 +94,6 @@ def _image_in_text(value: str, folder: Path, source: str) -> Path | bytes:
 
 
 def _decoded(text: str, source: str) -> bytes:
-    """Return the bytes that a text holds in base64."""
     digits = "".join(text.split()).rstrip("=")
     try:
         return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)
@@ -139,6 +147,7 @@ def file_content(file: Any) -> bytes:
 
 def name_of(value: Any) -> str:
     """Return the name of an image in messages."""
+    value = value.value if isinstance(value, SizedImage) else value
     if isinstance(value, Mapping):
         value = value.get("path") or value.get("url")
     return f"image {shown(value)}" if isinstance(value, str) else "image in the data set"

@@ -1,14 +1,16 @@
-"""Holds the images and videos of an example, which are read from their files again for each batch that needs them."""
+"""Reads the images and videos of rows; those of an example are read from their files again for each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import UserError
+from ...lora.adapter_files import options_of
 from ...models.vision.inputs import (
     Grid,
     ImageShapes,
@@ -20,10 +22,12 @@ from ...models.vision.inputs import (
     vision_batch,
 )
 from .image_files import name_of
-from .image_sizes import SizedImage
 from .images import ImageReader
 from .videos import Video, VideoReader
 from .videos import name_of as name_of_video
+
+#: The options of a run that say how its images and videos are prepared.
+PICTURE_OPTIONS = ("min_pixels", "max_pixels", "fps", "video_max_frames")
 
 
 class MediaSize(NamedTuple):
@@ -55,13 +59,70 @@ class MediaReader:
 
     def name(self, value: Any) -> str:
         """Return the name of an image or video in messages."""
-        if isinstance(value, Video):
-            return name_of_video(value)
-        return name_of(value.value if isinstance(value, SizedImage) else value)
+        return name_of_video(value) if isinstance(value, Video) else name_of(value)
 
     def digest(self, value: Any, source: str) -> bytes:
         """Return a digest of an image or video, by which a resumed run recognises its data."""
         return self.videos.digest(value, source) if isinstance(value, Video) else self.images.digest(value, source)
+
+
+@dataclass(frozen=True)
+class VisionProcessors:
+    """The parts of a vision model that reading images and videos needs.
+
+    Args:
+        processor: The model's image processor.
+        spec: The token ids and sizes of the vision tower.
+        videos: The model's video processor, or None if it has none.
+    """
+
+    processor: Any
+    spec: VisionSpec
+    videos: Any = None
+
+
+def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[str, Any]) -> MediaReader:
+    """Return the reader of images and videos for training, evaluation and generation alike.
+
+    Args:
+        processors: The processors of the model.
+        folder: The folder to which relative paths refer.
+        options: The options of a run; of these, PICTURE_OPTIONS matter.
+
+    Raises:
+        UserError: A processor cuts other patches than the vision tower takes.
+    """
+    spec = processors.spec
+    for name, needed in {
+        "patch_size": spec.patch,
+        "temporal_patch_size": spec.temporal,
+        "merge_size": spec.merge,
+    }.items():
+        for processor in (processors.processor, processors.videos):
+            actual = getattr(processor, name, needed)
+            if actual != needed:
+                raise UserError(
+                    f"the model's processor has {name} {actual}, and its vision tower {needed}; take the "
+                    "preprocessor_config.json of the original model."
+                )
+    limits = {name: options[name] for name in ("min_pixels", "max_pixels") if options.get(name) is not None}
+    images = ImageReader(processors.processor, folder, limits)
+    videos = VideoReader(processors.videos, folder, limits, options.get("fps"), options.get("video_max_frames"))
+    return MediaReader(images, videos)
+
+
+def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dict[str, Any]:
+    """Return PICTURE_OPTIONS as they are given, and where they are not, as an adapter was trained with them.
+
+    Args:
+        options: The options that the user gave; None stands for one that was not given.
+        adapter_path: The folder of the adapter, or None for a model alone.
+
+    Raises:
+        UserError: The adapter's config is missing or damaged.
+    """
+    trained = options_of(Path(adapter_path)) if adapter_path else {}
+    return {name: trained.get(name) if options.get(name) is None else options[name] for name in PICTURE_OPTIONS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +172,8 @@ class Pictures:
         marks = int(np.isin(tokens, (self.spec.image_token, self.spec.video_token)).sum())
         count = int(np.searchsorted(self._ends(), marks, side="right"))
         positions = self.positions[:, : len(tokens)]
-        return replace(
-            self,
-            values=self.values[:count],
-            grids=self.grids[:count],
-            digests=self.digests[:count],
-            positions=positions,
-        )
+        first = {name: getattr(self, name)[:count] for name in ("values", "grids", "digests")}
+        return replace(self, **first, positions=positions)
 
     def _ends(self) -> np.ndarray:
         """Return how many image and video tokens the example has up to the end of each of them."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import UserError
-from ..rows.message_parts import TEXT_KEYS, is_absent, refuse_unknown_keys
 from ..rows.row_formats import json_text
-from .image_sizes import SIZE_OPTIONS, SizedImage, size_options
+from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys
+from .image_files import SizedImage
+from .images import SIZE_OPTIONS, size_options
 from .videos import Video
 
 IMAGE, VIDEO = "image", "video"
@@ -99,7 +100,6 @@ def write_videos(messages: Messages, texts: Iterable[str]) -> Messages:
 
 
 def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source: str) -> Iterator[Any]:
-    """Return the values of the places of one kind, in order."""
     slots = [value for other, value in places if other == kind]
     in_messages = [value for value in slots if value is not None]
     if (in_messages and len(in_messages) < len(slots)) or (in_messages and column):
@@ -115,7 +115,6 @@ def _values(kind: str, places: list[tuple[str, Any]], column: list[Any], source:
 
 
 def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
-    """Return the images or videos in the row's own column, such as "images" or "image"."""
     several = f"{kind}s"
     if row.get(several) is not None and row.get(kind) is not None:
         raise UserError(f"{source}: both {kind!r} and {several!r}; give one of them.")
@@ -217,7 +216,6 @@ def has_mark_in_text(messages: Messages) -> bool:
 
 
 def _fps(holder: Mapping[str, Any], where: str) -> float | None:
-    """Return the frames per second that a row or a part gives, or None."""
     value = holder.get(_FPS)
     if value is None:
         return None
@@ -227,7 +225,6 @@ def _fps(holder: Mapping[str, Any], where: str) -> float | None:
 
 
 def _put_first(messages: Messages, kind: str, count: int, source: str) -> None:
-    """Put places for images or videos at the start of the first user message."""
     for message in messages:
         if message["role"] == "user":
             content = message["content"]

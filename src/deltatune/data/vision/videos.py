@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import UserError
-from ...models.vision.inputs import Grid, Picture, VisionSpec
+from ...models.vision.inputs import Picture, VisionSpec
 from .image_files import file_content, image_file, media_path, open_image, shown
+from .images import processed_picture
 from .video_files import Frames, read_frames
 
 # The sampling of Qwen3-VL's processors, used where the model's own processor does not define it.
@@ -55,12 +56,6 @@ class VideoReader:
     fps: float | None = None
     max_frames: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.fps is not None and not 0 < self.fps < math.inf:
-            raise UserError(f"fps: expected a number above 0, got {self.fps}.")
-        if self.max_frames is not None and self.max_frames < 2:
-            raise UserError(f"video_max_frames: expected 2 or more, got {self.max_frames}.")
-
     def clip(self, video: Video, source: str) -> Clip:
         """Decode a video; UserError, naming `source`, if it is missing, damaged, too short or of an unfit size."""
         if self.processor is None:
@@ -82,10 +77,8 @@ class VideoReader:
             processed = self._limited(len(frames.pixels))(videos=[np.stack(frames.pixels)], do_sample_frames=False)
         except (ValueError, TypeError) as error:
             raise UserError(f"{source}: {name_of(video)}: the model's video processor refuses it: {error}.") from error
-        rows = np.asarray(processed["video_grid_thw"]).reshape(-1, 3)
-        grid: Grid = (int(rows[0, 0]), int(rows[0, 1]), int(rows[0, 2]))
-        picture = Picture(np.asarray(processed["pixel_values_videos"], np.float32), grid)
-        return Clip(picture, _seconds(frames.times, grid[0]))
+        picture = processed_picture(processed["pixel_values_videos"], processed["video_grid_thw"])
+        return Clip(picture, _seconds(frames.times, picture.grid[0]))
 
     def digest(self, video: Video, source: str) -> bytes:
         """Return a digest of the video, by which a resumed run recognises its data."""
@@ -98,7 +91,6 @@ class VideoReader:
         return total.digest()
 
     def _frames(self, video: Video, source: str) -> Frames:
-        """Return the sampled frames of a file or a list."""
         content = self._source(video, source)
         limit = int(self._sampling("max_frames", self.max_frames))
         rate = self._sampling("fps", video.fps or self.fps)
@@ -119,7 +111,6 @@ class VideoReader:
         return Frames(opened, [number / rate for number in numbers])
 
     def _source(self, video: Video, source: str) -> Path | Sequence[Any]:
-        """Return the file of a video, or its list of frames."""
         value = video.value
         if isinstance(value, list | tuple):
             if not value:
@@ -137,7 +128,6 @@ class VideoReader:
         return asked or getattr(self.processor, name, None) or _SAMPLING[name]
 
     def _limited(self, frames: int) -> Any:
-        """Return the processor with the limits for a video of this number of frames."""
         if not self.limits:
             return self.processor
         limited = copy.copy(self.processor)

@@ -2,7 +2,8 @@
 
 It is the only sequential part of the chunkwise form. In the notation of README.md, section 2, a chunk with state S
 before it has delta = U - W S^T, and leaves the state S decay + delta^T K_end, where K_end are its keys decayed to its
-end. In the shapes, n is the number of chunks and dots are batch axes; decay broadcasts over a state [Dv, Dk].
+end. Where nothing is erased, W is None and delta is U. In the shapes, n is the number of chunks and dots are batch
+axes; decay broadcasts over a state [Dv, Dk].
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AcrossGradients(NamedTuple):
 
 
 def forward_across(
-    u: mx.array, w: mx.array, k_end: mx.array, decay: mx.array, state: mx.array
+    u: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Carry the state through n chunks.
 
@@ -42,16 +43,18 @@ def forward_across(
         The states before each chunk [n, ..., Dv, Dk], the deltas [n, ..., C, Dv], and the state after the last chunk.
     """
     states, deltas = [], []
-    for chunk_u, chunk_w, chunk_k, chunk_decay in zip(*map(_chunks, (u, w, k_end, decay)), strict=True):
+    chunks = zip(*map(_chunks, (u, k_end, decay)), _factors(w, u), strict=True)
+    for delta, chunk_k, chunk_decay, chunk_w in chunks:
         states.append(state)
-        delta = mx.addmm(chunk_u, chunk_w, state.swapaxes(-1, -2), alpha=-1.0)
-        deltas.append(delta)
+        if chunk_w is not None:
+            delta = mx.addmm(delta, chunk_w, state.swapaxes(-1, -2), alpha=-1.0)
+            deltas.append(delta)
         state = mx.addmm(state * chunk_decay, delta.swapaxes(-1, -2), chunk_k)
-    return mx.stack(states), mx.stack(deltas), state
+    return mx.stack(states), u if w is None else mx.stack(deltas), state
 
 
 def backward_across(
-    ddelta_y: mx.array, dstate_y: mx.array, w: mx.array, k_end: mx.array, decay: mx.array, dstate: mx.array
+    ddelta_y: mx.array, dstate_y: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, dstate: mx.array
 ) -> AcrossGradients:
     """Carry the gradient of the state back through n chunks.
 
@@ -62,15 +65,23 @@ def backward_across(
         dstate: [..., Dv, Dk], the gradient of the state after the last chunk.
     """
     ddeltas, dstates_after = [], []
-    chunks = list(zip(*map(_chunks, (ddelta_y, dstate_y, w, k_end, decay)), strict=True))
-    for chunk_ddelta, chunk_dstate, chunk_w, chunk_k, chunk_decay in reversed(chunks):
+    factors = _factors(w, ddelta_y)
+    chunks = list(zip(*map(_chunks, (ddelta_y, dstate_y, k_end, decay)), factors, strict=True))
+    for chunk_ddelta, chunk_dstate, chunk_k, chunk_decay, chunk_w in reversed(chunks):
         dstates_after.append(dstate)
         ddelta = mx.addmm(chunk_ddelta, chunk_k, dstate.swapaxes(-1, -2))
         ddeltas.append(ddelta)
-        dstate = mx.addmm(chunk_dstate + dstate * chunk_decay, ddelta.swapaxes(-1, -2), chunk_w, alpha=-1.0)
+        dstate = chunk_dstate + dstate * chunk_decay
+        if chunk_w is not None:
+            dstate = mx.addmm(dstate, ddelta.swapaxes(-1, -2), chunk_w, alpha=-1.0)
     return AcrossGradients(mx.stack(ddeltas[::-1]), mx.stack(dstates_after[::-1]), dstate)
 
 
 def _chunks(x: mx.array) -> list[mx.array]:
     """Split x into views of its chunks. Indexing with a number would gather each chunk, which copies it."""
     return [part.squeeze(0) for part in mx.split(x, x.shape[0])]
+
+
+def _factors(w: mx.array | None, like: mx.array) -> list[mx.array] | list[None]:
+    """Return w by chunks, or None for each chunk of `like`."""
+    return [None] * like.shape[0] if w is None else _chunks(w)

@@ -1,4 +1,4 @@
-"""The arguments of a call of gated_delta that decide which implementation can serve it."""
+"""The arguments of a call of gated_delta or linear_attention that decide which implementation can serve it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .trial_case import ShapeClass
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call of `gated_delta` that decide which implementation can serve it."""
+    """The arguments of a call that decide which implementation can serve it; without beta, of linear attention."""
 
     q: mx.array
     k: mx.array
@@ -19,14 +19,20 @@ class Call:
     log_g: mx.array
     masked: bool
     segmented: bool
-    beta_dtype: mx.Dtype = mx.float32
+    beta_dtype: mx.Dtype | None = mx.float32
+
+    @property
+    def erases(self) -> bool:
+        """Whether the call is one of gated_delta."""
+        return self.beta_dtype is not None
 
     def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
         """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
         heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
         dtype = str(self.v.dtype).removeprefix("mlx.core.")
         options = self.masked, self.segmented, self.log_g.ndim == 4
-        return ShapeClass(*heads, dtype, *options, tiling, str(beta).removeprefix("mlx.core."))
+        rates = str(beta).removeprefix("mlx.core.") if self.erases else ""
+        return ShapeClass(*heads, dtype, *options, tiling, rates)
 
     @staticmethod
     def of_class(shape: ShapeClass) -> Call:
@@ -35,7 +41,8 @@ class Call:
         q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
         v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
         gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
-        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented)
+        beta = mx.float32 if shape.erases else None
+        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented, beta)
 
     @property
     def words(self) -> str:

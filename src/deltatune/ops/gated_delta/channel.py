@@ -16,7 +16,10 @@ from .triangular import unit_lower_inverse
 
 
 class _Chunks(NamedTuple):
-    """The parts of n chunks that do not depend on the states before them."""
+    """The parts of n chunks that do not depend on the states before them.
+
+    Where nothing is erased, gram has its first product alone, u is v, and inverse and w are None.
+    """
 
     levels: list[Level]  # decays between the halves of ever larger blocks
     qk: mx.array  # [n, B, K, 1, 2, C, Dk]
@@ -24,9 +27,9 @@ class _Chunks(NamedTuple):
     to_end: mx.array  # [n, B, K, R, C, Dk]: decay from after each step to the chunk's end
     total: mx.array  # [n, B, K, R, 1, Dk]: decay over the whole chunk
     gram: mx.array  # [n, B, K, R, 2, C, C]: q k^T and k k^T, decayed channel by channel
-    inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
+    inverse: mx.array | None  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
     u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
-    w: mx.array  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
+    w: mx.array | None  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
     k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
@@ -35,9 +38,12 @@ def without_state(group: Group) -> _Chunks:
     size = group.v.shape[-2]
     qk = group.qk.reshape(*group.qk.shape[:-2], 2, size, -1)
     levels, from_start, to_end = decay_levels(mx.exp(group.log_g))
-    products = gram(qk, levels)
-    inverse = unit_lower_inverse(group.beta[..., None] * products[..., 1, :, :])
-    solve = inverse * group.beta[..., None, :]
+    products = gram(qk, levels, 1 if group.beta is None else 2)
+    u, w, inverse = group.v, None, None
+    if group.beta is not None:
+        inverse = unit_lower_inverse(group.beta[..., None] * products[..., 1, :, :])
+        solve = inverse * group.beta[..., None, :]
+        u, w = solve @ group.v, solve @ (group.k * from_start)
     return _Chunks(
         levels=levels,
         qk=qk,
@@ -46,8 +52,8 @@ def without_state(group: Group) -> _Chunks:
         total=from_start[..., -1:, :],
         gram=products,
         inverse=inverse,
-        u=solve @ group.v,
-        w=solve @ (group.k * from_start),
+        u=u,
+        w=w,
         k_end=group.k * to_end,
     )
 
@@ -74,30 +80,32 @@ def input_gradients(
     across: AcrossGradients,
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m is M of README.md."""
-    d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
-    beta = group.beta[..., None]
-    rows = mx.stack([dy, -d_right], axis=-3)
-    m = rows @ delta.swapaxes(-1, -2)[..., None, :, :]
     dq_from_start = (dy @ states) * chunks.from_start
-    dk_from_start = -(d_right @ states) * chunks.from_start
     dk_to_end = (delta @ across.states_after) * chunks.to_end
-
-    beta_rows = mx.stack([mx.ones_like(beta), beta], axis=-3)
-    dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, m * beta_rows)
-    dq = dq + dq_from_start
-    dk = dk + beta * dk_from_start + dk_to_end
+    dv, dbeta, dk_outside, reads = across.deltas, None, dk_to_end, dq_from_start * group.q
+    m = (dy @ delta.swapaxes(-1, -2))[..., None, :, :]
+    if group.beta is not None and chunks.inverse is not None:
+        d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
+        beta = group.beta[..., None]
+        of_right = -d_right @ delta.swapaxes(-1, -2)
+        dk_from_start = -(d_right @ states) * chunks.from_start
+        starts = dk_from_start * group.k
+        reads = reads + beta * starts
+        pairs = (of_right * chunks.gram[..., 1, :, :]).sum(axis=-1)
+        dbeta = (d_right * group.v).sum(axis=-1) + starts.sum(axis=-1) + pairs
+        m = mx.concatenate([m, (beta * of_right)[..., None, :, :]], axis=-3)
+        dv = d_right * beta
+        dk_outside = beta * dk_from_start + dk_to_end
+    dq, dk, dlog_g = gram_backward(chunks.qk, chunks.levels, m)
 
     # The terms are those of scalar.py, but each channel has a sum of its own.
-    starts = dk_from_start * group.k
     through = (across.states_after * states).sum(axis=-2, keepdims=True) * chunks.total
-    dlog_g = dlog_g + through + mx.cumsum(dq_from_start * group.q + beta * starts, axis=-2, reverse=True)
+    dlog_g = dlog_g + through + mx.cumsum(reads, axis=-2, reverse=True)
     dlog_g = dlog_g + mx.cumsum(dk_to_end * group.k, axis=-2, inclusive=False)
-    pairs = (m[..., 1, :, :] * chunks.gram[..., 1, :, :]).sum(axis=-1)
-    dbeta = (d_right * group.v).sum(axis=-1) + starts.sum(axis=-1) + pairs
     return Gradients(
-        q=sum_over_value_heads(dq),
-        k=sum_over_value_heads(dk),
-        v=d_right * beta,
+        q=sum_over_value_heads(dq + dq_from_start),
+        k=sum_over_value_heads(dk + dk_outside),
+        v=dv,
         log_g=dlog_g,
         beta=dbeta,
         state=across.state,

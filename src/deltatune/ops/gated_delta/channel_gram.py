@@ -47,13 +47,16 @@ def decay_levels(gate: mx.array) -> tuple[list[Level], mx.array, mx.array]:
     return levels, prefix.reshape(gate.shape), suffix.reshape(gate.shape)
 
 
-def gram(qk: mx.array, levels: list[Level]) -> mx.array:
-    """Return the decayed q k^T (lower triangular) and k k^T (strictly lower), [..., 2, C, C], of qk [..., 2, C, Dk]."""
+def gram(qk: mx.array, levels: list[Level], products: int = 2) -> mx.array:
+    """Return the decayed q k^T (lower triangular) and k k^T (strictly lower), [..., 2, C, C], of qk [..., 2, C, Dk].
+
+    Of one product it is the first, [..., 1, C, C].
+    """
     diagonal = (qk[..., 0, :, :] * qk[..., 1, :, :]).sum(axis=-1)
-    diagonal = mx.stack([diagonal, mx.zeros_like(diagonal)], axis=-2)[..., None, None]
+    diagonal = mx.stack([diagonal, mx.zeros_like(diagonal)][:products], axis=-2)[..., None, None]
     result = mx.broadcast_to(diagonal, (*levels[0].row_decay.shape[:-3], *diagonal.shape[-4:]))
     for level in levels:
-        rows, columns = _operands(qk, level)
+        rows, columns = _operands(qk, level, products)
         corner = rows @ columns.swapaxes(-1, -2)
         first, second = result[..., 0::2, :, :], result[..., 1::2, :, :]
         top = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
@@ -62,17 +65,18 @@ def gram(qk: mx.array, levels: list[Level]) -> mx.array:
 
 
 def gram_backward(qk: mx.array, levels: list[Level], dgram: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the gradients of q, k and the log gates, each [..., C, Dk], from dgram [..., 2, C, C].
+    """Return the gradients of q, k and the log gates, each [..., C, Dk], from dgram [..., 2 or 1, C, C].
 
     Elements of dgram above its diagonal are not read.
     """
     size, channels = qk.shape[-2:]
+    products = dgram.shape[-3]
     shape = (*dgram.shape[:-3], size, channels)
     dq, dk, dlog = mx.zeros(shape), mx.zeros(shape), mx.zeros(shape)
     blocks = dgram[..., None, :, :]
     for level in reversed(levels):
         width = level.row_decay.shape[-2]
-        rows, columns = _operands(qk, level)
+        rows, columns = _operands(qk, level, products)
         corner = blocks[..., width:, :width]
         drows = corner @ columns
         dcolumns = (corner.swapaxes(-1, -2) @ rows).sum(axis=-4)
@@ -81,7 +85,7 @@ def gram_backward(qk: mx.array, levels: list[Level], dgram: mx.array) -> tuple[m
         drows = drows * level.row_decay[..., None, :, :, :]
         dcolumns = dcolumns * level.column_decay
         dq = dq + _joined(mx.zeros_like(dcolumns), drows[..., 0, :, :, :], shape)
-        dk = dk + _joined(dcolumns, drows[..., 1, :, :, :], shape)
+        dk = dk + _joined(dcolumns, drows[..., 1, :, :, :] if products > 1 else mx.zeros_like(dcolumns), shape)
         dlog = dlog + _joined(spans_columns, spans_rows, shape)
         blocks = mx.stack([blocks[..., :width, :width], blocks[..., width:, width:]], axis=-3)
         blocks = blocks.reshape(*blocks.shape[:-4], -1, width, width)
@@ -89,11 +93,11 @@ def gram_backward(qk: mx.array, levels: list[Level], dgram: mx.array) -> tuple[m
     return dq + diagonal * qk[..., 1, :, :], dk + diagonal * qk[..., 0, :, :], dlog
 
 
-def _operands(qk: mx.array, level: Level) -> tuple[mx.array, mx.array]:
-    """Return the decayed rows [..., 2, m, w, Dk] of q and of k, and the decayed columns [..., 1, m, w, Dk] of k."""
+def _operands(qk: mx.array, level: Level, products: int) -> tuple[mx.array, mx.array]:
+    """Return the decayed rows [..., products, m, w, Dk] of q and k, and the decayed columns [..., 1, m, w, Dk] of k."""
     width, channels = level.row_decay.shape[-2:]
     split = qk.reshape(*qk.shape[:-2], -1, 2, width, channels)
-    rows = split[..., 1, :, :] * level.row_decay[..., None, :, :, :]
+    rows = split[..., :products, :, 1, :, :] * level.row_decay[..., None, :, :, :]
     columns = split[..., 1:, :, 0, :, :] * level.column_decay[..., None, :, :, :]
     return rows, columns
 

@@ -1,9 +1,14 @@
-"""Chooses the implementation of gated_delta that serves a call, as candidates.py says; the last one is `chunk`."""
+"""Chooses the implementation that serves a call, as candidates.py says; the last one is `chunk`.
+
+The functions take calls of linear_attention as well, which the same implementations serve without beta.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+
+import mlx.core as mx
 
 from ...machine import backend
 from .. import IMPLEMENTATIONS
@@ -16,17 +21,28 @@ from .tiling import Tiling
 from .trial_case import Implementation
 
 
-def _fused(call: Call) -> Candidate | str:
+def fused_candidate(call: Call) -> Candidate | str:
+    """Return the fused kernels, or why they do not support a call."""
     tiling_of_call = fused_op.tiling_on(backend.device())
     options = {"masked": call.masked, "segmented": call.segmented, "per_channel": call.log_g.ndim == 4}
+    options["erases"] = call.erases
     tiling = tiling_of_call(fused_op.shape_of(call.k, call.v), call.q.dtype, **options)
     reason = fused_op.unsupported(call.q, call.k, call.v, tiling)
     if reason or tiling is None:
         return reason or "it has no tiling"
     name, checked = _checked(tiling)
-    return Candidate(
-        fused_op.gated_delta_fused, call.shape_class(name, fused_op.dtype_of_beta(tiling, call.beta_dtype)), checked
-    )
+    shape = call.shape_class(name, fused_op.dtype_of_beta(tiling, call.beta_dtype or mx.float32))
+    return Candidate(_of_call(call, fused_op.gated_delta_fused), shape, _of_call(call, checked))
+
+
+def _of_call(call: Call, function: Implementation) -> Implementation:
+    return function if call.erases else _without_beta(function)
+
+
+@lru_cache(maxsize=256)
+def _without_beta(function: Implementation) -> Implementation:
+    """Return the function with no beta to pass on: the same object at every call."""
+    return partial(function, beta=None)
 
 
 @lru_cache(maxsize=256)
@@ -52,8 +68,15 @@ def _native(call: Call) -> Candidate | str:
     return Candidate(function, call.shape_class(), function, atomics=atomics)
 
 
-def _chunk(call: Call) -> Candidate:
-    return Candidate(gated_delta_chunk, call.shape_class(), gated_delta_chunk, trusted=True)
+def naive_candidate(call: Call) -> Candidate:
+    """Return the recurrence by its definition."""
+    return Candidate(_of_call(call, gated_delta_naive))
+
+
+def chunk_candidate(call: Call) -> Candidate:
+    """Return the chunkwise form."""
+    function = _of_call(call, gated_delta_chunk)
+    return Candidate(function, call.shape_class(), function, trusted=True)
 
 
 OPERATOR = Operator(
@@ -61,9 +84,9 @@ OPERATOR = Operator(
     implementations=IMPLEMENTATIONS["gated_delta"],
     orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")},
     candidates={
-        "naive": lambda call: Candidate(gated_delta_naive),
-        "chunk": _chunk,
-        "fused": _fused,
+        "naive": naive_candidate,
+        "chunk": chunk_candidate,
+        "fused": fused_candidate,
         "native": _native,
     },
     case_of=trial_case.trial_case,

@@ -14,12 +14,14 @@ import mlx.core as mx
 
 from ..functional import refuse_second_derivative
 from ..recomputation import Input, input_of
+from ..tracing import trace
+from ..tracing.turns import blank
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
 from .group import Gradients, Group
-from .transforms import NO_SECOND_DERIVATIVE, over_batch
+from .transforms import no_second_derivative, over_batch
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -30,7 +32,7 @@ def gated_delta_chunk(
     k: mx.array,
     v: mx.array,
     log_g: mx.array,
-    beta: mx.array,
+    beta: mx.array | None,
     *,
     initial_state: mx.array | None = None,
     mask: mx.array | None = None,
@@ -38,7 +40,8 @@ def gated_delta_chunk(
 ) -> tuple[mx.array, mx.array]:
     """Compute the chunkwise form, with a hand-derived backward pass. Arguments and results are those of `gated_delta`.
 
-    It runs on every device and in mx.vmap, mx.compile and mx.checkpoint.
+    Without `beta` they are those of `linear_attention`. It runs on every device and in mx.vmap, mx.compile and
+    mx.checkpoint.
 
     Raises:
         NotImplementedError: A second derivative is taken.
@@ -47,59 +50,61 @@ def gated_delta_chunk(
         arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
     """
     batch, length, value_heads, value_size = v.shape
-    log_g, beta = effective_gates(log_g, beta, mask, segments)
+    inputs = input_of(q, k, v)
+    log_g, written = effective_gates(log_g, v if beta is None else beta.astype(mx.float32), mask, segments)
+    floats = [q, k, written, log_g] if beta is None else [q, k, v, log_g, written]
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    chunking, inputs = choose_chunking(length, batch * value_heads, k.shape[-1]), input_of(q, k, v)
-    forward = _keeping(chunking) if inputs.compute is None else _differentiable(chunking, inputs)
-    y, state, *_ = forward(q, k, v, log_g, beta, initial_state.astype(mx.float32))
+    chunking = choose_chunking(length, batch * value_heads, k.shape[-1])
+    # The trace of a plan has fewer groups.
+    keeps = inputs.compute is None and not trace.current().shortened
+    forward = _keeping(chunking, len(floats)) if keeps else _differentiable(chunking, len(floats), inputs)
+    y, state, *_ = forward(*floats, initial_state.astype(mx.float32))
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
     return y, state
 
 
 @lru_cache
-def _keeping(chunking: Chunking) -> _Function:
+def _keeping(chunking: Chunking, floats: int) -> _Function:
     """Return f(q, k, v, log_g, beta, state) -> (y, final state, one array per group: the states before its chunks)."""
-    return _differentiable(chunking, Input(None))
+    return _differentiable(chunking, floats, Input(None))
 
 
-def _differentiable(chunking: Chunking, source: Input) -> _Function:
-    """Return the function with a backward pass that gets q, k and v from `source`."""
+def _differentiable(chunking: Chunking, floats: int, source: Input) -> _Function:
+    """Return the function of so many arrays and a state, with a backward pass that gets q, k and v from `source`."""
     forward = mx.custom_function(lambda *arrays: _forward(chunking, *arrays))
-    backward = mx.custom_function(lambda *arrays: _backward(chunking, *arrays))
+    backward = mx.custom_function(lambda *arrays: _backward(chunking, floats, *arrays))
     call_forward, call_backward = cast(_Function, forward), cast(_Function, backward)
     batch_of_states = [1] * len(chunking.groups())
 
     def vjp(primals: _Arrays, cotangents: _Arrays, outputs: _Arrays) -> _Arrays:
         inputs = source.again(primals[:3], cotangents[:2])
-        return call_backward(*inputs, *primals[3:5], *cotangents[:2], *outputs[2:])
+        return call_backward(*inputs, *primals[3:floats], *cotangents[:2], *outputs[2:])
 
     forward.vjp(vjp)
-    backward.vjp(refuse_second_derivative(NO_SECOND_DERIVATIVE))
-    forward.vmap(over_batch(call_forward, [0] * 6, [0, 0, *batch_of_states]))
-    backward.vmap(over_batch(call_backward, [0] * 7 + batch_of_states, [0] * 6))
+    backward.vjp(refuse_second_derivative(no_second_derivative(floats == 5)))
+    forward.vmap(over_batch(call_forward, [0] * (floats + 1), [0, 0, *batch_of_states]))
+    backward.vmap(over_batch(call_backward, [0] * (floats + 2) + batch_of_states, [0] * (floats + 1)))
     return call_forward
 
 
-def _load_group(
-    inputs: Sequence[mx.array], span: Span, size: int, previous: Sequence[mx.array]
-) -> tuple[Group, list[mx.array]]:
-    """Copy the chunks of one group out of q, k, v, log_g, beta and any further inputs.
+def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Sequence[mx.array]) -> list[mx.array]:
+    """Copy the chunks of one group out of q, k and the other inputs: q above k, then the others.
 
     An empty slice of each array in `previous` joins every copy, so that MLX does not make the copies of a group before
     the group before it is done. For the first group, `previous` contains the inputs: if mx.vmap maps one of them, every
     copy is mapped, which mx.addmm needs (it refuses to map its argument c alone).
     """
     key_heads = inputs[1].shape[2]
-    q, k, v, log_g, beta, *further = (group_of(x, span, size, key_heads) for x in inputs)
+    q, k, *others = (group_of(x, span, size, key_heads) for x in inputs)
     nothing = mx.concatenate([x[..., :0].reshape(0) for x in previous])
 
     def copied(*parts: mx.array) -> mx.array:
         shape = parts[0].shape
         return mx.concatenate([*parts, nothing.reshape(*shape[:4], 0, *shape[5:])], axis=4)
 
-    return Group(copied(q, k), *map(copied, (v, log_g, beta))), [copied(x) for x in further]
+    return [copied(q, k), *map(copied, others)]
 
 
 def _group_forward(gates: Any, group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -112,23 +117,32 @@ def _group_forward(gates: Any, group: Group, state: mx.array) -> tuple[mx.array,
 def _group_backward(gates: Any, group: Group, states: mx.array, dy: mx.array, dstate: mx.array) -> Gradients:
     """Return the gradients of a group and of the state before it, from those of its y and of the state after it."""
     chunks = gates.without_state(group)
-    delta = mx.addmm(chunks.u, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+    delta = chunks.u
+    if chunks.w is not None:
+        delta = mx.addmm(delta, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
     ddelta_y, dstate_y = gates.output_gradients(group, chunks, dy)
     across = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
     return gates.input_gradients(group, chunks, states, delta, dy, across)
 
 
-def _forward(
-    chunking: Chunking, q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array
-) -> _Arrays:
-    """Return y, the final state, and for each group the states before its chunks."""
+def _forward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
+    """Return y, the final state, and for each group the states before its chunks.
+
+    `arrays` are q, k, v, log_g, beta, if there is one, and the state.
+    """
+    *inputs, state = arrays
+    q, k, v, log_g = inputs[:4]
     gates: Any = channel if log_g.ndim == 4 else scalar
     group_state = state.reshape(state.shape[0], k.shape[2], -1, *state.shape[2:])
     outputs = empty_chunks(v.astype(q.dtype), chunking, k.shape[2])
     saved: list[mx.array] = []
-    previous = [group_state, q, k, v, log_g, beta]
+    previous = [group_state, *inputs]
     for span in chunking.groups():
-        group, _ = _load_group((q, k, v, log_g, beta), span, chunking.size, previous)
+        if span.left_out:
+            saved.append(blank(saved[-1], span.chunks, previous))
+            previous = [outputs, saved[-1], group_state]
+            continue
+        group = Group(*_load_group(inputs, span, chunking.size, previous))
         y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
         saved.append(states)
@@ -136,20 +150,27 @@ def _forward(
     return sequence_of(outputs, chunking), group_state.reshape(state.shape), *saved
 
 
-def _backward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
+def _backward(chunking: Chunking, floats: int, *arrays: mx.array) -> _Arrays:
     """Return the gradients of q, k, v, log_g, beta and the initial state, in their dtypes.
 
     `arrays` are those inputs without the state, the gradients of y and of the final state, and the saved tensors.
     """
-    q, k, v, log_g, beta, dy, dstate, *saved = arrays
+    inputs = arrays[:floats]
+    k, log_g = inputs[1], inputs[3]
+    dy, dstate, *saved = arrays[floats:]
     gates: Any = channel if log_g.ndim == 4 else scalar
     group_dstate = dstate.reshape(dstate.shape[0], k.shape[2], -1, *dstate.shape[2:])
-    results = [empty_chunks(x, chunking, k.shape[2]) for x in (q, k, v, log_g, beta)]
-    previous = [group_dstate, q, k, v, log_g, beta, dy]
+    results = [empty_chunks(x, chunking, k.shape[2]) for x in inputs]
+    previous = [group_dstate, *inputs, dy]
     for span, states in zip(reversed(chunking.groups()), reversed(saved), strict=True):
-        group, (group_dy,) = _load_group((q, k, v, log_g, beta, dy), span, chunking.size, previous)
-        *gradients, group_dstate = _group_backward(gates, group, states, group_dy, group_dstate)
-        for result, gradient in zip(results, gradients, strict=True):
+        if span.left_out:
+            previous = [*previous, states]
+            continue
+        *parts, group_dy = _load_group((*inputs, dy), span, chunking.size, previous)
+        gradients = _group_backward(gates, Group(*parts), states, group_dy, group_dstate)
+        group_dstate = gradients.state
+        inputs_alone = [gradient for gradient in gradients[:-1] if gradient is not None]
+        for result, gradient in zip(results, inputs_alone, strict=True):
             write_group(result, gradient, span, chunking)
         previous = [*results, group_dstate]
     return *(sequence_of(result, chunking) for result in results), group_dstate.reshape(dstate.shape)

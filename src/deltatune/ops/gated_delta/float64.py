@@ -1,7 +1,7 @@
 """The gated delta recurrence and its backward pass in float64 NumPy, the reference of the tests and the self-test.
 
 It is independent of the operator, of which it imports nothing. All arguments are NumPy arrays in the shapes of
-`gated_delta`.
+`gated_delta`; without `beta` nothing is erased, as in `linear_attention`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
     """Compute the outputs and the gradients of the recurrence in float64.
 
     Args:
-        inputs: The arrays named in INPUTS, and `mask` and `segments` where there are any.
+        inputs: The arrays named in INPUTS (or all but `beta`), and `mask` and `segments` where there are any.
         dy: The cotangent of y, [B, T, Hv, Dv].
         dstate: The cotangent of the final state, [B, Hv, Dv, Dk].
 
@@ -23,7 +23,9 @@ def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
         `y`, `state` (the final one) and, by the name of each input, its gradient.
     """
     repeats = inputs["v"].shape[2] // inputs["k"].shape[2]
-    wide = {name: np.asarray(inputs[name], np.float64) for name in INPUTS}
+    wide = {name: np.asarray(inputs[name], np.float64) for name in INPUTS if inputs.get(name) is not None}
+    erases = "beta" in wide
+    wide.setdefault("beta", np.ones(inputs["v"].shape[:3]))
     wide["q"], wide["k"] = (np.repeat(wide[name], repeats, axis=2) for name in ("q", "k"))
     per_channel = wide["log_g"].ndim == 4
     if not per_channel:
@@ -34,24 +36,26 @@ def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
     if inputs.get("segments") is not None:
         restarts[:, 1:] = np.diff(np.asarray(inputs["segments"]), axis=1) != 0
 
-    y, state, tape = _forwards(wide, steps, restarts)
-    gradients = _backwards(wide, steps, restarts, tape, dy.astype(np.float64), dstate.astype(np.float64))
+    y, state, tape = _forwards(wide, steps, restarts, erases)
+    gradients = _backwards(wide, steps, restarts, tape, erases, dy.astype(np.float64), dstate.astype(np.float64))
     for name in ("q", "k"):
         folded = gradients[name].reshape(batch, length, -1, repeats, gradients[name].shape[-1])
         gradients[name] = folded.sum(axis=3)
     if not per_channel:
         gradients["log_g"] = gradients["log_g"].sum(axis=-1)
+    if not erases:
+        del gradients["beta"]
     return {"y": y, "state": state} | gradients
 
 
-def _forwards(wide: dict, steps: np.ndarray, restarts: np.ndarray) -> tuple:
+def _forwards(wide: dict, steps: np.ndarray, restarts: np.ndarray, erases: bool) -> tuple:
     state = wide["initial_state"]
     tape, outputs = [], []
     for t in range(steps.shape[1]):
         state = np.where(restarts[:, t, None, None, None], 0.0, state)
         q, k, v, beta = (wide[name][:, t] for name in ("q", "k", "v", "beta"))
         decayed = state * np.exp(wide["log_g"][:, t])[:, :, None, :]
-        error = v - np.einsum("bhvk,bhk->bhv", decayed, k)
+        error = v - erases * np.einsum("bhvk,bhk->bhv", decayed, k)
         delta = beta[..., None] * error
         after = decayed + np.einsum("bhv,bhk->bhvk", delta, k)
         y = np.einsum("bhvk,bhk->bhv", after, q)
@@ -62,7 +66,15 @@ def _forwards(wide: dict, steps: np.ndarray, restarts: np.ndarray) -> tuple:
     return np.stack(outputs, axis=1), state, tape
 
 
-def _backwards(wide: dict, steps: np.ndarray, restarts: np.ndarray, tape: list, dy: np.ndarray, dlast: np.ndarray):
+def _backwards(
+    wide: dict,
+    steps: np.ndarray,
+    restarts: np.ndarray,
+    tape: list,
+    erases: bool,
+    dy: np.ndarray,
+    dlast: np.ndarray,
+) -> dict:
     gradients = {name: np.zeros(np.broadcast_shapes(wide[name].shape)) for name in INPUTS[:-1]}
     gradients["log_g"] = np.zeros_like(wide["k"])
     dstate = dlast
@@ -74,8 +86,8 @@ def _backwards(wide: dict, steps: np.ndarray, restarts: np.ndarray, tape: list, 
         dafter = dstate + np.einsum("bhv,bhk->bhvk", dy[:, t], q)
         ddelta = np.einsum("bhvk,bhk->bhv", dafter, k)
         derror = beta[..., None] * ddelta
-        ddecayed = dafter - np.einsum("bhv,bhk->bhvk", derror, k)
-        dk = np.einsum("bhvk,bhv->bhk", dafter, delta) - np.einsum("bhvk,bhv->bhk", decayed, derror)
+        ddecayed = dafter - erases * np.einsum("bhv,bhk->bhvk", derror, k)
+        dk = np.einsum("bhvk,bhv->bhk", dafter, delta) - erases * np.einsum("bhvk,bhv->bhk", decayed, derror)
         gradients["q"][:, t] = np.where(on, np.einsum("bhvk,bhv->bhk", after, dy[:, t]), 0.0)
         gradients["k"][:, t] = np.where(on, dk, 0.0)
         gradients["v"][:, t] = np.where(on, derror, 0.0)

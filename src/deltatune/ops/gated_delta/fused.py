@@ -12,17 +12,27 @@ from ..kernels.launch import Kernel
 
 # The compile-time values that every kernel but prepare takes first, and those that prepare takes.
 BASE_VALUES = ("In", "C", "DK", "DV", "SLICE", "HK", "HV", "GROUPS", "STAGES")
-PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED")
+PREPARE_VALUES = ("In", "C", "DK", "HK", "HV", "GROUPS", "UNSTAGED", "MASKED", "SEGMENTED", "ERASES")
 PREPARE_INPUTS = ("q", "k", "log_g", "beta", "mask", "segments")
-SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED")
-GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED")
+SCAN_VALUES = (*BASE_VALUES, "SPLIT", "UNSTAGED", "MASKED", "ERASES")
+GRADIENT_VALUES = (*BASE_VALUES, "UNSTAGED", "MASKED", "SEGMENTED", "ERASES")
 # The outputs of `prepare`.
 PREPARED = ("solve", "scores", "factors")
 # The outputs of a scan and of a reverse scan, and the arrays of the gradient kernel.
 SCANNED = ("y", "states", "u", "last")
 REVERSED = ("d_states", "d_right", "dv", "d_initial")
 GRADIENT_INPUTS = ("q", "k", "log_g", "mask", "segments", "factors", "states", "d_states", "u", "d_right", "dy")
+# Those that the body takes: v where nothing is erased.
+GRADIENT_ARRAYS = (*GRADIENT_INPUTS[:-1], "v", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
+# The arrays that an erase alone needs. In calls without one the body gets another of the same type, which it leaves.
+_INSTEAD = {"beta": "log_g", "solve": "factors", "keys": "queries", "d_beta": "d_log_g"}
+# By phase, those that only hold the tails of states where nothing is erased, if there are any.
+TAILS = {
+    "scan": {"u": "last"},
+    "reverse": {"d_right": "d_initial"},
+    "gradients": {"u": "factors", "d_right": "factors"},
+}
 
 
 def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
@@ -53,7 +63,7 @@ PREPARE = Kernel(
     inputs=PREPARE_INPUTS,
     arrays=(*PREPARE_INPUTS, *PREPARED),
     memory="PrepareMemory",
-    memory_values=("In", "C", "DK", "UNSTAGED"),
+    memory_values=("In", "C", "DK", "UNSTAGED", "ERASES"),
 )
 SCAN = Kernel(
     name="gated_delta_scan",
@@ -81,7 +91,31 @@ GRADIENTS = Kernel(
     template=of_shape("GradientShape", GRADIENT_VALUES),
     sizes=("q_shape[1]",),
     inputs=GRADIENT_INPUTS,
-    arrays=(*GRADIENT_INPUTS, *GRADIENTS_OUT),
+    arrays=(*GRADIENT_ARRAYS, *GRADIENTS_OUT),
     memory="GradientMemory",
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)
+
+
+def without_erase(kernels: Kernels) -> Kernels:
+    """Return the same kernels for calls of linear_attention, where u is v, and R the gradient of v."""
+
+    def without(kernel: Kernel, *values: str) -> Kernel:
+        return replace(
+            kernel,
+            name=kernel.name.replace("gated_delta", "linear_attention"),
+            body=kernel.body or kernel.name,
+            inputs=(*(name for name in kernel.inputs if name != "beta"), *values),
+            arrays=tuple(_INSTEAD.get(name, name) for name in kernel.arrays),
+        )
+
+    return Kernels(
+        prepare=without(kernels.prepare),
+        scan=without(kernels.scan),
+        reverse=without(kernels.reverse),
+        gradients=without(kernels.gradients, "v"),
+        prepared=tuple(name for name in kernels.prepared if name not in _INSTEAD),
+    )
+
+
+LINEAR_KERNELS = without_erase(KERNELS)

@@ -50,3 +50,4 @@ GRADIENTS = replace(
     memory="ChannelGradientMemory",
 )
 KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS, (*PREPARED, *_SCALED))
+LINEAR_KERNELS = fused.without_erase(KERNELS)

@@ -1,4 +1,4 @@
-"""gated_delta by the fused kernels: which calls they support, and how a machine divides one (tiling.py)."""
+"""The operators by the fused kernels: which calls they support, and how a machine divides one (tiling.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from .fused_hopper import HopperTiling, choose_hopper_tiling
 from .fused_passes import FusedPasses, TilingOfCall, keeping, recomputing, shape_of
 from .fused_pieces import FusedPieces, cut_of, recomputing_pieces
 from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
+from .transforms import operator_name
 
-_NO_VMAP = (
-    "gated_delta: mx.vmap cannot map the fused kernels. Expected every array with its batch axis B first; fold "
-    "the mapped axis into B, or set DELTATUNE_GATED_DELTA=chunk, which can be mapped."
-)
 # Smaller head sizes waste most of a 16 x 16 tile.
 _SMALLEST_HEAD = 4
 
@@ -27,7 +24,7 @@ def gated_delta_fused(
     k: mx.array,
     v: mx.array,
     log_g: mx.array,
-    beta: mx.array,
+    beta: mx.array | None,
     *,
     initial_state: mx.array | None = None,
     mask: mx.array | None = None,
@@ -35,6 +32,8 @@ def gated_delta_fused(
     tiling_of_call: TilingOfCall | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Run the fused kernels: two launches forward and two backward. Arguments and results are those of `gated_delta`.
+
+    Without `beta` they are those of `linear_attention`.
 
     Args:
         tiling_of_call: Chooses how a call is divided, as `tiling_on` does for a machine; by default MLX's device.
@@ -45,10 +44,11 @@ def gated_delta_fused(
     """
     tiling_of_call = tiling_of_call or tiling_on(backend.device())
     options = {"masked": mask is not None, "segmented": segments is not None, "per_channel": log_g.ndim == 4}
+    options["erases"] = beta is not None
     tiling = tiling_of_call(shape_of(k, v), q.dtype, **options)
     reason = unsupported(q, k, v, tiling)
     if reason:
-        raise ValueError(f"gated_delta: the fused kernels do not support this call: {reason}.")
+        raise ValueError(f"{operator_name(beta is not None)}: the fused kernels do not support this call: {reason}.")
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
     passes = FusedPasses(tiling_of_call, stateful=initial_state is not None, **options)
@@ -58,11 +58,20 @@ def gated_delta_fused(
         function = recomputing_pieces(FusedPieces(passes, cut), inputs)
     else:
         function = recomputing(passes, inputs) if again else keeping(passes)
-    floats = [log_g.astype(mx.float32), beta.astype(dtype_of_beta(tiling, beta.dtype))]
+    floats = [log_g.astype(mx.float32)]
+    floats += [beta.astype(dtype_of_beta(tiling, beta.dtype))] if beta is not None else []
     floats += [initial_state.astype(mx.float32)] if initial_state is not None else []
-    arrays = without_vmap(_NO_VMAP)(q, k, v, *floats, *map(mx.stop_gradient, constants))
+    arrays = without_vmap(_no_vmap(beta is not None))(q, k, v, *floats, *map(mx.stop_gradient, constants))
     y, state, *_ = function(*arrays)
     return y, state
+
+
+def _no_vmap(erases: bool) -> str:
+    name = operator_name(erases)
+    return (
+        f"{name}: mx.vmap cannot map the fused kernels. Expected every array with its batch axis B first; fold "
+        f"the mapped axis into B, or set DELTATUNE_{name.upper()}=chunk, which can be mapped."
+    )
 
 
 @cache
@@ -72,13 +81,22 @@ def tiling_on(machine: str) -> TilingOfCall:
 
 
 def tiling_of(
-    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, per_channel: bool
+    machine: str,
+    shape: Shape,
+    dtype: mx.Dtype,
+    *,
+    masked: bool,
+    segmented: bool,
+    per_channel: bool,
+    erases: bool = True,
 ) -> Tiling | None:
     """Return how `machine` divides a call of shape (B, T, Hk, Hv, Dk, Dv); None where its memory cannot hold it."""
-    options = {"masked": masked, "segmented": segmented}
+    options = {"masked": masked, "segmented": segmented, "erases": erases}
     if per_channel:
         return choose_channel_tiling(machine, shape, dtype, **options)
-    on_hopper = choose_hopper_tiling(shape, dtype, **options) if machine == "cuda" else None
+    on_hopper = None
+    if machine == "cuda" and erases:
+        on_hopper = choose_hopper_tiling(shape, dtype, masked=masked, segmented=segmented)
     return on_hopper or choose_tiling(machine, shape, dtype, **options)
 
 

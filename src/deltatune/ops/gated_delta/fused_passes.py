@@ -1,4 +1,4 @@
-"""The forward and the backward pass of gated_delta by the fused kernels, as one differentiable function."""
+"""The forward and the backward pass of an operator by the fused kernels, as one differentiable function."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from ..kernels.launch import Arrays
 from ..recomputation import Input
 from . import long_scans
 from .tiling import Shape, Tiling
-from .transforms import NO_SECOND_DERIVATIVE
+from .transforms import no_second_derivative
 
-# (shape, dtype, masked=, segmented=, per_channel=) -> the tiling of a call, None where no kernel supports it.
+# (shape, dtype, masked=, segmented=, per_channel=, erases=) -> the tiling of a call, None where no kernel supports it.
 TilingOfCall = Callable[..., Tiling | None]
 Function = Callable[..., tuple[mx.array, ...]]
 
-# q, k, v, log_g, beta; then the initial state, the mask and the segments, where they are given.
-FLOATS = 5
 # y and the final state.
 RESULTS = 2
 
@@ -34,6 +32,7 @@ class FusedPasses:
         tiling_of_call: Chooses how a call is divided.
         stateful, masked, segmented: Whether a call has an initial state, a mask, and segments.
         per_channel: Whether it has a gate per key channel.
+        erases: Whether it has a beta.
     """
 
     tiling_of_call: TilingOfCall
@@ -41,11 +40,17 @@ class FusedPasses:
     masked: bool
     segmented: bool
     per_channel: bool
+    erases: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """The number of arguments that have gradients and a row for each token: q, k, v, log_g and beta."""
+        return 4 + self.erases
 
     @property
     def floats(self) -> int:
         """The number of arguments that have gradients."""
-        return FLOATS + self.stateful
+        return self.tokens + self.stateful
 
     @property
     def inputs(self) -> int:
@@ -55,31 +60,31 @@ class FusedPasses:
     def forward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return y, the final state, and the saved tensors of the backward pass.
 
-        The arguments are q, k, v, log_g, beta, then the initial state, the mask and the segments where they are given.
+        The arguments are q, k, v, log_g, then beta, the initial state, the mask and the segments where they are given.
         """
         tiling, x = self._call(arrays)
         prepared = tiling.run("prepare", x)
         scanned = long_scans.run(tiling, "scan", x | prepared)
-        return scanned["y"], scanned["last"], scanned["states"], scanned["u"], *prepared.values()
+        return scanned["y"], scanned["last"], *(scanned[name] for name in tiling.saved), *prepared.values()
 
     def backward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return the floats' gradients, from the inputs, dy, the final state's gradient, and the saved tensors."""
         tiling, x = self._call(arrays)
-        dy, d_last, states, u, *prepared = arrays[self.inputs :]
-        x |= dict(zip(tiling.kernels.prepared, prepared, strict=True)) | {"states": states, "u": u}
+        dy, d_last, *saved = arrays[self.inputs :]
+        x |= dict(zip((*tiling.saved, *tiling.kernels.prepared), saved, strict=True))
         x |= {"dy": dy.astype(tiling.dtype), "d_last": d_last.astype(mx.float32)}
         x |= long_scans.run(tiling, "reverse", x)
         x |= tiling.run("gradients", x)
-        return tuple(x[name] for name in ("dq", "dk", "dv", "d_log_g", "d_beta", "d_initial"))[: self.floats]
+        names = ("dq", "dk", "dv", "d_log_g", *(["d_beta"] if self.erases else []), "d_initial")
+        return tuple(x[name] for name in names)[: self.floats]
 
     def _call(self, arrays: Sequence[mx.array]) -> tuple[Tiling, Arrays]:
         """Return the tiling of a call, and its arguments by name."""
-        q, k, v, log_g, beta = arrays[:FLOATS]
+        x = dict(zip(("q", "k", "v", "log_g", "beta"), arrays[: self.tokens], strict=False))
         options = {"masked": self.masked, "segmented": self.segmented, "per_channel": self.per_channel}
-        tiling = self.tiling_of_call(shape_of(k, v), q.dtype, **options)
+        tiling = self.tiling_of_call(shape_of(x["k"], x["v"]), x["q"].dtype, **options, erases=self.erases)
         assert tiling is not None, "gated_delta_fused checks that the call is supported"
-        x = {"q": q, "k": k, "v": v, "log_g": log_g, "beta": beta}
-        x["initial"] = arrays[FLOATS] if self.stateful else no_initial_state()
+        x["initial"] = arrays[self.tokens] if self.stateful else no_initial_state()
         if self.masked:
             x["mask"] = arrays[self.floats]
         if self.segmented:
@@ -120,7 +125,7 @@ def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
     # The function gets no rule for mx.vmap: MLX would also map the custom kernels in the graph inside it, which have
     # none.
     forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: RESULTS if source else None])
-    refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
+    refuse = refuse_second_derivative(no_second_derivative(passes.erases))
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         backward, cotangents = not_differentiated_again(passes.backward, refuse), cotangents[:RESULTS]

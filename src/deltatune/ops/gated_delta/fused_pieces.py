@@ -17,9 +17,9 @@ import mlx.core as mx
 
 from ..functional import not_differentiated_again, refuse_second_derivative
 from ..recomputation import Input
-from .fused_passes import FLOATS, RESULTS, Function, FusedPasses
+from .fused_passes import RESULTS, Function, FusedPasses
 from .tiling import Tiling
-from .transforms import NO_SECOND_DERIVATIVE
+from .transforms import no_second_derivative
 
 # The fewest tokens times value heads of a piece: 8,192 tokens of 32 heads, which fill an NVIDIA GPU.
 LEAST = 2**18
@@ -107,12 +107,16 @@ class FusedPieces:
 
     def _piece(self, arrays: Sequence[mx.array], rows: Span, tokens: Span, state: mx.array) -> list[mx.array]:
         cut = partial(_part, rows=rows, tokens=tokens)
-        return [*map(cut, arrays[:FLOATS]), state, *map(cut, arrays[self.passes.floats : self.passes.inputs])]
+        return [
+            *map(cut, arrays[: self.passes.tokens]),
+            state,
+            *map(cut, arrays[self.passes.floats : self.passes.inputs]),
+        ]
 
     def _start(self, arrays: Sequence[mx.array], rows: Span) -> mx.array:
         """Return the states with which these rows start."""
         if self.passes.stateful:
-            return arrays[FLOATS][slice(*rows)]
+            return arrays[self.passes.tokens][slice(*rows)]
         k, v = arrays[1], arrays[2]
         return mx.zeros((rows[1] - rows[0], v.shape[2], v.shape[3], k.shape[3]))
 
@@ -140,7 +144,7 @@ def _joined(parts: Sequence[mx.array], axis: int) -> mx.array:
 def recomputing_pieces(pieces: FusedPieces, source: Input) -> Function:
     """Return FusedPieces.forward with its gradient. `source` is how the backward pass gets q, k and v."""
     forward: Any = mx.custom_function(pieces.forward)
-    refuse = refuse_second_derivative(NO_SECOND_DERIVATIVE)
+    refuse = refuse_second_derivative(no_second_derivative(pieces.passes.erases))
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         backward, cotangents = not_differentiated_again(pieces.backward, refuse), cotangents[:RESULTS]

@@ -1,4 +1,4 @@
-"""Writes masks and document boundaries into gates and betas, so that the chunkwise form needs neither of them."""
+"""Writes masks and document boundaries into gates, betas and values: the chunkwise form needs neither of them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import mlx.core as mx
 
 
 def effective_gates(
-    log_g: mx.array, beta: mx.array, mask: mx.array | None, segments: mx.array | None
+    log_g: mx.array, written: mx.array, mask: mx.array | None, segments: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     """Return log_g and beta under which a masked step does nothing and a new segment starts from a zero state.
 
-    A masked step gets gate 1 and beta 0. The first step of a segment gets gate 0, whether it is masked or not. Both are
-    constants, so no gradient reaches log_g or beta there.
+    A masked step gets gate 1 and beta 0 (without beta, v = 0). The first step of a segment gets gate 0, whether it is
+    masked or not. All are constants, so no gradient reaches log_g, beta or v there.
 
     Args:
         log_g: [B, T, Hv] or [B, T, Hv, Dk].
-        beta: [B, T, Hv].
+        written: beta [B, T, Hv] or, for linear attention, v [B, T, Hv, Dv].
         mask: [B, T] booleans, False where a step is skipped, or None.
         segments: [B, T] integers that change where a document starts, or None.
 
     Returns:
-        log_g and beta in their own shapes, in fp32.
+        log_g in fp32 and `written`, in their own shapes.
     """
-    log_g, beta = log_g.astype(mx.float32), beta.astype(mx.float32)
+    log_g = log_g.astype(mx.float32)
     if mask is not None:
-        beta = mx.where(mask[..., None], beta, 0.0)
+        written = mx.where(_broadcastable(mask, written), written, mx.zeros((), written.dtype))
         log_g = mx.where(_broadcastable(mask, log_g), log_g, 0.0)
     if segments is not None:
         changed = segments[:, 1:] != segments[:, :-1]
         restart = mx.concatenate([mx.zeros((changed.shape[0], 1), dtype=mx.bool_), changed], axis=1)
         log_g = mx.where(_broadcastable(restart, log_g), -mx.inf, log_g)
-    return log_g, beta
+    return log_g, written
 
 
-def _broadcastable(flags: mx.array, log_g: mx.array) -> mx.array:
-    """Return flags [B, T] with axes of 1 appended, so that they broadcast over log_g."""
-    return flags.reshape(*flags.shape, *(1,) * (log_g.ndim - 2))
+def _broadcastable(flags: mx.array, array: mx.array) -> mx.array:
+    """Return flags [B, T] with axes of 1 appended, so that they broadcast over an array [B, T, ...]."""
+    return flags.reshape(*flags.shape, *(1,) * (array.ndim - 2))

@@ -17,7 +17,12 @@ class Group(NamedTuple):
     qk: mx.array  # [n, B, K, 1, 2C, Dk]
     v: mx.array  # [n, B, K, R, C, Dv]
     log_g: mx.array  # [n, B, K, R, C] or [n, B, K, R, C, Dk]
-    beta: mx.array  # [n, B, K, R, C]
+    beta: mx.array | None = None  # [n, B, K, R, C]; None where nothing is erased (linear attention)
+
+    @property
+    def reads(self) -> mx.array:
+        """The rows that read the state: q and, for the erase, k."""
+        return self.q if self.beta is None else self.qk
 
     @property
     def q(self) -> mx.array:
@@ -38,7 +43,7 @@ class Gradients(NamedTuple):
     k: mx.array
     v: mx.array
     log_g: mx.array
-    beta: mx.array
+    beta: mx.array | None
     state: mx.array
 
 

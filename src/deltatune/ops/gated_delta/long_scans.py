@@ -30,7 +30,7 @@ def run(tiling: Tiling, phase: str, arrays: Arrays) -> Arrays:
     Args:
         tiling: That of the call.
         phase: `scan` or `reverse`.
-        arrays: The arrays that the kernel takes, and beta.
+        arrays: The arrays that the kernel takes, and beta where the call has one.
     """
     parts = _parts(tiling)
     if len(parts) == 1:
@@ -44,7 +44,7 @@ def run(tiling: Tiling, phase: str, arrays: Arrays) -> Arrays:
             name: arrays[name][:, start:end] if name in _BY_TOKEN else arrays[name][:, :, first:last] for name in names
         }
         part = replace(tiling, length=end - start)
-        results = part.run(phase, of_part | {taken: state, "beta": arrays["beta"]})
+        results = part.run(phase, of_part | {taken: state} | ({"beta": arrays["beta"]} if tiling.erases else {}))
         state = results.pop(left)
         outputs.append(results)
     ordered = outputs if phase == "scan" else outputs[::-1]

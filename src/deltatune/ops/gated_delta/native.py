@@ -37,7 +37,7 @@ def gated_delta_native(
     reason = unsupported(k, v, log_g)
     if reason:
         raise ValueError(f"gated_delta: MLX's own operator does not serve this call: {reason}.")
-    log_g, beta = effective_gates(log_g, beta, mask, segments)
+    log_g, beta = effective_gates(log_g, beta.astype(mx.float32), mask, segments)
     if initial_state is None:
         initial_state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), dtype=mx.float32)
     # MLX's operator rounds gates and betas to the dtype of q, and in bf16 a gate of 0.999 would become 1.

@@ -8,10 +8,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..operator import candidates
+from .arguments import check
 from .call import Call
 from .choice import OPERATOR
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def gated_delta(
@@ -62,58 +61,7 @@ def gated_delta(
         >>> y.shape, state.shape
         ((1, 8, 2, 16), (1, 2, 16, 16))
     """
-    _check_tokens(q, k, v, log_g, beta)
-    _check_optional(k, v, initial_state, mask, segments)
+    floats = {"q": q, "k": k, "v": v, "log_g": log_g, "beta": beta}
+    check("gated_delta", floats, initial_state, mask, segments)
     _, function = candidates.choose(OPERATOR, Call(q, k, v, log_g, mask is not None, segments is not None, beta.dtype))
     return function(q, k, v, log_g, beta, initial_state=initial_state, mask=mask, segments=segments)
-
-
-def _check_tokens(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> None:
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 4:
-            raise ValueError(f"gated_delta: {name} must have 4 dimensions [B, T, H, D], got shape {list(array.shape)}")
-    batch, length, key_heads, key_size = k.shape
-    value_heads, value_size = v.shape[2:]
-    if length < 1:
-        raise ValueError("gated_delta: k must hold at least one token (T >= 1), got T = 0")
-    if min(batch, key_heads, key_size, value_heads, value_size) < 1:
-        raise ValueError(
-            f"gated_delta: no size may be 0 (empty arguments), got k {list(k.shape)} and v {list(v.shape)}"
-        )
-    if value_heads % key_heads:
-        raise ValueError(f"gated_delta: v must have a multiple of k's {key_heads} heads, got {value_heads}")
-    _check_shape("q", q, (batch, length, key_heads, key_size))
-    _check_shape("v", v, (batch, length, value_heads, value_size))
-    per_channel = log_g.ndim == 4
-    _check_shape("log_g", log_g, (batch, length, value_heads) + ((key_size,) if per_channel else ()))
-    _check_shape("beta", beta, (batch, length, value_heads))
-    for name, array in (("q", q), ("k", k), ("v", v), ("log_g", log_g), ("beta", beta)):
-        _check_float(name, array)
-
-
-def _check_optional(
-    k: mx.array, v: mx.array, initial_state: mx.array | None, mask: mx.array | None, segments: mx.array | None
-) -> None:
-    batch, length, _, key_size = k.shape
-    value_heads, value_size = v.shape[2:]
-    if initial_state is not None:
-        _check_shape("initial_state", initial_state, (batch, value_heads, value_size, key_size))
-        _check_float("initial_state", initial_state)
-    if mask is not None:
-        _check_shape("mask", mask, (batch, length))
-        if mask.dtype != mx.bool_:
-            raise ValueError(f"gated_delta: mask must be bool, got {mask.dtype}")
-    if segments is not None:
-        _check_shape("segments", segments, (batch, length))
-        if not mx.issubdtype(segments.dtype, mx.integer):
-            raise ValueError(f"gated_delta: segments must be integers, got {segments.dtype}")
-
-
-def _check_shape(name: str, array: mx.array, expected: tuple[int, ...]) -> None:
-    if tuple(array.shape) != expected:
-        raise ValueError(f"gated_delta: {name} must have shape {list(expected)}, got {list(array.shape)}")
-
-
-def _check_float(name: str, array: mx.array) -> None:
-    if array.dtype not in _FLOATS:
-        raise ValueError(f"gated_delta: {name} must be float32, float16 or bfloat16, got {array.dtype}")

@@ -15,36 +15,42 @@ from .triangular import unit_lower_inverse
 
 
 class _Chunks(NamedTuple):
-    """The parts of n chunks that do not depend on the states before them."""
+    """The parts of n chunks that do not depend on the states before them.
+
+    Where nothing is erased, decay and gram have their first half alone, u is v, and inverse and w are None.
+    """
 
     from_start: mx.array  # [n, B, K, R, C]: decay from the chunk's start to after each step
     to_end: mx.array  # [n, B, K, R, C]: decay from after each step to the chunk's end
     total: mx.array  # [n, B, K, R, 1, 1]: decay over the whole chunk
     decay: mx.array  # [n, B, K, R, 2C, C]: decay from column to row; lower triangular, stacked above strictly lower
     gram: mx.array  # [n, B, K, R, 2C, C]: q k^T stacked above k k^T, times decay
-    inverse: mx.array  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
+    inverse: mx.array | None  # [n, B, K, R, C, C]: the inverse of I + beta times the decayed k k^T
     u: mx.array  # [n, B, K, R, C, Dv]: the deltas that a zero state before the chunk would give
-    w: mx.array  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
+    w: mx.array | None  # [n, B, K, R, C, Dk]: the factor of the state before the chunk in the deltas
     k_end: mx.array  # [n, B, K, R, C, Dk]: k, decayed to the chunk's end
 
 
-def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def _decays(log_g: mx.array, erases: bool) -> tuple[mx.array, mx.array, mx.array]:
     """Return from_start, to_end and decay: products of the gates of their own spans, so that a gate of 0 is exact."""
     size = log_g.shape[-1]
     gate = mx.exp(log_g)
     lower = mx.tri(size)
     spans = mx.where(lower.astype(mx.bool_), gate[..., None, :], 1.0)
     products = mx.cumprod(spans, axis=-1, reverse=True, inclusive=False)
-    decay = products[..., None, :, :] * mx.stack([lower, mx.tri(size, k=-1)])
+    decay = products[..., None, :, :] * mx.stack([lower, mx.tri(size, k=-1)] if erases else [lower])
     return mx.cumprod(gate, axis=-1), products[..., -1, :], mx.flatten(decay, -3, -2)
 
 
 def without_state(group: Group) -> _Chunks:
     """Compute everything about the chunks of a group that does not depend on a state."""
-    from_start, to_end, decay = _decays(group.log_g)
-    gram = (group.qk @ group.k.swapaxes(-1, -2)) * decay
-    inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
-    solve = inverse * group.beta[..., None, :]
+    from_start, to_end, decay = _decays(group.log_g, group.beta is not None)
+    gram = (group.reads @ group.k.swapaxes(-1, -2)) * decay
+    u, w, inverse = group.v, None, None
+    if group.beta is not None:
+        inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
+        solve = inverse * group.beta[..., None, :]
+        u, w = solve @ group.v, (solve * from_start[..., None, :]) @ group.k
     return _Chunks(
         from_start=from_start,
         to_end=to_end,
@@ -52,8 +58,8 @@ def without_state(group: Group) -> _Chunks:
         decay=decay,
         gram=gram,
         inverse=inverse,
-        u=solve @ group.v,
-        w=(solve * from_start[..., None, :]) @ group.k,
+        u=u,
+        w=w,
         k_end=group.k * to_end[..., None],
     )
 
@@ -81,37 +87,37 @@ def input_gradients(
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
     size = dy.shape[-2]
-    d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
-    rows = mx.concatenate([dy, -d_right], axis=-2)
+    rows, d_right = dy, across.deltas
+    beta_rows, start_rows = mx.ones_like(chunks.from_start), chunks.from_start
+    if group.beta is not None and chunks.inverse is not None:
+        d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
+        rows = mx.concatenate([dy, -d_right], axis=-2)
+        beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
+        start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
     z = rows @ states
     m = rows @ delta.swapaxes(-1, -2)
     dk_end = delta @ across.states_after
 
-    beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
-    start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
     weights = sum_over_value_heads(m * chunks.decay * beta_rows[..., None])
-    dqk = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
-    dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.qk)
+    dreads = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
+    dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.reads)
 
     # log g receives the sum of the terms with a span that contains it: from the chunk's start, to its end, across all
     # of it, and between two positions.
-    starts = (z * group.qk).sum(axis=-1) * start_rows
+    starts = (z * group.reads).sum(axis=-1) * start_rows
     ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
     through = (across.states_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
     pairs = m * chunks.gram
-    dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
-    starts = starts[..., :size] + group.beta * starts[..., size:]
-    pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
+    dv, dbeta = d_right, None
+    if group.beta is not None:
+        dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
+        starts = starts[..., :size] + group.beta * starts[..., size:]
+        pairs = pairs[..., :size, :] + group.beta[..., None] * pairs[..., size:, :]
+        dk = dreads[..., size:, :] + dk
+        dv = d_right * group.beta[..., None]
     dlog_g = mx.cumsum(starts, axis=-1, reverse=True) + mx.cumsum(ends, axis=-1, inclusive=False)
     dlog_g = dlog_g + through[..., None] + _spanning(pairs)
-    return Gradients(
-        q=dqk[..., :size, :],
-        k=dqk[..., size:, :] + dk,
-        v=d_right * group.beta[..., None],
-        log_g=dlog_g,
-        beta=dbeta,
-        state=across.state,
-    )
+    return Gradients(q=dreads[..., :size, :], k=dk, v=dv, log_g=dlog_g, beta=dbeta, state=across.state)
 
 
 def _spanning(pairs: mx.array) -> mx.array:

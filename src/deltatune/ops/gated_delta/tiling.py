@@ -45,6 +45,7 @@ class Tiling:
         batch, length, key_heads, value_heads, key_size, value_size: The sizes.
         dtype: That of q, k and v.
         masked, segmented: Whether the call has a mask, and segments.
+        erases: Whether the call is one of gated_delta, and not of linear_attention.
         machine: `metal` or `cuda`.
         chunk: Positions per chunk, a multiple of 16.
         slice: Rows of the state that a block of a scan computes, a multiple of 16.
@@ -74,11 +75,12 @@ class Tiling:
     gradient_groups: int
     stages: int
     unstaged: bool = False
+    erases: bool = True
 
     @property
     def kernels(self) -> Kernels:
         """The kernels that are divided so."""
-        return fused.KERNELS
+        return fused.KERNELS if self.erases else fused.LINEAR_KERNELS
 
     @property
     def chunks(self) -> int:
@@ -120,9 +122,19 @@ class Tiling:
         return padded(self.key_size) + 8
 
     @property
+    def tails(self) -> int:
+        """Elements of a row of u or of R with the tails of states, which are saved in bf16."""
+        return 8 * -(-self.key_size // 128) if self.dtype == mx.bfloat16 else 0
+
+    @property
     def saved_stride(self) -> int:
-        """Elements between rows of u or of R, as wide as a chunk; in bf16 their padding has room for states' tails."""
-        return self.chunk + 8 * (-(-self.key_size // 128) if self.dtype == mx.bfloat16 else 1)
+        """Elements between rows of u or of R: as wide as a chunk with padding, or without an erase the tails alone."""
+        return self.chunk + max(8, self.tails) if self.erases else self.tails
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The outputs of the scan that are saved for the backward pass."""
+        return ("states", "u") if self.saved_stride else ("states",)
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -133,8 +145,9 @@ class Tiling:
     def prepared(self) -> Outputs:
         """The outputs of the prepare kernel: for each chunk the packed triangles solve and scores, and factors."""
         chunks, tiles = (self.batch, self.value_heads, self.chunks), self.chunk // 16
-        triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32)
-        return {"solve": triangle, "scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
+        triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32 if self.erases else self.saved_dtype)
+        outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
+        return {"solve": triangle} | outputs if self.erases else outputs
 
     @cached_property
     def values(self) -> Values:
@@ -152,11 +165,12 @@ class Tiling:
             "UNSTAGED": self.unstaged,
             "MASKED": self.masked,
             "SEGMENTED": self.segmented,
+            "ERASES": self.erases,
         }
 
     def launch(self, phase: str, arrays: Arrays) -> Launch:
         """Return the launch of the kernel of a phase, one of PHASES, on those of a call's arrays that it takes."""
-        beta = arrays["beta"].dtype
+        beta = arrays["beta"].dtype if self.erases else mx.float32
         # A call may have a state or not.
         key = phase, beta, arrays["initial"].shape[3] if phase == "scan" else 0
         plan = self._plans.get(key)
@@ -178,13 +192,15 @@ class Tiling:
     def _plan(self, phase: str, beta: mx.Dtype) -> Plan:
         groups, blocks, outputs = self._of_phase(phase, beta)
         values = self.values | {"GROUPS": groups} | ({"SLICE": self.gradient_slice} if phase == "gradients" else {})
+        # With whether it is a state, and not the array of `no_initial_state`.
+        written = {"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {}
+        written |= {} if self.saved_stride else fused.TAILS.get(phase, {})
         return Plan(
             outputs=outputs,
             values=values,
             blocks=blocks,
             groups=groups,
-            # With whether it is a state, and not the array of `no_initial_state`.
-            written={"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {},
+            written=written,
             machine=self.machine,
         )
 
@@ -200,12 +216,19 @@ class Tiling:
         if phase == "prepare":
             return self.prepare_groups, self.prepare_blocks, self.prepared
         if phase == "scan":
-            return self.scan_groups, self.scan_blocks, {"y": values, "states": saved, "u": by_chunk, "last": state}
+            outputs = {"y": values, "states": saved, "u": by_chunk, "last": state}
+            return self.scan_groups, self.scan_blocks, self._present(outputs)
         if phase == "reverse":
             outputs = {"d_states": saved, "d_right": by_chunk, "dv": values, "d_initial": state}
-            return self.scan_groups, self.scan_blocks, outputs
+            return self.scan_groups, self.scan_blocks, self._present(outputs)
         outputs = {"dq": keys, "dk": keys, "d_log_g": (self.gates, mx.float32), "d_beta": (self.gates[:3], beta)}
-        return self.gradient_groups, self.gradient_blocks, outputs
+        return self.gradient_groups, self.gradient_blocks, self._present(outputs)
+
+    def _present(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of a phase but for those that only an erase needs, or only tails, where there are none."""
+        absent = set() if self.erases else {"d_beta"}
+        absent |= set() if self.saved_stride else {"u", "d_right"}
+        return {name: kind for name, kind in outputs.items() if name not in absent}
 
     @cached_property
     def largest_bytes(self) -> int:
@@ -227,7 +250,7 @@ class ChannelTiling(Tiling):
 
     @property
     def kernels(self) -> Kernels:
-        return fused_channel.KERNELS
+        return fused_channel.KERNELS if self.erases else fused_channel.LINEAR_KERNELS
 
     @property
     def prepare_groups(self) -> int:
@@ -235,9 +258,9 @@ class ChannelTiling(Tiling):
         return 4 * (self.chunk // 16)
 
     @property
-    def saved_stride(self) -> int:
-        """Elements between rows of u or of R; states have no tails here."""
-        return self.chunk + 8
+    def tails(self) -> int:
+        """None: with a gate per channel the states' bf16 is enough."""
+        return 0
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -248,27 +271,30 @@ class ChannelTiling(Tiling):
         """The outputs of the prepare kernel, among them the decayed queries, keys and ends [C, Dk] of each chunk."""
         chunks = (self.batch, self.value_heads, self.chunks)
         rows = (*chunks, self.chunk, self.state_stride)
-        return super().prepared | {
+        prepared = super().prepared | {
             "factors": ((*chunks, self.chunk + padded(self.key_size)), mx.float32),
             "queries": (rows, self.saved_dtype),
             "keys": (rows, self.saved_dtype),
             "ends": (rows, mx.float32),
         }
+        return prepared if self.erases else {name: prepared[name] for name in prepared if name != "keys"}
 
 
 def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
     return {"slice": rows, "split": split, "loaders": loaders}
 
 
-def _scan_slice(shape: Shape, dtype: mx.Dtype) -> Division:
+def _scan_slice(shape: Shape, dtype: mx.Dtype, erases: bool) -> Division:
     """Return how a scan on CUDA is divided."""
     batch, _, _, value_heads, key_size, value_size = shape
     heads, rows = batch * value_heads, padded(value_size)
     if dtype == mx.bfloat16:
         # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
+        # Without an erase two blocks fit on a multiprocessor.
+        blocks = nvidia.limits().multiprocessors * (1 if erases else 2)
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
-            if size <= max(32, rows) and heads * -(-value_size // size) <= nvidia.limits().multiprocessors:
+            if size <= max(32, rows) and heads * -(-value_size // size) <= blocks:
                 return _scan(size, groups, 1)
     # The largest slice with which a scan fills a large GPU, else the smallest.
     sizes = [size for size in (128, 64, 32) if size <= max(32, rows)]
@@ -301,7 +327,9 @@ def _gradient_groups(machine: str, key_size: int, chunk: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool) -> Tiling | None:
+def choose_tiling(
+    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
+) -> Tiling | None:
     """Choose the tiling of a call with one gate per head.
 
     Args:
@@ -310,6 +338,7 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
         dtype: That of q, k and v.
         masked: Whether the call has a mask.
         segmented: Whether the call has segments.
+        erases: Whether it has a beta.
 
     Returns:
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
@@ -319,7 +348,7 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        scans = [_scan_slice(shape, dtype), _scan(32)]
+        scans = [_scan_slice(shape, dtype, erases), _scan(32)]
         chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
         divisions = [
             scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
@@ -333,13 +362,13 @@ def choose_tiling(machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, 
     for division in divisions:
         division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
     return _first_that_fits(
-        partial(Tiling, machine=machine, masked=masked, segmented=segmented), shape, dtype, divisions
+        partial(Tiling, machine=machine, masked=masked, segmented=segmented, erases=erases), shape, dtype, divisions
     )
 
 
 @lru_cache(maxsize=256)
 def choose_channel_tiling(
-    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool
+    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
 ) -> ChannelTiling | None:
     """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
     *_, key_size, value_size = shape
@@ -350,14 +379,14 @@ def choose_channel_tiling(
         divisions = [
             scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
             for chunk in (32, 16)
-            for scan in (_scan_slice(shape, dtype), _scan(64), _scan(32), _scan(16))
+            for scan in (_scan_slice(shape, dtype, erases), _scan(64), _scan(32), _scan(16))
             for rows in sorted(slices, key=lambda rows: rows == 64)
         ]
         short: Division = {"chunk": 16, "slice": 16, "stages": 1}
         divisions += [short | {"gradient_slice": rows} for rows in slices]
     for division in divisions:
         division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
-    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented)
+    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented, erases=erases)
     return _first_that_fits(kind, shape, dtype, divisions)
 
 

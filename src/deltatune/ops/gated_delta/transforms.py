@@ -6,10 +6,19 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-NO_SECOND_DERIVATIVE = (
-    "gated_delta has no second derivative: its backward pass is written by hand. "
-    "Force the recurrence, DELTATUNE_GATED_DELTA=naive, where one is needed."
-)
+
+def operator_name(erases: bool) -> str:
+    """Return the operator's name in Python: linear attention is the gated delta rule that erases nothing."""
+    return "gated_delta" if erases else "linear_attention"
+
+
+def no_second_derivative(erases: bool) -> str:
+    """Return the message that refuses a second derivative."""
+    name = operator_name(erases)
+    return (
+        f"{name} has no second derivative: its backward pass is written by hand. "
+        f"Force the recurrence, DELTATUNE_{name.upper()}=naive, where one is needed."
+    )
 
 
 def over_batch(

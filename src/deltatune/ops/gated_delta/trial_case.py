@@ -1,9 +1,10 @@
-"""The case on which an implementation of gated_delta is tried before its first use for a class of calls."""
+"""The case on which an implementation is tried before its first use for a class of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,8 @@ BATCH, LENGTH = 2, SLOW_TOKENS + 6
 _REFERENCE_HEADS = 2
 # The heads of each argument and cotangent: k for key heads on axis 2, v for value heads on axis 2, s for value heads on
 # axis 1 (a state's).
-_PRIMALS, _COTANGENTS = "kkvvvs", "vs"
+_HEADS = {"q": "k", "k": "k", "v": "v", "log_g": "v", "beta": "v", "initial_state": "s"}
+_COTANGENTS = "vs"
 Implementation = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -37,7 +39,7 @@ class ShapeClass:
     """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
     `tiling` says how the implementation divides the work, where it has a choice, and `beta` in which dtype it reads
-    beta.
+    beta; it is empty in calls of linear attention, which have none.
     """
 
     key_heads: int
@@ -51,10 +53,25 @@ class ShapeClass:
     tiling: str = ""
     beta: str = "float32"
 
+    @property
+    def erases(self) -> bool:
+        """Whether the calls are those of gated_delta."""
+        return bool(self.beta)
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """The names of the arguments that have gradients."""
+        return tuple(name for name in _HEADS if self.erases or name != "beta")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results that are compared: y, the final state, and the gradients."""
+        return tuple(name for name in NAMES if self.erases or name != "dbeta")
+
     def __str__(self) -> str:
         heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
         options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
-        beta = [] if self.beta == "float32" else [f"beta in {self.beta}"]
+        beta = [] if self.beta in ("float32", "") else [f"beta in {self.beta}"]
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
 
 
@@ -67,7 +84,7 @@ def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = 
         length: Tokens.
     """
     drawn = Arguments.drawn(shape, length)
-    reference = gated_delta_naive if by_recurrence else gated_delta_chunk
+    reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
 
     def truth() -> list[np.ndarray]:
         # On the CPU, because a GPU may multiply fp32 matrices in TF32.
@@ -79,25 +96,30 @@ def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = 
     bound, slow = (x + ROUNDING[shape.dtype] if by_recurrence else fused_bound(x, shape.dtype) for x in (EASY, SLOW))
     return Case(
         name=str(shape),
-        results=NAMES,
+        results=shape.results,
         call=lambda function: differentiated(function, drawn.primals, drawn.constants, drawn.cotangents),
         truth=truth,
         bound=bound,
-        bounds={slow_name(name): slow for name in NAMES},
+        bounds={slow_name(name): slow for name in shape.results},
         reference="naive" if by_recurrence else "chunk",
         like=[*drawn.cotangents, *drawn.primals],
         parts=by_gates,
     )
 
 
+def implementation_of(shape: ShapeClass, function: Implementation) -> Implementation:
+    """Return the function of the operator with these calls: linear_attention's have no beta to pass on."""
+    return function if shape.erases else partial(function, beta=None)
+
+
 def differentiated(
     function: Implementation, primals: Sequence[mx.array], constants: dict[str, Any], cotangents: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Return y, the final state and the gradients of the six float arguments, not computed yet.
+    """Return y, the final state and the gradients of the float arguments, not computed yet.
 
     Args:
-        function: Called as `gated_delta` is.
-        primals: q, k, v, log_g, beta and the initial state.
+        function: Called as `gated_delta` is, or as `linear_attention`.
+        primals: Those arguments, of which the initial state is the last.
         constants: The mask and the segments.
         cotangents: The gradients of y and of the final state.
     """
@@ -117,6 +139,7 @@ class Arguments:
         primals, cotangents: The arrays for the implementation, in its dtype.
         reference_primals, reference_cotangents: The arrays for the reference, a few heads in fp32.
         constants: The mask and the segments.
+        names: The names of the primals.
         key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
     """
 
@@ -125,12 +148,18 @@ class Arguments:
     reference_primals: list[mx.array]
     reference_cotangents: list[mx.array]
     constants: dict[str, mx.array | None]
+    names: tuple[str, ...]
     key_heads: np.ndarray
     value_heads: np.ndarray
 
+    @property
+    def heads(self) -> str:
+        """The kind of heads of each primal."""
+        return "".join(_HEADS[name] for name in self.names)
+
     def with_all_heads(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the results of the reference's heads, in the order of NAMES, with those of the implementation's."""
-        return _copy_heads(results, _COTANGENTS + _PRIMALS, self)
+        """Return the results of the reference's heads, as ShapeClass.results, with those of the implementation's."""
+        return _copy_heads(results, _COTANGENTS + self.heads, self)
 
     @staticmethod
     def drawn(shape: ShapeClass, length: int = LENGTH) -> Arguments:
@@ -143,7 +172,7 @@ class Arguments:
         few = [mx.array(x.astype(np.float32)) for x in floats]
         for index in (0, 1, 2, 6):
             few[index] = few[index].astype(dtype)
-        few[4] = few[4].astype(getattr(mx, shape.beta))
+        few[4:5] = [few[4].astype(getattr(mx, shape.beta))] if shape.erases else []
         mask = np.ones((BATCH, length), bool)
         mask[0, length // 3 : length // 2], mask[1, :3] = False, False
         segments = draw_segments(draw, BATCH, length)
@@ -153,10 +182,11 @@ class Arguments:
         }
         value_heads = (key_heads[:, None] * repeats + np.arange(repeats)).reshape(-1)
         wide = [x.astype(mx.float32) for x in few]
-        arguments = Arguments([], [], wide[:6], wide[6:], constants, key_heads, value_heads)
-        copies = _copy_heads([np.array(x) for x in wide], _PRIMALS + _COTANGENTS, arguments)
+        last = len(shape.floats)
+        arguments = Arguments([], [], wide[:last], wide[last:], constants, shape.floats, key_heads, value_heads)
+        copies = _copy_heads([np.array(x) for x in wide], arguments.heads + _COTANGENTS, arguments)
         arrays = [mx.array(x).astype(small.dtype) for x, small in zip(copies, few, strict=True)]
-        return replace(arguments, primals=arrays[:6], cotangents=arrays[6:])
+        return replace(arguments, primals=arrays[:last], cotangents=arrays[last:])
 
 
 def draw_floats(draw: np.random.Generator, shape: ShapeClass, batch: int, length: int) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
-"""Calls of gated_delta at the sizes of released models, and their results in float64, for doctor and self-test."""
+"""Calls at the sizes of released models, and their results in float64, for doctor and self-test."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,10 +14,19 @@ from ..operator.measure import relative_norm
 from ..operator.verdicts import Verdict
 from .call import Call
 from .chunk import gated_delta_chunk
-from .float64 import INPUTS, recurrence
+from .float64 import recurrence
 from .naive import gated_delta_naive
 from .tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
-from .trial_case import LENGTH, NAMES, Arguments, Implementation, ShapeClass, differentiated, slow_name, trial_case
+from .trial_case import (
+    LENGTH,
+    Arguments,
+    Implementation,
+    ShapeClass,
+    differentiated,
+    implementation_of,
+    slow_name,
+    trial_case,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,9 @@ class Workload:
         peers = truth_of(self).peers
         if self.shape.dtype != "float32":
             return {name: fused_bf16_norm(peer) for name, peer in peers.items()}
-        allowed = {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in NAMES}
-        return allowed | {slow_name(name): SLOW for name in NAMES}
+        names = self.shape.results
+        allowed = {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in names}
+        return allowed | {slow_name(name): SLOW for name in names}
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,11 @@ def truth_of(workload: Workload) -> Truth:
     """The truth of a workload, which its implementations share; the peer is `chunk`, and `naive` in bf16."""
     shape = workload.shape
     drawn = Arguments.drawn(shape, workload.length)
-    floats = dict(zip(INPUTS, map(np.array, drawn.reference_primals), strict=True))
+    floats = dict(zip(shape.floats, map(np.array, drawn.reference_primals), strict=True))
     constants = {name: None if x is None else np.array(x) for name, x in drawn.constants.items()}
     results = recurrence(floats | constants, *map(np.array, drawn.reference_cotangents))
-    exact = [results[name] for name in ("y", "state", *INPUTS)]
-    peer = gated_delta_chunk if shape.dtype == "float32" else gated_delta_naive
+    exact = [results[name] for name in ("y", "state", *shape.floats)]
+    peer = implementation_of(shape, gated_delta_chunk if shape.dtype == "float32" else gated_delta_naive)
     both = (drawn.reference_primals, drawn.primals), (drawn.reference_cotangents, drawn.cotangents)
     primals, cotangents = ([few.astype(x.dtype) for few, x in zip(*pair, strict=True)] for pair in both)
     with mx.stream(mx.cpu):
@@ -115,6 +126,11 @@ def calls() -> list[Call]:
     return [Call.of_class(shape) for shape in MODELS]
 
 
-def compare_chunk() -> list[Verdict]:
-    """Compare `chunk` with the recurrence."""
-    return [judged(trial_case(shape, by_recurrence=True), gated_delta_chunk, "chunk") for shape in SMALL]
+def compare_chunk(shapes: Sequence[ShapeClass] = ()) -> list[Verdict]:
+    """Compare `chunk` with the recurrence, on SMALL or other classes."""
+
+    def verdict(shape: ShapeClass) -> Verdict:
+        case = trial_case(shape, by_recurrence=True)
+        return judged(case, implementation_of(shape, gated_delta_chunk), "chunk")
+
+    return [verdict(shape) for shape in shapes or SMALL]

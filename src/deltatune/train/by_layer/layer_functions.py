@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ...ops.functional import is_floating, undisturbed
 from ...ops.random_state import drawing_with
 from ...ops.tracing import side_outputs, trace
-from ..tree import array_places, leaves
+from ..tree import array_places, holding, leaves
 from .layer_calls import LayerCall
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, mx.Dtype)
@@ -155,28 +155,15 @@ class LayerFunction:
 
     @contextmanager
     def _holding(self, arrays: Sequence[mx.array], told: Sequence[Any]) -> Iterator[None]:
-        """Within the context, the layer holds `arrays`, and the trace the layer's settings for the batch."""
-        before = [place.array for place in self._places]
-        with undisturbed(self._layer), _telling(BatchInTrace(*told)):
-            self._hold(arrays)
-            try:
-                yield
-            finally:
-                # undisturbed() leaves arrays in lists.
-                self._hold(before)
-
-    def _hold(self, arrays: Sequence[mx.array]) -> None:
-        for place, array in zip(self._places, arrays, strict=True):
-            place.array = array
-
-
-@contextmanager
-def _telling(told: BatchInTrace) -> Iterator[None]:
-    """Within the context, the trace holds the arrays of the batch that the compiled function was given."""
-    with ExitStack() as stack:
-        stack.enter_context(trace.having(segments=told.documents))
-        if told.real is not None:
-            watch = trace.current().routers
-            assert watch is not None
-            stack.enter_context(trace.having(routers=watch._replace(real=told.real)))
-        yield
+        """Within the context, the layer holds `arrays`, and the trace a BatchInTrace of the compiled function."""
+        documents, real = told
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(self._layer))
+            stack.enter_context(trace.having(segments=documents))
+            if real is not None:
+                watch = trace.current().routers
+                assert watch is not None
+                stack.enter_context(trace.having(routers=watch._replace(real=real)))
+            # undisturbed() leaves arrays in lists.
+            stack.enter_context(holding(self._places, arrays))
+            yield

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -111,7 +111,6 @@ class _Offloaded(LayerInputs):
         return array
 
     def _start(self) -> None:
-        """Start to read the array before the one that was read last."""
         self._count -= 1
         with mx.stream(self._stream):
             self._ahead = self._copy(self._count)
@@ -186,23 +185,8 @@ class InputsOnDisk(_Offloaded):
             ) from error
 
 
-class Room(Protocol):
-    """Memory of the host for one array at a time."""
-
-    size: int
-
-    def write(self, x: mx.array) -> mx.array:
-        """Copy an array into the room; return an array that is computed after the copy."""
-
-    def read(self) -> mx.array:
-        """Return the array that was written, computed from the room."""
-
-    def free(self) -> None:
-        """Give the memory back; nothing may be copied any more."""
-
-
 class PlainRoom:
-    """NumPy's memory for one array of `size` bytes, where MLX's arrays lie in the host's memory anyway; a Room."""
+    """NumPy's memory for one array of `size` bytes, where MLX's arrays lie in the host's memory anyway."""
 
     def __init__(self, size: int):
         self.size = size
@@ -221,6 +205,10 @@ class PlainRoom:
 
     def free(self) -> None:
         self._bytes = np.empty(0, np.uint8)
+
+
+# Memory of the host for one array at a time.
+Room = PlainRoom | PinnedRoom
 
 
 class InputsOnHost(_Offloaded):
@@ -273,7 +261,6 @@ class InputsOnHost(_Offloaded):
         return self._rooms[at].read()
 
     def _room_for(self, size: int) -> Room:
-        """Return the room for the next array."""
         at, known = self._count, len(self._rooms)
         if at < known and self._rooms[at].size >= size:
             return self._rooms[at]

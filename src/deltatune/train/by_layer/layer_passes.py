@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,9 +29,9 @@ from ...ops.tracing import trace
 from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, loss_of
 from ..compiled import Compiled
-from ..tree import Place, leaves, places
+from ..tree import arrays_at, holding, leaves, places
 from ..updates.routers import RouterLosses, weight_or_one
-from .layer_calls import LayerCalls, Recorder, by_itself, passed_on
+from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
 from .store import ResidentLayers
 
@@ -51,44 +51,8 @@ def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
 
 
 def _pictures_of(batch: Arrays) -> list[mx.array]:
-    """Return the features that with_pictures() has put into a batch."""
     images = batch.images or {}
     return [images["features"], *images["deep"]] if "features" in images else []
-
-
-class Outside:
-    """Arrays that train outside the layers.
-
-    Args:
-        places: Where the model holds them, by their paths.
-    """
-
-    def __init__(self, places: dict[str, Place]):
-        self._places = places
-
-    @property
-    def paths(self) -> list[str]:
-        """Their paths."""
-        return list(self._places)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """The arrays that the model holds."""
-        return [place.array for place in self._places.values()]
-
-    @contextmanager
-    def holding(self, arrays: Sequence[mx.array]) -> Iterator[None]:
-        """Within the context, the model holds `arrays` in the place of its own."""
-        before = self.arrays
-        try:
-            self._put(arrays)
-            yield
-        finally:
-            self._put(before)
-
-    def _put(self, arrays: Sequence[mx.array]) -> None:
-        for place, array in zip(self._places.values(), arrays, strict=True):
-            place.array = array
 
 
 class AroundLayers:
@@ -138,7 +102,7 @@ class AroundLayers:
 
     def _differentiated(self, batch: Arrays) -> list[mx.array]:
         """Return the tower's features of the batch's pictures, if it trains."""
-        return _pictures_of(batch) if self._passes.in_tower.paths else []
+        return _pictures_of(batch) if self._passes.in_tower else []
 
     def _tower(self, batch: Arrays, key: mx.array) -> tuple[list[mx.array], mx.array]:
         """Return the tower's features of the pictures of a batch, and the next key."""
@@ -150,13 +114,12 @@ class AroundLayers:
         return [features, *deep], state[0]
 
     def _tower_again(self, batch: Arrays, key: mx.array, gradients: list[mx.array]) -> list[mx.array]:
-        """Return the gradients of the trained parameters in the tower."""
 
         def pictures(*trained: mx.array) -> list[mx.array]:
-            with self._passes.in_tower.holding(trained):
+            with holding(self._passes.in_tower.values(), trained):
                 return self._tower(batch, key)[0]
 
-        return mx.vjp(pictures, self._passes.in_tower.arrays, gradients)[1]
+        return mx.vjp(pictures, arrays_at(self._passes.in_tower.values()), gradients)[1]
 
     def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Return the hidden states before the layers, the next key, and the layers' other inputs."""
@@ -165,10 +128,10 @@ class AroundLayers:
 
     def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> tuple[list[mx.array], list[mx.array]]:
         """Return the gradients of the trained parameters outside the layers, and of the tower's features."""
-        outer = self._passes.outer.arrays
+        outer = arrays_at(self._passes.outer.values())
 
         def hidden(*differentiated: mx.array) -> list[mx.array]:
-            with self._passes.outer.holding(differentiated[: len(outer)]):
+            with holding(self._passes.outer.values(), differentiated[: len(outer)]):
                 return [self._passes.recorded(with_pictures(batch, differentiated[len(outer) :]), key)[0].hidden]
 
         gradients = mx.vjp(hidden, [*outer, *self._differentiated(batch)], [dx])[1]
@@ -182,7 +145,7 @@ class AroundLayers:
         """
 
         def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:
-            with self._passes.outer.holding(inputs["outer"]):
+            with holding(self._passes.outer.values(), inputs["outer"]):
                 total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
             quotient = total / weight_or_one(weight)
             if self._routers is not None:
@@ -190,55 +153,9 @@ class AroundLayers:
                 quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
             return quotient, total, weight, *figures
 
-        inputs = {"x": x, "sides": sides, "outer": self._passes.outer.arrays}
+        inputs = {"x": x, "sides": sides, "outer": arrays_at(self._passes.outer.values())}
         (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(inputs)
         return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
-
-
-def check_between(
-    calls: LayerCalls,
-    forward: Callable[[], Any],
-    recorder: Recorder,
-    outside: Sequence[mx.array],
-    holding: Callable[[Sequence[mx.array]], AbstractContextManager[None]],
-) -> None:
-    """Check that layers and the computation between them read nothing else that has a gradient.
-
-    Args:
-        calls: The calls of the layers.
-        forward: Runs the model on a few tokens.
-        recorder: The record of that run.
-        outside: The trained parameters outside the layers.
-        holding: Within its context, the model holds such arrays.
-
-    Raises:
-        UserError: They do.
-    """
-    count, hidden = len(recorder.calls), recorder.entered[0]
-    returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
-    # The allowed dependency of each array: floats on nothing, hidden states on the output of the layer before.
-    may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
-    shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
-    for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):
-
-        def one(*differentiated: mx.array, at: int = at) -> list[mx.array]:
-            here = Recorder()
-
-            def serve(index: int, *call: Any) -> mx.array:
-                here(index, *call)
-                here.last = differentiated[index]
-                return differentiated[index]
-
-            with holding(differentiated[count:]), calls.served_by(serve):
-                forward()
-            return [[*here.floats, *(here.entered[index] for index in here.changed)][at]]
-
-        _, gradients = mx.vjp(one, [*returned, *outside], [mx.ones_like(like)])
-        if any(bool(mx.any(gradient != 0)) for index, gradient in enumerate(gradients) if index != allowed):
-            raise UserError(
-                "memory: between its layers, this model reads what earlier layers have computed, or what trains "
-                "outside its layers, and a step by layers has no gradient for that; leave memory out."
-            )
 
 
 class Watch(Protocol):
@@ -246,18 +163,6 @@ class Watch(Protocol):
 
     def __call__(self, index: int, array: mx.array, *, backward: bool) -> None:
         """Look at an array of the layer at a position."""
-
-
-class _LayerRecord(NamedTuple):
-    """The record of a layer's forward pass that its backward pass needs, beside the layer's input.
-
-    Attributes:
-        key: Its key.
-        sides: How many side outputs it has.
-    """
-
-    key: mx.array
-    sides: int
 
 
 class LayerPasses:
@@ -273,8 +178,8 @@ class LayerPasses:
     Attributes:
         model: The model.
         loss: The loss.
-        outer: The trained parameters outside the layers and the vision tower.
-        in_tower: The trained parameters in the vision tower.
+        outer: The places of the trained parameters outside the layers and the vision tower, by path.
+        in_tower: The places of the trained parameters in the vision tower, by path.
     """
 
     def __init__(
@@ -301,12 +206,11 @@ class LayerPasses:
         inside = tuple(f"{path}." for path in self._paths)
         trained = [path for path, _ in leaves(model.trainable_parameters())]
         tower = tuple(["vision_tower."] if has_vision(model) else ())
-        self.outer = Outside(places(model, [path for path in trained if not path.startswith((*inside, *tower))]))
-        self.in_tower = Outside(places(model, [path for path in trained if path.startswith(tower)]))
+        self.outer = places(model, [path for path in trained if not path.startswith((*inside, *tower))])
+        self.in_tower = places(model, [path for path in trained if path.startswith(tower)])
         self._lowest = lowest_layer(model, self._paths)
 
     def _along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
-        """Yield the arrays of the layers in `order`."""
         for arrays in self._weights.along(order):
             if self._between is not None:
                 self._between()
@@ -353,7 +257,38 @@ class LayerPasses:
                     f"memory: this model calls {len(recorder.calls)} of its {len(self._layers)} layers, and a step by "
                     "layers calls each of them once; leave memory out."
                 )
-            check_between(self._calls, forward, recorder, self.outer.arrays, self.outer.holding)
+            self._check_between(forward, recorder)
+
+    def _check_between(self, forward: Callable[[], Any], recorder: Recorder) -> None:
+        """Refuse a model in which the layers, or the computation between them, read anything else with a gradient.
+
+        `recorder` is the record of a run of `forward`, on a few tokens.
+        """
+        count, hidden, outer = len(recorder.calls), recorder.entered[0], self.outer.values()
+        returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
+        # The allowed dependency of each array: floats on nothing, hidden states on the output of the layer before.
+        may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
+        shapes = [*recorder.floats, *(recorder.entered[index] for index in recorder.changed)]
+        for at, (allowed, like) in enumerate(zip(may, shapes, strict=True)):
+
+            def one(*differentiated: mx.array, at: int = at) -> list[mx.array]:
+                here = Recorder()
+
+                def serve(index: int, *call: Any) -> mx.array:
+                    here(index, *call)
+                    here.last = differentiated[index]
+                    return differentiated[index]
+
+                with holding(outer, differentiated[count:]), self._calls.served_by(serve):
+                    forward()
+                return [[*here.floats, *(here.entered[index] for index in here.changed)][at]]
+
+            _, gradients = mx.vjp(one, [*returned, *arrays_at(outer)], [mx.ones_like(like)])
+            if any(bool(mx.any(gradient != 0)) for index, gradient in enumerate(gradients) if index != allowed):
+                raise UserError(
+                    "memory: between its layers, this model reads what earlier layers have computed, or what trains "
+                    "outside its layers, and a step by layers has no gradient for that; leave memory out."
+                )
 
     def evaluate(self, batch: Arrays, loss: LossFunction | None = None, watch: Watch | None = None) -> Any:
         """Compute a loss of a batch without a gradient; by default the loss that is trained.
@@ -443,14 +378,14 @@ class LayerPasses:
             more, of_pictures = around.before_again(batch, before_key, dx)
             d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
             self._compute(d_outer, d_pictures)
-        in_tower = [mx.zeros_like(array) for array in self.in_tower.arrays]
+        in_tower = [mx.zeros_like(array) for array in arrays_at(self.in_tower.values())]
         if d_pictures:
             in_tower = around.tower_again(seen, first_key, d_pictures)
         self._compute(in_tower)
         if any(map(self._weights.stays, range(count))):
             mx.eval(gradients)
-        gradients |= zip(self.outer.paths, d_outer, strict=True)
-        gradients |= zip(self.in_tower.paths, in_tower, strict=True)
+        gradients |= zip(self.outer, d_outer, strict=True)
+        gradients |= zip(self.in_tower, in_tower, strict=True)
         return total, weight, tree_unflatten(list(gradients.items())), *figures
 
     def _computed(self, index: int, *arrays: Any) -> None:
@@ -465,16 +400,16 @@ class LayerPasses:
         key: mx.array,
         reading: Iterator[list[mx.array]],
         watch: Watch | None,
-    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[_LayerRecord]]:
+    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[tuple[mx.array, int]]]:
         """Compute the layers, of which the first draws from the key after `key`.
 
         Returns:
             The output of the last layer, the key behind it, the inputs that all layers share, their side outputs, and
-            the record of each for the backward pass.
+            for the backward pass the key of each layer and how many side outputs it has.
         """
         x, key, others = around.before(batch, key)
         self._inputs.clear()
-        records: list[_LayerRecord] = []
+        records: list[tuple[mx.array, int]] = []
         sides: list[mx.array] = []
         for index in range(len(self._layers)):
             function = self._function(index, around, told)
@@ -482,7 +417,7 @@ class LayerPasses:
             y, more, next_key = function.forward(next(reading), entering, others, told, key)
             if index >= self._lowest:
                 self._inputs.keep(x, (y, more, next_key))
-                records.append(_LayerRecord(key, len(more)))
+                records.append((key, len(more)))
             self._computed(index, y, more, next_key)
             if watch is not None:
                 watch(index, y, backward=False)
@@ -554,7 +489,6 @@ class LayerPasses:
         return self._arounds[kind]
 
     def _function(self, index: int, around: AroundLayers, told: BatchInTrace) -> LayerFunction:
-        """The function of a layer, which it shares with those that compute alike."""
         trains = self.model.training
         if trains not in self._signatures:
             self._signatures[trains] = [signature(layer) for layer in self._layers]

@@ -59,7 +59,7 @@ def by_layers(
     weights: Store | None,
     between: Callable[[], None] | None = None,
     feature_bytes: int = 0,
-) -> Iterator[tuple[Training, LayerPasses | None]]:
+) -> Iterator[Training]:
     """Within the context, the layers of `model` read their weights from `weights` when they are called.
 
     Args:
@@ -73,13 +73,13 @@ def by_layers(
     MLX gives freed memory back before it would hold more than the rest of `config.memory`.
 
     Yields:
-        The set-up, and the passes of a step; None for a model that stays in memory as a whole.
+        The set-up, with the passes of a step unless the model stays in memory as a whole.
 
     Raises:
         UserError: The model's layers cannot be computed one by one, or its packed documents influence each other.
     """
     if weights is None:
-        yield trained, None
+        yield trained
         return
     if config.pack:
         check_packing(model, row_capacity(config))
@@ -95,6 +95,6 @@ def by_layers(
         passes = LayerPasses(model, trained.loss, weights, between=between)
         with passes.served():
             passes.check(packed=config.pack)
-            yield dataclasses.replace(trained, by_layers=passes.evaluate), passes
+            yield dataclasses.replace(trained, passes=passes)
     finally:
         mx.set_memory_limit(before)

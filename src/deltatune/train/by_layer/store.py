@@ -26,7 +26,7 @@ from ...models.load import load_model, load_vision_tower
 from ...models.stored_names import stored_parameters
 from ...models.vision.split import has_vision
 from ...ops.functional import undisturbed
-from ..tree import Place, array_places, leaves
+from ..tree import Place, array_places, arrays_at, leaves, put
 from .layer_calls import LayerCalls
 from .layer_inputs import DiskTime, LayerInputs
 
@@ -62,7 +62,7 @@ class ResidentLayers:
     def along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
         """Yield the arrays of the layers in `order`, as array_places() lists them."""
         for index in order:
-            yield [place.array for place in self._places[index]]
+            yield arrays_at(self._places[index])
 
     def stays(self, index: int) -> bool:
         """Whether the layer at a position may be computed while the next one is begun."""
@@ -77,9 +77,7 @@ class ResidentLayers:
 
         def read(index: int, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             with undisturbed(self.layers[index]):
-                arrays = next(self.along([index, (index + 1) % count]))
-                for place, array in zip(self._places[index], arrays, strict=True):
-                    place.array = array
+                put(self._places[index], next(self.along([index, (index + 1) % count])))
                 y = call(*arguments, **options)
                 compute(y, kept_by_recurrence([*arguments, *options.values()]))
             return y
@@ -220,7 +218,7 @@ class Store(ResidentLayers):
         """
         for at, index in enumerate(order):
             names = self._names[index]
-            arrays = [place.array for place in self._places[index]]
+            arrays = arrays_at(self._places[index])
             if names:
                 if self._held is None or self._held[0] != index:
                     self._held = None
@@ -249,7 +247,6 @@ class Store(ResidentLayers):
         return read[0]
 
     def _start(self, index: int | None) -> None:
-        """Start to read a layer, unless one is being read."""
         if index is None or self._ahead is not None:
             return
         started = time.perf_counter()
@@ -257,7 +254,6 @@ class Store(ResidentLayers):
         self.disk.waited += time.perf_counter() - started
 
     def _arrived(self, index: int) -> list[mx.array]:
-        """Wait for the weights of a layer."""
         if self._ahead is None or self._ahead[0] != index:
             self._ahead = None
             self._start(index)
@@ -278,9 +274,10 @@ class Store(ResidentLayers):
         held = self._in_host_memory
         if any(name not in self._unread for name in names if name not in held):
             self._load()
-        # A layer may hold one array in two places.
+        # A layer may hold one array in two places. A copy with its bits: mx.contiguous() would share its memory.
         arrays = {
-            name: _copied(held[name]) if name in held else self._unread.pop(name) for name in dict.fromkeys(names)
+            name: mx.where(mx.array(True), held[name], held[name]) if name in held else self._unread.pop(name)
+            for name in dict.fromkeys(names)
         }
         return [arrays[name] for name in names]
 
@@ -332,11 +329,6 @@ class Store(ResidentLayers):
 
     def _unreadable(self, error: Exception) -> UnreadableWeightsError:
         return UnreadableWeightsError(f"{self.path}: the weights cannot be read any more ({first_line(error)})")
-
-
-def _copied(array: mx.array) -> mx.array:
-    """Return a copy of an array with its bits, made by the default device; mx.contiguous() would share its memory."""
-    return mx.where(mx.array(True), array, array)
 
 
 def _kind(array: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:

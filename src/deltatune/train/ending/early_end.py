@@ -169,11 +169,9 @@ class Ending:
             self._rescued = None
 
     def _wait_for_end(self) -> None:
-        """Report the death of a rank from the watching thread, and end this process."""
         self._peers.wait_for_end(_NOTICE)
 
     def _answer(self, name: str) -> None:
-        """Answer the first signal, in the thread that handles signals."""
         # If a rank died, the launcher sends SIGTERM to all others, which nobody asked for.
         if not self._peers.dead:
             self._screen.say(
@@ -230,10 +228,7 @@ _RELAX = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1"
 def _too_long_for_macos(error: BaseException, config: TrainConfig, saved: str) -> str | None:
     """Return a message for the user if macOS ended a step that kept the GPU for too long; None for any other error.
 
-    Args:
-        error: The error that ended the step.
-        config: The options of the run.
-        saved: Says where the state is.
+    `saved` says where the state is.
     """
     text = str(error)
     if any(words in text for words in _TIMEOUT):

@@ -23,11 +23,9 @@ from ...data import Batch
 from ...machine import backend
 from ...options.config import TrainConfig
 from ..distributed import World
-from ..ending.early_end import Ending
 from ..launcher import PATIENCE, Launcher
 from ..progress import Advance
 from ..step import MicroBatch
-from ..training_state import TrainingState
 from ..tree import leaves
 from .engine import Engine
 
@@ -139,7 +137,6 @@ class EarlyEngine(Engine):
             self._started = _Started(batch, None, error)
 
     def _launch_started(self, launch: Callable[..., object], *update: Any) -> None:
-        """Launch this update, and the started micro-batch."""
         started = self._started
         results = [] if started is None else [started.results, self.step.random]
         try:
@@ -148,15 +145,6 @@ class EarlyEngine(Engine):
             if started is None:
                 raise
             self._started = started._replace(results=None, problem=error)
-
-
-def engine_of(
-    state: TrainingState, ending: Ending, config: TrainConfig, world: World, launcher: Launcher | None
-) -> Engine:
-    """Return the engine of a run: one that starts early where the step was made with a launcher."""
-    if launcher is None:
-        return Engine(state, ending, config, world)
-    return EarlyEngine(state, ending, config, world, launcher=launcher)
 
 
 def starts_early(model: nn.Module, config: TrainConfig, world: World) -> bool:

@@ -72,7 +72,7 @@ class Engine:
         state = self.state
         sums = Sums(gradients, state.sums.loss + loss, state.sums.weight + weight)
         state.sums = self.step.sum_over_ranks(sums, figures) if self.completes else sums
-        more = mx.array([_tokens(batch), self.ending.stop.asked], mx.float32)
+        more = mx.array([sum(map(sum, batch.positions)), self.ending.stop.asked], mx.float32)
         return self.world.sum(mx.concatenate([mx.stack([loss, weight]), more, *(sums.reshape(-1) for sums in figures)]))
 
     @property
@@ -89,7 +89,3 @@ class Engine:
     def read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""
         return Advance(tuple(as_numpy(numbers).tolist()), None if norm is None else number(norm))
-
-
-def _tokens(batch: Batch) -> int:
-    return sum(sum(row) for row in batch.positions)

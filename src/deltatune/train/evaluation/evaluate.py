@@ -23,6 +23,7 @@ from ...ops.recomputation import Checkpoints
 from ...options.config import TrainConfig
 from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, arrays, loss_of
+from ..by_layer.layer_passes import LayerPasses
 from ..by_layer.layer_step import by_layers
 from ..by_layer.store import Store
 from ..compiled import Compiled
@@ -69,7 +70,8 @@ class Evaluation:
         loss: The loss.
         world: The ranks of the run.
         figures: The names of the figures that a preference loss reports besides its sums.
-        by_layers: Computes the loss of a batch in the place of `loss`, with the model's layers one after another.
+        passes: Compute the loss of a batch with the model's layers one after another, where weights are not all in
+            memory.
         layers: The model's layers, which a message names where their output is not finite.
         weights: The store of their weights, where these stay on the disk.
 
@@ -83,22 +85,19 @@ class Evaluation:
         loss: LossFunction,
         world: World,
         figures: Sequence[str] = (),
-        by_layers: Callable[..., tuple[mx.array, ...]] | None = None,
+        passes: LayerPasses | None = None,
         layers: Sequence[LayerInfo] = (),
         weights: Store | None = None,
     ):
         self._model, self._loss, self._world, self._names = model, loss, world, figures
-        self._by_layers = by_layers
+        self._passes = passes
         self._layers = layers
         self._weights = weights
         self.figures: dict[str, float] = {}
-        self._compiled = by_layers or Compiled(self._trace, [model.state])
+        self._compiled = Compiled(self._trace, [model.state]) if passes is None else passes.evaluate
 
     def __call__(
-        self,
-        order: BatchOrder,
-        batches: int = -1,
-        between: Callable[[int, int], bool] | None = None,
+        self, order: BatchOrder, batches: int = -1, between: Callable[[int, int], bool] | None = None
     ) -> float | None:
         """Evaluate the first batches of `order`.
 
@@ -142,10 +141,10 @@ class Evaluation:
         inputs = arrays(batch)
         first = FirstOutput()
         with evaluating(self._model), whole_rows():
-            if self._by_layers is None:
+            if self._passes is None:
                 first = first_output(layers, lambda: mx.eval(self._trace(inputs)))
             else:
-                self._by_layers(inputs, watch=lambda index, array, *, backward: first.see(layers[index][0], array))
+                self._passes.evaluate(inputs, watch=lambda at, array, *, backward: first.see(layers[at][0], array))
         names = [None, *(name for name, _ in layers)]
         # A rank with sound rows names the layer of another.
         name = names[int(self._world.largest(names.index(first.name)))]
@@ -189,11 +188,9 @@ def say_loss(
     # Nothing is differentiated, so nothing needs to be recomputed.
     with (
         training(model, config, compare=weights is None, checkpoints=Checkpoints()) as trained,
-        by_layers(model, config, trained, weights) as (trained, passes),
+        by_layers(model, config, trained, weights) as trained,
     ):
-        by_pass = None if passes is None else passes.evaluate
-        figures, layers = trained.figures, trained.layers
-        evaluation = Evaluation(model, trained.loss, world, figures, by_pass, layers, weights)
+        evaluation = Evaluation(model, trained.loss, world, trained.figures, trained.passes, trained.layers, weights)
         loss = evaluation(batch_order(examples, config, world), config.test_batches)
     assert loss is not None
     if trained.objective is not None:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from ...data.chats.answer_ends import ending_answers
 from ...data.prompts import Question, prompt_tokens
-from ...data.vision.preparation import media_reader
+from ...data.vision.media import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...models.batch_decoder import ROWS, answer_all

@@ -24,7 +24,7 @@ from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
 from ..distributed import World
-from ..preferences.answers import answers_of
+from ..preferences.objectives import answers_of
 from ..reports.screen import Screen
 from ..saved.state import write_atomically
 from ..setup import Training, batch_order
@@ -86,7 +86,6 @@ def _keep(path: Path, values: dict[str, mx.array], read_before: bool) -> None:
 
 
 def _digest(parts: _Parts, facts: Mapping[str, Any]) -> str:
-    """Return a digest of the data and of the model, in which the file's name differs for other ones."""
     content = {"facts": dict(facts), "data": {name: order.digest for name, (order, _) in parts.items()}}
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -105,7 +104,7 @@ def _read(path: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, mx.arr
 
 def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *shape: int) -> mx.array:
     """Return the log-probabilities of this rank's share of the preferences, of this shape; 0 elsewhere."""
-    token_losses, by_layers = trained.token_losses, trained.by_layers
+    token_losses, passes = trained.token_losses, trained.passes
     assert token_losses is not None
 
     def policy(inputs: mx.array, targets: mx.array, weights: mx.array, *more: Any) -> tuple[mx.array]:
@@ -118,7 +117,7 @@ def _log_probabilities(model: nn.Module, trained: Training, order: BatchOrder, *
         for batch in order.epoch():
             assert batch.preferences is not None
             of_batch = arrays(batch)
-            (of_answers,) = whole(of_batch) if by_layers is None else by_layers(of_batch, policy)
+            (of_answers,) = whole(of_batch) if passes is None else passes.evaluate(of_batch, policy)
             values = as_numpy(of_answers)
             numbers = batch.preferences.numbers
             log_probabilities[numbers[numbers >= 0]] = values[numbers >= 0]

@@ -135,7 +135,6 @@ class Samples:
         return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:
-        """Return the prompt of an entry, or those of the file that it names."""
         entry = self._config.sample_prompts[number]
         if entry.endswith(".jsonl"):
             path = expanded(entry)
@@ -209,13 +208,11 @@ def _written(messages: Messages) -> str:
 
 
 def _calls(message: dict[str, Any]) -> str:
-    """Return a message's calls of tools as text; an empty one where it has none."""
     calls = message.get("tool_calls")
     return json.dumps(calls, ensure_ascii=False) if calls else ""
 
 
 def _shown(content: Any) -> Any:
-    """Return the content of a message as text, with <image> or <video> for each of its pictures."""
     if not isinstance(content, list):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)

@@ -11,8 +11,7 @@ from ...layers import logits_of
 from ...models.vision.split import VisionArrays
 from ...ops.cross_entropy import linear_token_losses
 from ...options.config import TrainConfig
-from .answers import PreferenceArrays, Scored, answers_of
-from .objectives import Objective
+from .objectives import Objective, PreferenceArrays, Scored, answers_of
 
 # (inputs [B, T], targets [B, T], and a vision model's images) -> the cross-entropy of every target, [B, T] in fp32.
 TokenLosses = Callable[..., mx.array]

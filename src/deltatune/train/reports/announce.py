@@ -11,8 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...data import BatchOrder, Splits
-from ...data.batches.example_stream import StreamedSplits
-from ...data.batches.stream_order import StreamOrder
+from ...data.batches.stream_order import StreamedSplits, StreamOrder
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
 from ...machine import backend

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ...errors import UserError, reason
 from ...machine import atomic_files
 from ...options.config import nearest
-from ..saved.state import refusal
+from ..saved.state import refusal, writing
 
 Record = dict[str, Any]
 # The key under which a record of metrics.jsonl holds answers.
@@ -86,7 +86,8 @@ class TensorBoard:
             self._texts = files.EventFileWriter(self._folder)
         for number, sample in enumerate(samples, 1):
             # TensorBoard shows texts as Markdown, in which four spaces keep a line as it is.
-            parts = [_indented(sample[name]) for name in ("prompt", "expected", "answer") if name in sample]
+            texts = [sample[name] for name in ("prompt", "expected", "answer") if name in sample]
+            parts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in texts]
             summary = text_pb(f"samples/{number}", "\n\n---\n\n".join(parts))
             self._texts.add_event(events.Event(wall_time=time.time(), step=iteration, summary=summary))
         self._texts.flush()
@@ -108,24 +109,24 @@ class WandB:
             wandb.login(verify=True)
 
     def __init__(self, directory: Path, project: str, options: Record):
-        self._wandb = _library("wandb", "wandb")
-        with _explained(self._wandb):
-            self._wandb.init(project=project, name=directory.name, dir=str(directory), config=options)
+        self._library = _library("wandb", "wandb")
+        with _explained(self._library):
+            self._library.init(project=project, name=directory.name, dir=str(directory), config=options)
 
     def log(self, record: Record, iteration: int) -> None:
-        self._wandb.log(record, step=iteration)
+        self._library.log(record, step=iteration)
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
         rows = [[iteration, sample["prompt"], sample.get("expected"), sample["answer"]] for sample in samples]
-        table = self._wandb.Table(columns=["iteration", "prompt", "expected", "answer"], data=rows)
-        self._wandb.log({"samples": table}, step=iteration)
+        table = self._library.Table(columns=["iteration", "prompt", "expected", "answer"], data=rows)
+        self._library.log({"samples": table}, step=iteration)
 
     def close(self) -> None:
-        self._wandb.finish()
+        self._library.finish()
 
 
-class SwanLab:
-    """Logs to a SwanLab experiment that is named after the output folder."""
+class SwanLab(WandB):
+    """Logs to a SwanLab experiment that is named after the output folder; its library has the functions of W&B's."""
 
     @staticmethod
     def check(directory: Path) -> None:
@@ -133,23 +134,13 @@ class SwanLab:
         _library("swanlab", "swanlab")
 
     def __init__(self, directory: Path, project: str, options: Record):
-        self._swanlab = _library("swanlab", "swanlab")
+        self._library = _library("swanlab", "swanlab")
         logs = str(directory / "swanlog")
-        self._swanlab.init(project=project, experiment_name=directory.name, logdir=logs, config=options)
-
-    def log(self, record: Record, iteration: int) -> None:
-        self._swanlab.log(record, step=iteration)
+        self._library.init(project=project, experiment_name=directory.name, logdir=logs, config=options)
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
-        texts = [self._swanlab.Text(sample["answer"], caption=sample["prompt"]) for sample in samples]
-        self._swanlab.log({"samples": texts}, step=iteration)
-
-    def close(self) -> None:
-        self._swanlab.finish()
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+        texts = [self._library.Text(sample["answer"], caption=sample["prompt"]) for sample in samples]
+        self._library.log({"samples": texts}, step=iteration)
 
 
 SERVICES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
@@ -164,7 +155,6 @@ def _library(name: str, module: str) -> Any:
 
 @contextlib.contextmanager
 def _explained(wandb: Any) -> Iterator[None]:
-    """Turn an error of W&B into a UserError that names the remedy."""
     try:
         yield
     except wandb.Error as error:
@@ -206,7 +196,6 @@ def open_services(report_to: str | None, directory: Path, project: str | None, o
 
 
 def _named(report_to: str | None) -> list[Any]:
-    """Return the classes of the services that --report-to names."""
     names = [name.strip().lower() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in SERVICES:
@@ -236,12 +225,12 @@ class Metrics:
         keep: How many bytes at the start of an existing file are kept; a continued run keeps its earlier lines.
 
     Raises:
-        UserError: If the file cannot be opened or written.
+        UserError: If the file cannot be opened, or by the methods, if the file system refuses.
     """
 
     def __init__(self, path: Path, keep: int = 0):
         self._path = path
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, min(keep, path.stat().st_size))
@@ -250,42 +239,26 @@ class Metrics:
             if damaged:
                 # A line that was cut short must not spoil the next one.
                 self._file.write(b"\n")
-        except OSError as error:
-            raise UserError(refusal(path, error)) from error
 
     def write(self, record: Record) -> int:
-        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        try:
+        with writing(self._path):
             self._file.write(json.dumps(finite).encode() + b"\n")
             self._file.flush()
-        except OSError as error:
-            raise UserError(refusal(self._path, error)) from error
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Truncate the file to `length` bytes.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
-        try:
+        """Truncate the file to `length` bytes."""
+        with writing(self._path):
             # The open file is cut, so that one which was deleted or moved meanwhile keeps no state from being saved.
             self._file.truncate(length)
             self._file.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise UserError(refusal(self._path, error)) from error
 
     def sync(self) -> None:
         """Flush the file to the disk."""
-        try:
+        with writing(self._path):
             atomic_files.flush(self._file.fileno())
-        except OSError as error:
-            raise UserError(refusal(self._path, error)) from error
 
     def close(self) -> None:
         self._file.close()

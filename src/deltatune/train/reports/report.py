@@ -261,11 +261,7 @@ class RunDescription:
 
 
 def write_report(
-    path: Path,
-    metrics: Path,
-    config: TrainConfig,
-    result: dict[str, Any],
-    description: RunDescription,
+    path: Path, metrics: Path, config: TrainConfig, result: dict[str, Any], description: RunDescription
 ) -> list[str]:
     """Write the report of a run.
 
@@ -369,17 +365,14 @@ def _headline(result: dict[str, Any]) -> dict[str, str]:
         value = result[name]
         return "–" if value is None else format(value, form)
 
+    seconds = result["seconds"]
     return {
         "training loss": number("train_loss", ".4f"),
         "validation loss": number("val_loss", ".4f"),
         "tokens per second": number("tokens_per_second", ",.0f"),
         "peak memory": "–" if result["peak_memory"] is None else gigabytes(result["peak_memory"]),
-        "training time": _minutes(result["seconds"]),
+        "training time": f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min",
     }
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def render(report: RunReport) -> str:

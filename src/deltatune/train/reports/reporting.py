@@ -116,10 +116,6 @@ class Reporting:
         """The seconds of the last iteration; infinity before the first."""
         return self._recent[-1] if self._recent else math.inf
 
-    @property
-    def _mean_seconds(self) -> float:
-        return sum(self._recent) / len(self._recent) if self._recent else 0.0
-
     def iteration(self, progress: Progress, seconds: float, tokens: int, loss: float | None) -> None:
         """Count an iteration of so many seconds and tokens, with the loss of its batch if that has a target."""
         self._window.append((seconds, tokens))
@@ -128,7 +124,7 @@ class Reporting:
 
     def _left(self, progress: Progress) -> float:
         """Return the seconds that the iterations which are left will take, if they are as quick as the last ones."""
-        return self._mean_seconds * (self._config.iters - progress.iteration)
+        return sum(self._recent) / max(len(self._recent), 1) * (self._config.iters - progress.iteration)
 
     def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> dict[str, Any]:
         """Report the iterations since the last report, and return the record of it.

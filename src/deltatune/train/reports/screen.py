@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
@@ -142,8 +143,9 @@ class Screen:
         self._print(Text.assemble(("Next:\n", "dim"), to_paste(command, self._console.width)))
 
     def start(self, done: int, total: int) -> None:
-        """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
-        if not (self._shown and self._console.is_terminal) or self._console.is_dumb_terminal:
+        """Show the bar on a terminal or in a notebook that can draw it; `done` of `total` iterations are complete."""
+        drawn = self._console.is_terminal or (self._console.is_jupyter and find_spec("ipywidgets") is not None)
+        if not (self._shown and drawn) or self._console.is_dumb_terminal:
             return
         columns = (
             TextColumn("{task.description}"),
@@ -239,14 +241,12 @@ def gauge(share: float, plain: bool = False) -> Text:
 
 def fitted(text: str, width: int) -> str:
     """Return `text` with words that are longer than a line, such as paths, shown by their ends."""
-    return " ".join(_end(word, width) for word in text.split(" "))
-
-
-def _end(word: str, width: int) -> str:
-    if len(word) <= width:
-        return word
-    end = word[3 - width :]
-    return "..." + (end[end.index("/") :] if "/" in end[:-1] else end)
+    words = text.split(" ")
+    for place, word in enumerate(words):
+        if len(word) > width:
+            end = word[3 - width :]
+            words[place] = "..." + (end[end.index("/") :] if "/" in end[:-1] else end)
+    return " ".join(words)
 
 
 def train_line(record: Record, total: int, left: float) -> str:

@@ -15,9 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...data.batches.batch import Batch, bucket_widths, collate
+from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate
 from ...data.batches.order import BatchOrder
-from ...data.batches.rollout_batch import RolloutBatch
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
 from ...data.rows.row_formats import ASSISTANT

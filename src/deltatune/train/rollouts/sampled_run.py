@@ -11,7 +11,7 @@ import numpy as np
 
 from ...data.batches.batch import Batch
 from ...data.batches.order import BatchOrder
-from ...lora.without import without_adapters
+from ...lora.convert import without_adapters
 from ...machine.numpy_arrays import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig

@@ -120,7 +120,6 @@ class RunFolder:
             raise UserError(state.refusal(self._lock.path, error)) from error
 
     def _used(self) -> bool:
-        """Tell whether an earlier run left something that this run would overwrite."""
         if not self._config.resume:
             return self._holds(_WEIGHTS + _REPORTS)
         return not state.exists(state.state_path(self.path)) and self._holds(_WEIGHTS)
@@ -144,7 +143,6 @@ class RunFolder:
             )
 
     def _move(self) -> Path:
-        """Rename the folder to the first free name, and take a new folder with the old name."""
         # A symbolic link stays, and the folder that it names moves.
         folder = self.path.resolve()
         number = 1

@@ -10,13 +10,11 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ...errors import UserError
 from ...lora import save_adapters
 from ...lora.adapter_files import WEIGHTS
-from ...models.adapted_base import LOADER, loader_of
+from ...models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ...models.load import locate
 from ...models.trained_checkpoint import FILE, TrainedCheckpoint
-from ...models.vision.adapters import layers_for_mlx_vlm
 from ...options.config import TrainConfig
 from . import state
 
@@ -41,7 +39,8 @@ class Outputs:
         note: A sentence for the user about the checkpoint, or None.
 
     Raises:
-        UserError: A checkpoint needs the folder that `config.model` names, and it is not there.
+        UserError: A checkpoint needs the folder that `config.model` names, and it is not there; by the methods that
+            write, the file system refuses.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Outputs:
 
     def prepare(self) -> None:
         """Create the folders, check that they can be written, and remove incomplete files of a killed run."""
-        try:
+        with state.writing(self.directory):
             self.state.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.directory, self.best, self.state.parent):
                 for pattern in (".*.partial", ".*.tmp"):
@@ -85,15 +84,9 @@ class Outputs:
             probe = self.state.parent / ".probe.partial"
             probe.touch()
             probe.unlink()
-        except OSError as error:
-            raise UserError(state.refusal(self.directory, error)) from error
 
     def save_weights(self, iteration: int) -> None:
-        """Write the trained weights, so that mlx_lm can load them.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Write the trained weights, so that mlx_lm can load them."""
         if self._checkpoint is not None:
             self._save_checkpoint(self._checkpoint, self.directory)
             return
@@ -108,9 +101,6 @@ class Outputs:
         Args:
             iteration: The iteration after which they were evaluated.
             loss: Their validation loss per token.
-
-        Raises:
-            UserError: If the file system refuses.
         """
         if self._checkpoint is not None:
             self._save_checkpoint(self._checkpoint, self.best)
@@ -129,18 +119,14 @@ class Outputs:
         keep = self._config.keep
         if keep is None:
             return
-        try:
+        with state.writing(self.directory):
             matches = [(file, _COPY.fullmatch(file.name)) for file in self.directory.iterdir()]
             copies = [(int(match[1]), file) for file, match in matches if match]
             for number, file in sorted(copies)[: max(len(copies) - keep, 0)]:
                 if number != newest or not keep:
                     file.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(state.refusal(self.directory, error)) from error
 
     def _save_checkpoint(self, checkpoint: TrainedCheckpoint, folder: Path) -> None:
-        try:
+        with state.writing(folder / FILE):
             checkpoint.write(folder, dataclasses.asdict(self._config))
             self._tokenizer.save_pretrained(str(folder))
-        except OSError as error:
-            raise UserError(state.refusal(folder / FILE, error)) from error

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,49 +22,20 @@ from ...machine.atomic_files import replace_durably
 from ...options.config import TrainConfig
 from ..progress import Progress
 from ..tree import leaves
-from ..updates.optimizer import build_optimizer
-from ..updates.parameter_groups import weight_decay
 
 FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
 # options that only change memory. Model and data are compared by content (content.py, BatchOrder), so their paths may
 # differ.
 FREE_OPTIONS = {
-    "model",
-    "data",
-    "hf_dataset",
-    "resume_adapter_file",
-    "teacher",
-    "grad_checkpoint",
-    "train",
-    "test",
-    "iters",
-    "epochs",
-    "val_batches",
-    "test_batches",
-    "steps_per_report",
-    "steps_per_eval",
-    "sample_prompts",
-    "steps_per_sample",
-    "sample_max_tokens",
-    "save_every",
-    "keep",
-    "early_stopping",
-    "reward_timeout",
-    "reward_errors",
-    "adapter_path",
-    "resume",
-    "overwrite",
-    "clear_cache_threshold",
-    "memory",
-    "report_to",
-    "project_name",
-    "trust_remote_code",
-    "force",
+    *("model", "data", "hf_dataset", "resume_adapter_file", "teacher", "trust_remote_code", "force"),
+    *("train", "test", "iters", "epochs", "val_batches", "test_batches", "early_stopping", "save_every", "keep"),
+    *("steps_per_report", "steps_per_eval", "sample_prompts", "steps_per_sample", "sample_max_tokens"),
+    *("report_to", "project_name", "adapter_path", "resume", "overwrite", "reward_timeout", "reward_errors"),
+    *("grad_checkpoint", "clear_cache_threshold", "memory"),
     # The shapes of the model's tensors, which are compared, tell whether it was used.
     "resize_embeddings",
 }
-
 
 # The digests of content.facts, in the words of messages.
 _MODEL = {
@@ -91,12 +62,19 @@ def exists(path: Path) -> bool:
     return path.is_file() or previous_path(path).is_file()
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
-    """Replace `path` atomically (machine.atomic_files.replace_durably); UserError if the file system refuses."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system within the context into a UserError that names `path` and the remedy."""
     try:
-        replace_durably(path, write, keep)
+        yield
     except OSError as error:
         raise UserError(refusal(path, error)) from error
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
+    """Replace `path` atomically (machine.atomic_files.replace_durably); UserError if the file system refuses."""
+    with writing(path):
+        replace_durably(path, write, keep)
 
 
 def refusal(path: Path, error: OSError) -> str:
@@ -213,8 +191,6 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError that names everything in which the run saved in `path` and this one differ."""
     # An option that did not exist yet when the run was saved had its present default.
     defaults = fingerprint(TrainConfig())
-    # But for this one: weight decay then took whatever trained.
-    defaults["decay_norm_and_bias"] = _decayed_norms(saved)
     models = saved.get("model"), now.get("model")
     saved = {key: value for key, value in defaults.items() if key in now} | saved
     if isinstance(saved.get("lora_parameters"), dict):
@@ -227,14 +203,6 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"--resume: {path} belongs to another run. What differs from it:{lines}\n"
             "Give the same model and options to continue that run, or another --adapter-path to start anew."
         )
-
-
-def _decayed_norms(saved: dict[str, Any]) -> bool:
-    """Whether the run with these options decayed norms and biases, if it is older than `decay_norm_and_bias`."""
-    if saved.get("fine_tune_type") != "full":
-        return False
-    options = {name: saved[name] for name in ("optimizer", "optimizer_config") if name in saved}
-    return weight_decay(build_optimizer(TrainConfig(**options))) != 0
 
 
 def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:

@@ -127,7 +127,6 @@ _SETTINGS: dict[str, tuple[Any, Range | None]] = {
 
 
 def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
-    """Raise UserError for a setting of an optimizer, or an argument of a schedule, that it cannot have."""
     hint, limits = _SETTINGS.get(f"{owner}.{name}") or _SETTINGS.get(name, (Any, None))
     setting = checked(value, hint, {"range": limits}, where)
     if isinstance(setting, list) and len(setting) != 2:
@@ -303,7 +302,6 @@ def apply(
 def _kernel(
     optimizer: mlx.optimizers.Optimizer, scale: mx.array | None, healthy: mx.array, stored_in_8_bits: bool
 ) -> AdamStep | EightBitStep | None:
-    """The kernel for the step that the optimizer has begun, for parameters with such moments."""
     step = AdamStep.of(optimizer, scale, healthy, (Adam8bit, AdamW8bit))
     return EightBitStep(step) if step is not None and stored_in_8_bits else step
 

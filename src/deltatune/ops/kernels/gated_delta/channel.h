@@ -7,7 +7,7 @@
 // Within a tile, pairs are summed one by one. Nothing is divided by a gate, and the gradient of a gate is a sum of
 // terms with a span that contains it.
 
-template <typename In, int C, int DK, bool UNSTAGED>
+template <typename In, int C, int DK, bool UNSTAGED, bool ERASES>
 struct ChannelPrepareMemory {
   static constexpr constant int second_tile = C / 16 - 1;
   static constexpr constant int k = 0;
@@ -104,12 +104,12 @@ inline void sum_pairs_of_columns(threadgroup float* of_q, threadgroup float* of_
 // One thread per tile and channel goes along the positions to scale Q and K. For pairs within a tile, each group takes
 // some columns j, each lane some channels. The pairs between the two tiles are matrix products.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OQ>
+          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OP, typename OQ>
 inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta,
-                                        PM mask, PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                        PM mask, PZ segments, GLOBAL float* solve, OP scores,
                                         GLOBAL float* factors, OQ queries_out, OQ keys_out,
                                         GLOBAL float* ends_out) {
-  using Memory = ChannelPrepareMemory<In, C, DK, UNSTAGED>;
+  using Memory = ChannelPrepareMemory<In, C, DK, UNSTAGED, ERASES>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int triangle = packed_offset(blocks), numbers = C + columns, shares = GROUPS / blocks;
   static_assert(blocks <= 2 && GROUPS % blocks == 0, "one or two tiles a chunk");
@@ -123,7 +123,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   const Wide<In> z = shared_at<Wide<In>>(memory, Memory::z, triangle);
   const Wide<In> scratch = shared_at<Wide<In>>(memory, Memory::scratch, C * square);
   const Wide<In> n = shared_at<Wide<In>>(memory, Memory::n, C * square);
-  const auto scores_out = stored_at<Wide<In>>(scores, chunk, triangle);
+  const auto scores_out = stored_at<typename Choose<ERASES, Wide<In>, Saved<In>>::type>(scores, chunk, triangle);
   const auto scaled_q = stored_at<Saved<In>>(queries_out, chunk, C * stride);
   const auto scaled_k = stored_at<Saved<In>>(keys_out, chunk, C * stride);
   const auto end_k = stored_at<Wide<In>>(ends_out, chunk, C * stride);
@@ -147,8 +147,10 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
   }
   if (at.index < C) {
     const bool on = live(at.index);
-    rate[at.index] =
-        on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
+    if (!ERASES) rate[at.index] = on ? 1.0f : 0.0f;
+    else
+      rate[at.index] =
+          on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
     factors[chunk * numbers + at.index] = rate[at.index];
   }
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, from, HK * DK, live), staged_k);
@@ -166,10 +168,10 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
       prefix *= gate[(b * 16 + i) * columns + c];
       const float query = queries.get(of), key = keys.get(of);
       scaled_q.put(of, lead * prefix * query);
-      scaled_k.put(of, lead * prefix * key);
+      if (ERASES) scaled_k.put(of, lead * prefix * key);
       if (b == 1) {
         later_q.put(i * stride + c, prefix * query);
-        later_k.put(i * stride + c, prefix * key);
+        if (ERASES) later_k.put(i * stride + c, prefix * key);
       }
     }
     DELTATUNE_UNROLL
@@ -189,7 +191,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
                                           tile * 16, j, lane);
   barrier();
   if (blocks == 2) {
-    for (int side = at.group; side < 2; side += GROUPS) {
+    for (int side = at.group; side < (ERASES ? 2 : 1); side += GROUPS) {
       Tile sum;
       tile_clear(sum);
       for (int c = 0; c < columns; c += 16) {
@@ -205,6 +207,7 @@ inline void gated_delta_channel_prepare(Place at, threadgroup char* memory, int 
     const int row = (unsigned)i / 16, b = row / 16;
     scores_out.put(packed_offset(b) + (row & 15) * packed_stride(b) + b * 16 + (i & 15), tile_qk[row * 17 + (i & 15)]);
   }
+  if (!ERASES) return;
   solve_triangle<C, GROUPS>(at, z, scratch, n, tile_kk, rate);
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);
 }

@@ -11,8 +11,10 @@ struct ChannelGradientMemory {
   static constexpr constant int state = 0;
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int right = u + SLICE * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int dy = values + (Shape::ERASES ? 0 : values_bytes);
   static constexpr constant int stage = dy + C * (SLICE + 8) * Exact<In>::bytes;
   // Once the slices are done, their memory holds the products with the states and those between the tiles, in fp32 by
   // position and channel.
@@ -255,15 +257,16 @@ inline float on_all_gates(Tables tables, int tile, int c) {
 // First a group owns the 16 positions of a tile and a part of the columns of DK, and multiplies with the states. Then a
 // lane owns a channel of a tile and goes along the tile's 16 positions.
 template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
-          typename PR, typename PY, typename OQ, typename OK>
+          typename PU, typename PR, typename PV, typename PY, typename OQ, typename OK>
 inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
-                                          PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right,
+                                          PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right, PV v_in,
                                           PY dy_in, OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using In = typename Shape::In;
   using Memory = ChannelGradientMemory<Shape>;
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
-  constexpr bool UNSTAGED = Shape::UNSTAGED, SEGMENTED = Shape::SEGMENTED;
+  constexpr bool UNSTAGED = Shape::UNSTAGED, SEGMENTED = Shape::SEGMENTED, ERASES = Shape::ERASES;
+  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = Shape::saved, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, parts = Shape::parts, column_tiles = Shape::column_tiles;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
@@ -274,7 +277,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
   const auto tables = channel_tables<In, Memory, stride>(memory);
   const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
-  const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
+  const auto arrays = saved_arrays(states, d_states, u_in, d_right, v_in, dy_in, mask, length);
   float dq_sums[tasks][16], dk_sums[tasks][16];
   DELTATUNE_UNROLL
   for (int m = 0; m < tasks; ++m) {
@@ -330,23 +333,23 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       const auto d_state = Choice<UNSTAGED>::of(
           stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
           shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
-      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * square);
+      const auto u = deltas_of<Shape, Memory>(slice);
       const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * square);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * Shape::slice_stride);
       dots.add(state, d_state, at.index);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left(turned(right_gradient, square, row * 16, s), lane);
-        const auto left_u = left(turned(u, square, row * 16, s), lane);
-        if (s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
+        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
+        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        if (ERASES && s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
           const auto b = right(straight(state, stride, s, column), lane);
           multiply(from_y[m], left_y, b, lane);
-          multiply(from_right[m], left_right, b, lane);
+          if (ERASES) multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, right(straight(d_state, stride, s, column), lane), lane);
         }
         // Not by multiply_pairs(): then more sums are alive at one place, by the estimate for Apple GPUs.
@@ -354,9 +357,9 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         for (int m = 0; m < Shape::own_pairs; ++m) {
           const int column = part + m * parts;
           if (column > row) continue;
-          const auto b = right(straight(u, square, s, column * 16), lane);
+          const auto b = right_deltas<Shape>(erases, u, s, column * 16, lane);
           multiply(y_pairs[m], left_y, b, lane);
-          multiply(right_pairs[m], left_right, b, lane);
+          if (ERASES) multiply(right_pairs[m], left_right, b, lane);
         }
       }
     }
@@ -399,7 +402,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
               live(row * 16 + i) ? on_gate[m][i] + common : 0.0f;
       }
     }
-    if (at.index < C && t0 + at.index < length) {
+    if (ERASES && at.index < C && t0 + at.index < length) {
       float sum = 0.0f;
       for (int p = 0; p < parts; ++p) sum += tables.rate_sums[at.index * 4 + p];
       d_beta[((long)at.z * length + t0 + at.index) * HV + hv] = live(at.index) ? sum : 0.0f;

@@ -79,10 +79,10 @@ template <typename In, int DK, bool CHANNEL>
 inline constexpr int tails_of() {
   return CHANNEL || Saved<In>::bytes != 2 ? 0 : (padded(DK) + 127) / 128 * 8;
 }
-// Elements between rows of u or of R. Eight elements of padding, or more, spread rows over the banks of shared memory.
-template <typename In, int C, int DK, bool CHANNEL>
+// Elements between rows of u or of R; without an erase these hold the tails alone. Eight elements of padding, or more, spread rows over the banks of shared memory.
+template <typename In, int C, int DK, bool CHANNEL, bool ERASES>
 inline constexpr int row_of_chunk() {
-  return C + (tails_of<In, DK, CHANNEL>() > 8 ? tails_of<In, DK, CHANNEL>() : 8);
+  return ERASES ? C + (tails_of<In, DK, CHANNEL>() > 8 ? tails_of<In, DK, CHANNEL>() : 8) : tails_of<In, DK, CHANNEL>();
 }
 
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };

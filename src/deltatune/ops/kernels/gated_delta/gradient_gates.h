@@ -125,7 +125,7 @@ template <typename Shape, typename Tables, typename Live>
 inline void write_gate_gradients(Place at, Tables tables, Live live, int length, int hv, GLOBAL float* d_log_g,
                                  GLOBAL float* d_beta) {
   constexpr int C = Shape::C, room = Tables::room, sharers = Shape::threads / C;
-  if (Shape::tails > 0) {
+  if (Shape::ERASES && Shape::tails > 0) {
     if (at.index < C)
       ends_by_pairs<C, room>(tables.diagonal, tables.column_sums, tables.rate_sums, tables.rate, tables.after,
                              tables.after_sums, Shape::parts, at.index);
@@ -149,6 +149,6 @@ inline void write_gate_gradients(Place at, Tables tables, Live live, int length,
     DELTATUNE_UNROLL
     for (int p = 0; p < sharers; ++p) on_gate += shares[t * 17 + p];
     d_log_g[to] = live(t) ? on_gate : 0.0f;
-    d_beta[to] = live(t) ? on_beta : 0.0f;
+    if (Shape::ERASES) d_beta[to] = live(t) ? on_beta : 0.0f;
   }
 }

@@ -5,17 +5,17 @@
 // row of tiles and, with the other groups of that row, its share of the columns of DK and of the pairs of tiles.
 template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
           int BLOCK_GROUPS, int SLICES_IN_MEMORY, bool READ_UNSTAGED, bool HAS_MASK, bool HAS_SEGMENTS,
-          bool GATE_A_CHANNEL>
+          bool HAS_BETA, bool GATE_A_CHANNEL>
 struct GradientShape {
   using In = Element;
   static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
   static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS, STAGES = SLICES_IN_MEMORY;
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, SEGMENTED = HAS_SEGMENTS;
-  static constexpr constant bool CHANNEL = GATE_A_CHANNEL;
+  static constexpr constant bool ERASES = HAS_BETA, CHANNEL = GATE_A_CHANNEL;
   static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
   // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
   static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;
-  static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL>();
+  static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL, ERASES>();
   static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
   static constexpr constant int blocks = C / 16, columns = padded(DK), key_tiles = columns / 16;
   static constexpr constant int parts = GROUPS / blocks, column_tiles = (key_tiles + parts - 1) / parts;
@@ -30,20 +30,67 @@ inline bool is_lacking(int column) {
   return Shape::key_tiles % Shape::parts != 0 && column >= Shape::columns;
 }
 
-// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, and dY.
-template <typename PT, typename PU, typename PR, typename PY, typename PM>
+// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, v and dY.
+template <typename PT, typename PU, typename PR, typename PV, typename PY, typename PM>
 struct SavedArrays {
   PT states, d_states;
   PU u;
   PR right;
+  PV values;
   PY dy;
   PM mask;
   int length;
 };
-template <typename PT, typename PU, typename PR, typename PY, typename PM>
-inline SavedArrays<PT, PU, PR, PY, PM> saved_arrays(PT states, PT d_states, PU u, PR right, PY dy, PM mask,
-                                                    int length) {
-  return SavedArrays<PT, PU, PR, PY, PM>{states, d_states, u, right, dy, mask, length};
+template <typename PT, typename PU, typename PR, typename PV, typename PY, typename PM>
+inline SavedArrays<PT, PU, PR, PV, PY, PM> saved_arrays(PT states, PT d_states, PU u, PR right, PV values, PY dy,
+                                                        PM mask, int length) {
+  return SavedArrays<PT, PU, PR, PV, PY, PM>{states, d_states, u, right, values, dy, mask, length};
+}
+
+// Starts to copy a slice of v, where nothing is erased (the flag).
+template <typename Shape, typename Memory, typename Arrays>
+inline void load_values(Flag<true>, Place, threadgroup char*, thread Arrival&, Arrays, int, int) {}
+template <typename Shape, typename Memory, typename Arrays>
+inline void load_values(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int hv,
+                        int first) {
+  constexpr int C = Shape::C, DV = Shape::DV, HV = Shape::HV, stride = Shape::slice_stride;
+  copy_rows<C, Shape::SLICE, Shape::threads>(
+      shared_at<Exact<typename Shape::In>>(memory, Memory::values, C * stride), stride,
+      from.values + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
+      alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival, at.index);
+}
+// A slice's u or, where nothing is erased, v; positions from `i` on of its rows from `s` on, transposed, as an operand;
+// and those rows as a right operand.
+template <typename Shape, typename Memory>
+inline auto deltas_of(threadgroup char* slice) {
+  using In = typename Shape::In;
+  return Choice<Shape::ERASES>::of(shared_at<Wide<In>>(slice, Memory::u, Shape::SLICE * Shape::saved),
+                                   shared_at<Exact<In>>(slice, Memory::values, Shape::C * Shape::slice_stride));
+}
+template <typename Shape, typename Store>
+inline auto left_deltas(Flag<true>, Store u, int i, int s, int lane) {
+  return left(turned(u, Shape::saved, i, s), lane);
+}
+template <typename Shape, typename Store>
+inline auto left_deltas(Flag<false>, Store v, int i, int s, int lane) {
+  return left(straight(v, Shape::slice_stride, i, s), lane);
+}
+template <typename Shape, typename Store>
+inline auto right_deltas(Flag<true>, Store u, int s, int i, int lane) {
+  return right(straight(u, Shape::saved, s, i), lane);
+}
+template <typename Shape, typename Store>
+inline auto right_deltas(Flag<false>, Store v, int s, int i, int lane) {
+  return right(turned(v, Shape::slice_stride, s, i), lane);
+}
+// R as a left operand, in place of which that of dY stands where nothing is erased; no product reads it then.
+template <typename Shape, typename Store, typename Other>
+inline auto left_gradient(Flag<true>, Store right_gradient, const thread Other&, int i, int s, int lane) {
+  return left(turned(right_gradient, Shape::saved, i, s), lane);
+}
+template <typename Shape, typename Store, typename Other>
+inline Other left_gradient(Flag<false>, Store, const thread Other& left_y, int, int, int) {
+  return left_y;
 }
 
 // Starts to copy the rows of DV from `first` on of chunk number `chunk`, which is of value head hv, to `memory`.
@@ -61,12 +108,15 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                                         stored_at<Saved<In>>(from.d_states, chunk, value_rows * stride),
                                         (long)first * stride, arrival, at.index);
   }
-  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
-                                     stored_at<Wide<In>>(from.u, chunk, value_rows * saved), (long)first * saved,
-                                     arrival, at.index);
-  copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
-                                     stored_at<Wide<In>>(from.right, chunk, value_rows * saved), (long)first * saved,
-                                     arrival, at.index);
+  if (saved > 0) {
+    copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::u, SLICE * saved),
+                                       stored_at<Wide<In>>(from.u, chunk, value_rows * saved), (long)first * saved,
+                                       arrival, at.index);
+    copy_block<SLICE * saved, threads>(shared_at<Wide<In>>(memory, Memory::right, SLICE * saved),
+                                       stored_at<Wide<In>>(from.right, chunk, value_rows * saved),
+                                       (long)first * saved, arrival, at.index);
+  }
+  load_values<Shape, Memory>(Flag<Shape::ERASES>{}, at, memory, arrival, from, hv, first);
   copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
                                from.dy + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV,
                                DV - first, alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival,
@@ -111,8 +161,8 @@ inline void multiply_pairs(Place at, StateProducts<Shape> sums, const thread Lef
   for (int m = 0; m < Shape::own_pairs; ++m) {
     const int column = part + m * Shape::parts;
     if (column > row) continue;
-    const auto b = right(straight(u, Shape::saved, s, column * 16), lane);
+    const auto b = right_deltas<Shape>(Flag<Shape::ERASES>{}, u, s, column * 16, lane);
     multiply(sums.y_pairs[m], left_y, b, lane);
-    multiply(sums.right_pairs[m], left_right, b, lane);
+    if (Shape::ERASES) multiply(sums.right_pairs[m], left_right, b, lane);
   }
 }

@@ -16,7 +16,9 @@ struct GradientMemory {
   static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
   static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
-  static constexpr constant int dy = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
+  static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
+  static constexpr constant int dy = values + (Shape::ERASES ? 0 : values_bytes);
   static constexpr constant int stage = dy + C * Shape::slice_stride * Exact<In>::bytes;
   static constexpr constant int q = 0;
   static constexpr constant int k = q + room_of<UNSTAGED, Exact<In>, C, DK>();
@@ -25,7 +27,7 @@ struct GradientMemory {
   static constexpr constant int slices = STAGES == 1 ? 0 : k_end;
   static constexpr constant int weights_y = k_end;
   static constexpr constant int weights_right = weights_y + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int pairs_end = weights_right + C * (C + 8) * Wide<In>::bytes;
+  static constexpr constant int pairs_end = weights_right + (Shape::ERASES ? C * (C + 8) * Wide<In>::bytes : 0);
   static constexpr constant int slices_end = slices + STAGES * stage;
   static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
   static constexpr constant int decay = diagonal + C * 17 * 4;
@@ -102,7 +104,7 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
     for (int c = 0; c < Shape::columns; c += 16) {
       const auto b = right(turned(keys, Shape::stride, c, column * 16), lane);
       multiply(qk, left(straight(queries, Shape::stride, row * 16, c), lane), b, lane);
-      multiply(kk, left(straight(keys, Shape::stride, row * 16, c), lane), b, lane);
+      if (Shape::ERASES) multiply(kk, left(straight(keys, Shape::stride, row * 16, c), lane), b, lane);
     }
     const float middle = tables.decay.between(row, column);
     DELTATUNE_UNROLL
@@ -111,11 +113,12 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
       const float d = tables.rate[j] * tables.decay.at(row == column, i, j, middle);
       on_y.set(e, d * on_y.get(e));
       on_right.set(e, i > j ? -tables.rate[i] * d * on_right.get(e) : 0.0f);
-      const bool pairs = i > j || (Shape::tails > 0 && i == j);
+      const bool pairs = i > j || (Shape::ERASES && Shape::tails > 0 && i == j);
       qk.set(e, pairs ? on_y.get(e) * qk.get(e) + on_right.get(e) * kk.get(e) : 0.0f);
     }
     put_tile<true, true>(weights_y, row * 16 * square + column * 16, square, on_y, 16, 16, lane);
-    put_tile<true, true>(weights_right, row * 16 * square + column * 16, square, on_right, 16, 16, lane);
+    if (Shape::ERASES)
+      put_tile<true, true>(weights_right, row * 16 * square + column * 16, square, on_right, 16, 16, lane);
     if (row == column) {
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e)
@@ -124,6 +127,16 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
       sum_rows_and_columns<Shape::blocks>(tables, qk, row, column, lane);
     }
   }
+}
+
+// The weights of pairs through N as a left operand, or those through P where nothing is erased; no product reads them.
+template <typename View, typename Other>
+inline auto pair_weights(Flag<true>, View view, const thread Other&, int lane) {
+  return left(view, lane);
+}
+template <typename View, typename Other>
+inline Other pair_weights(Flag<false>, View, const thread Other& of_y, int) {
+  return of_y;
 }
 
 // Adds to dq and dk their terms through P and N: the weights of the pairs times the other position's k or q.
@@ -136,25 +149,25 @@ inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weigh
   for (int t = 0; t < Shape::blocks; ++t) {
     if (t <= row) {
       const auto w = left(straight(weights_y, square, row * 16, t * 16), lane);
-      const auto a = left(straight(weights_right, square, row * 16, t * 16), lane);
+      const auto a = pair_weights(Flag<Shape::ERASES>{}, straight(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
         if (is_lacking<Shape>(column)) continue;
         const auto b = right(straight(keys, stride, t * 16, column), lane);
         multiply(gradients.dq[m], w, b, lane);
-        multiply(gradients.dk[m], a, b, lane);
+        if (Shape::ERASES) multiply(gradients.dk[m], a, b, lane);
       }
     }
     if (t >= row) {
       const auto w = left(turned(weights_y, square, row * 16, t * 16), lane);
-      const auto a = left(turned(weights_right, square, row * 16, t * 16), lane);
+      const auto a = pair_weights(Flag<Shape::ERASES>{}, turned(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
         if (is_lacking<Shape>(column)) continue;
         multiply(gradients.dk[m], w, right(straight(queries, stride, t * 16, column), lane), lane);
-        multiply(gradients.dk[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
+        if (Shape::ERASES) multiply(gradients.dk[m], a, right(straight(keys, stride, t * 16, column), lane), lane);
       }
     }
   }
@@ -182,15 +195,16 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
 // rows of DV at a time, then does its pairs of tiles of P and N. One thread per position and share adds up log_g's
 // terms.
 template <typename Shape, typename PQ, typename PK, typename PL, typename PM, typename PZ, typename PF, typename PT,
-          typename PR, typename PY, typename OQ, typename OK>
+          typename PU, typename PR, typename PV, typename PY, typename OQ, typename OK>
 inline void gated_delta_gradients(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PM mask,
-                                  PZ segments, PF factors, PT states, PT d_states, PF u_in, PR d_right, PY dy_in,
+                                  PZ segments, PF factors, PT states, PT d_states, PU u_in, PR d_right, PV v_in, PY dy_in,
                                   OQ dq, OK dk, GLOBAL float* d_log_g, GLOBAL float* d_beta) {
   using In = typename Shape::In;
   using Memory = GradientMemory<Shape>;
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
-  constexpr bool UNSTAGED = Shape::UNSTAGED;
+  constexpr bool UNSTAGED = Shape::UNSTAGED, ERASES = Shape::ERASES;
+  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = C + 8, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, column_tiles = Shape::column_tiles, room = Memory::room;
   constexpr int saved = Shape::saved, tails = Shape::tails;
@@ -217,7 +231,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   threadgroup float* state_dots = rate_sums + C * room;
   const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
                                    row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
-  const auto arrays = saved_arrays(states, d_states, u_in, d_right, dy_in, mask, length);
+  const auto arrays = saved_arrays(states, d_states, u_in, d_right, v_in, dy_in, mask, length);
   const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
   const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, key_offset, HK * DK, live), staged_q);
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
@@ -280,15 +294,16 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       const auto d_state = Choice<UNSTAGED>::of(
           stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
           shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
-      const Wide<In> u = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
+      const auto u = deltas_of<Shape, Memory>(slice);
+      const Wide<In> kept = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
       const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * saved);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * Shape::slice_stride);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left(turned(right_gradient, saved, row * 16, s), lane);
-        const auto left_u = left(turned(u, saved, row * 16, s), lane);
-        if (s / 16 % Shape::parts == part) add_row_dots(rates, left_right, left_u, lane);
+        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
+        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        if (ERASES && s / 16 % Shape::parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
@@ -296,7 +311,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           const auto b = right(straight(state, stride, s, column), lane);
           const auto db = right(straight(d_state, stride, s, column), lane);
           multiply(from_y[m], left_y, b, lane);
-          multiply(from_right[m], left_right, b, lane);
+          if (ERASES) multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, db, lane);
           if (tails == 0 && s / 16 % blocks == row) state_dot += right_dot(b, db, lane);
         }
@@ -308,7 +323,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
           state_dot += kept_dot<tails>(straight(state, stride, s, column), straight(d_state, stride, s, column),
-                                       tail_at<tails>(u, s * saved, saved, column / 16, lane),
+                                       tail_at<tails>(kept, s * saved, saved, column / 16, lane),
                                        tail_at<tails>(right_gradient, s * saved, saved, column / 16, lane), lane);
         }
       }

@@ -1,7 +1,7 @@
 // The prepare kernel: Z and P of each chunk, by the formulas of chunk.h.
 
 // The shared memory of a block.
-template <typename In, int C, int DK, bool UNSTAGED>
+template <typename In, int C, int DK, bool UNSTAGED, bool ERASES>
 struct PrepareMemory {
   static constexpr constant int k = 0;
   static constexpr constant int q = k + room_of<UNSTAGED, Exact<In>, C, DK>();
@@ -10,9 +10,9 @@ struct PrepareMemory {
   static constexpr constant int z = 0;
   static constexpr constant int scratch = z + packed_offset(C / 16) * Wide<In>::bytes;
   static constexpr constant int scratch_end = scratch + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int n = q_end > scratch_end ? q_end : scratch_end;
-  static constexpr constant int blocks = n + C * (C + 8) * Wide<In>::bytes;
-  static constexpr constant int decay = blocks + C * 17 * 4;
+  static constexpr constant int n = !ERASES || q_end > scratch_end ? q_end : scratch_end;
+  static constexpr constant int blocks = n + (ERASES ? C * (C + 8) * Wide<In>::bytes : 0);
+  static constexpr constant int decay = blocks + (ERASES ? C * 17 * 4 : 0);
   static constexpr constant int gate = decay + align16(Decay<C>::floats * 4);
   static constexpr constant int rate = gate + C * 4;
   static constexpr constant int arrivals = rate + C * 4;
@@ -108,11 +108,11 @@ inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const floa
 // The threads copy Q and K to shared memory, and one thread per position computes its gate. Each group then takes pairs
 // of tiles of P and N, and solve_triangle computes Z.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
-          typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ>
+          bool ERASES, typename PQ, typename PK, typename PL, typename PB, typename PM, typename PZ, typename OP>
 inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, PQ q, PK k, PL log_g, PB beta, PM mask,
-                                PZ segments, GLOBAL float* solve, GLOBAL float* scores,
+                                PZ segments, GLOBAL float* solve, OP scores,
                                 GLOBAL float* factors) {
-  using Memory = PrepareMemory<In, C, DK, UNSTAGED>;
+  using Memory = PrepareMemory<In, C, DK, UNSTAGED, ERASES>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
   constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
@@ -141,8 +141,10 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   if (at.index < C) {
     gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
     const bool on = live(at.index);
-    rate[at.index] =
-        on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
+    if (!ERASES) rate[at.index] = on ? 1.0f : 0.0f;
+    else
+      rate[at.index] =
+          on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
   }
   barrier();
   fill_decay<C>(decay, gate, at.index);
@@ -164,7 +166,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
     for (int c = 0; c < columns; c += 16) {
       const auto b = right(turned(keys, stride, c, column * 16), at.lane);
       multiply(qk, left(straight(queries, stride, row * 16, c), at.lane), b, at.lane);
-      multiply(kk, left(straight(keys, stride, row * 16, c), at.lane), b, at.lane);
+      if (ERASES) multiply(kk, left(straight(keys, stride, row * 16, c), at.lane), b, at.lane);
     }
     const float middle = decay.between(row, column);
     DELTATUNE_UNROLL
@@ -173,14 +175,15 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
       const float d = decay.at(row == column, i, j, middle);
       qk.set(e, d * qk.get(e));
       kk.set(e, i > j ? d * kk.get(e) : 0.0f);
-      if (row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
+      if (ERASES && row == column) diagonal[i * 17 + (j & 15)] = kk.get(e);
     }
-    put_tile<true, true>(stored_at<Wide<In>>(scores, chunk, triangle), packed_offset(row) + column * 16,
+    put_tile<true, true>(stored_at<typename Choose<ERASES, Wide<In>, Saved<In>>::type>(scores, chunk, triangle), packed_offset(row) + column * 16,
                          packed_stride(row), qk, 16, 16, at.lane);
-    if (row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
+    if (ERASES && row != column) put_tile<true, true>(n, row * 16 * square + column * 16, square, kk, 16, 16, at.lane);
     // A compiler that sees a loop here reads all of the row before it, into registers that a lane does not have.
     if (pairs == 1) break;
   }
+  if (!ERASES) return;
   barrier();
   solve_triangle<C, GROUPS>(at, z, scratch, n, diagonal, rate);
   write_block<triangle, threads>(stored_at<Wide<In>>(solve, chunk, triangle), z, at.index);

@@ -5,17 +5,17 @@
 // Outputs: for each of [B,HV,chunks], d_states [DV,DK], the gradient of the state after the chunk, and d_right [DV,C],
 // which is R, both with padded rows; dv [B,T,HV,DV]; d_initial [B,HV,DV,DK].
 template <typename Shape, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
-          typename OS, typename OR, typename OV>
+          typename PP, typename OS, typename OR, typename OV>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
-                           PI d_last, PF solve, PF scores, PF factors, OS d_states, OR d_right, OV dv,
+                           PI d_last, PF solve, PP scores, PF factors, OS d_states, OR d_right, OV dv,
                            GLOBAL float* d_initial) {
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
-  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL>;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, Shape::ERASES>;
   using Types = ScanTypes<In, Shape::CHANNEL>;
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
-  constexpr bool CHANNEL = Shape::CHANNEL, add_separately = Shape::add_separately;
+  constexpr bool CHANNEL = Shape::CHANNEL, ERASES = Shape::ERASES, add_separately = Shape::add_separately;
   constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
   constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
   constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
@@ -60,7 +60,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
         keys_of<Shape, typename Types::ends>(own_ends, stage, Memory::ends, chunk, rows, live), keys);
     const Exact<In> dy_rows = shared_at<Exact<In>>(stage, Memory::values, C * value_stride);
     const Wide<In> z = shared_at<Wide<In>>(stage, Memory::solve, triangle);
-    const Wide<In> p = shared_at<Wide<In>>(stage, Memory::scores, triangle);
+    const auto p = shared_at<typename Shape::scores>(stage, Memory::scores, triangle);
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
@@ -69,6 +69,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
 
     save_state<Precise<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
                                                                     part, lane);
+    if (!ERASES) save_tails<Shape>(right_out, state, rooms, first, strip, part, lane);
     // x holds w, then R, both transposed: rows of DV by positions.
     Tile x[tiles];
     Chains<SPLIT, tiles> chains;
@@ -108,31 +109,32 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
       Tile scaled;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) scaled.set(e, -rate[tile * 16 + tile_column(e, lane)] * x[j].get(e));
-      rated.put(j, tile, scaled, lane);
+      if (ERASES) rated.put(j, tile, scaled, lane);
     }
     if (SPLIT > 1) pair_barrier(strip);
-    if (part == 0) add_times<0>(x, rated, z, lane);
-    else add_times<1>(x, rated, z, lane);
-    if (SPLIT == 1 && first < value_rows)
+    if (ERASES && part == 0) add_times<0>(x, rated, z, lane);
+    else if (ERASES) add_times<1>(x, rated, z, lane);
+    if (ERASES && SPLIT == 1 && first < value_rows)
       write_tiles_and_tails<tiles, tails, state_tiles>(right_out, (long)first * square, square, x, state, rooms, lane);
     Strip<In, blocks, SPLIT> right_part = strip_at<In, blocks, SPLIT>(rooms, Room::rated_gradient);
     const Wide<In> right_gradient_room = shared_at<Wide<In>>(rooms, Room::right_gradient, 16 * square);
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
       const int tile = own_tile<SPLIT, blocks>(j, part);
-      if (SPLIT > 1) {
+      if (ERASES && SPLIT > 1) {
         Precise<In> right_gradient;
         hold(right_gradient, x[j]);
         keep(right_gradient_room, tile * 16, square, right_gradient, lane);
       }
-      tile_scale_columns(x[j], rate + tile * 16, lane);
+      if (ERASES) tile_scale_columns(x[j], rate + tile * 16, lane);
       put_turned(dy_rows, tile * 16 * value_stride + own, value_stride, x[j], lane);
+      if (!ERASES) continue;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e)
         x[j].set(e, (CHANNEL ? -1.0f : -before[tile * 16 + tile_column(e, lane)]) * x[j].get(e));
       right_part.put(j, tile, x[j], lane);
     }
-    if (SPLIT > 1) {
+    if (ERASES && SPLIT > 1) {
       keep_tails<tails, state_tiles>(right_gradient_room, 0, square, state, part * state_tiles, lane);
       copies_fence();
       pair_barrier(strip);
@@ -145,16 +147,17 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     for (int m = 0; add_separately && m < state_tiles; ++m)
       add_separate_sum<blocks>(state[m], decayed_dy, queries, stride, (part * state_tiles + m) * 16, lane);
     DELTATUNE_UNROLL
-    for (int m = 0; add_separately && m < state_tiles; ++m)
+    for (int m = 0; ERASES && add_separately && m < state_tiles; ++m)
       add_separate_sum<blocks>(state[m], right_part, keys, stride, (part * state_tiles + m) * 16, lane);
     DELTATUNE_UNROLL
     for (int i = 0; !add_separately && i < blocks; ++i) {
-      const Precise<In> a = right_part.get(i, lane);
+      Precise<In> a;
+      if (ERASES) a = right_part.get(i, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < state_tiles; ++m) {
         const int column = (part * state_tiles + m) * 16;
         multiply(state[m], decayed_dy[i], right(straight(queries, stride, i * 16, column), lane), lane);
-        multiply(state[m], a, right(straight(keys, stride, i * 16, column), lane), lane);
+        if (ERASES) multiply(state[m], a, right(straight(keys, stride, i * 16, column), lane), lane);
       }
     }
     group_barrier();

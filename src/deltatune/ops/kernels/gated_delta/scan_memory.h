@@ -3,15 +3,17 @@
 // The sizes of a call, and how the groups of a block share its work: SPLIT groups do a strip of 16 rows of DV. Groups
 // beyond those load the next chunk while the others compute; where there are none, all groups load.
 template <typename Element, int POSITIONS, int KEY_SIZE, int VALUE_SIZE, int ROWS, int KEY_HEADS, int VALUE_HEADS,
-          int BLOCK_GROUPS, int CHUNKS_IN_MEMORY, int STRIP_GROUPS, bool READ_UNSTAGED, bool HAS_MASK,
+          int BLOCK_GROUPS, int CHUNKS_IN_MEMORY, int STRIP_GROUPS, bool READ_UNSTAGED, bool HAS_MASK, bool HAS_BETA,
           bool GATE_A_CHANNEL>
 struct ScanShape {
   using In = Element;
+  using scores = typename Choose<HAS_BETA, Wide<In>, Saved<In>>::type;
   static constexpr constant int C = POSITIONS, DK = KEY_SIZE, DV = VALUE_SIZE, SLICE = ROWS;
   static constexpr constant int HK = KEY_HEADS, HV = VALUE_HEADS, GROUPS = BLOCK_GROUPS;
   static constexpr constant int STAGES = CHUNKS_IN_MEMORY, SPLIT = STRIP_GROUPS;
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
-  static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL>();
+  static constexpr constant bool ERASES = HAS_BETA;
+  static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL, HAS_BETA>();
   static constexpr constant int value_stride = SLICE + 8, value_rows = padded(DV), triangle = packed_offset(C / 16);
   static constexpr constant int numbers = CHANNEL ? C + padded(DK) : 3 * C;
   // Tiles of a chunk and of a key, and those of them that a group has.
@@ -33,16 +35,18 @@ struct ScanMemory {
   using Types = ScanTypes<In, Shape::CHANNEL>;
   static constexpr constant int C = Shape::C, DK = Shape::DK, triangle = Shape::triangle * Wide<In>::bytes;
   static constexpr constant int k = 0;
-  static constexpr constant int q = k + room_of<Shape::UNSTAGED, typename Types::keys, C, DK>();
+  // With a gate per channel, G K is there for the erase alone.
+  static constexpr constant int keys_bytes = room_of<Shape::UNSTAGED, typename Types::keys, C, DK>();
+  static constexpr constant int q = k + (Shape::ERASES || !Shape::CHANNEL ? keys_bytes : 0);
   static constexpr constant int ends = q + room_of<Shape::UNSTAGED, typename Types::queries, C, DK>();
   static constexpr constant int ends_bytes = room_of<Shape::UNSTAGED, typename Types::ends, C, DK>();
   static constexpr constant int solve = ends + (Shape::CHANNEL ? ends_bytes : 0);
-  static constexpr constant int scores = solve + triangle;
-  static constexpr constant int values = scores + triangle;
+  static constexpr constant int scores = solve + (Shape::ERASES ? triangle : 0);
+  static constexpr constant int values = scores + Shape::triangle * Shape::scores::bytes;
   static constexpr constant int factors = values + C * Shape::value_stride * Exact<In>::bytes;
   static constexpr constant int stage = factors + Shape::numbers * 4;
   // A strip's tiles on their way out, or on their way to the other group.
-  static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL>::bytes
+  static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL, Shape::ERASES>::bytes
                                                        : 16 * staged<In>(Shape::stride, Shape::square);
   static constexpr constant int staging = Shape::STAGES * stage;
   static constexpr constant int arrivals = staging + Shape::SLICE / 16 * out;
@@ -50,20 +54,22 @@ struct ScanMemory {
 };
 
 // The arrays that both scans read by chunks, in device memory. `values` is v, or dy backward.
-template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF, typename PP>
 struct ChunkArrays {
   PQ q;
   PK k;
   PE ends;
   PV values;
   PM mask;
-  PF solve, scores, factors;
+  PF solve;
+  PP scores;
+  PF factors;
   int length;
 };
-template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF>
-inline ChunkArrays<PQ, PK, PE, PV, PM, PF> chunk_arrays(PQ q, PK k, PE ends, PV values, PM mask, PF solve, PF scores,
-                                                        PF factors, int length) {
-  return ChunkArrays<PQ, PK, PE, PV, PM, PF>{q, k, ends, values, mask, solve, scores, factors, length};
+template <typename PQ, typename PK, typename PE, typename PV, typename PM, typename PF, typename PP>
+inline ChunkArrays<PQ, PK, PE, PV, PM, PF, PP> chunk_arrays(PQ q, PK k, PE ends, PV values, PM mask, PF solve,
+                                                            PP scores, PF factors, int length) {
+  return ChunkArrays<PQ, PK, PE, PV, PM, PF, PP>{q, k, ends, values, mask, solve, scores, factors, length};
 }
 
 // Copies the K and Q of a chunk to shared memory. With one gate per head they are rows of the inputs; with a gate per
@@ -86,8 +92,9 @@ inline void load_keys(Flag<true>, Place at, threadgroup char* memory, thread Arr
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
   constexpr int threads = Shape::loading * 32, count = Shape::C * Shape::stride;
-  copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count), stored_at<Saved<In>>(from.k, chunk, count),
-                             0, arrival, at.index);
+  if (Shape::ERASES)
+    copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::k, count),
+                               stored_at<Saved<In>>(from.k, chunk, count), 0, arrival, at.index);
   copy_block<count, threads>(shared_at<Saved<In>>(memory, Memory::q, count), stored_at<Saved<In>>(from.q, chunk, count),
                              0, arrival, at.index);
   copy_block<count, threads>(shared_at<Wide<In>>(memory, Memory::ends, count),
@@ -120,10 +127,12 @@ inline void load_chunk(Place at, threadgroup char* memory, thread Arrival& arriv
   const int t0 = n * C, first = at.x * SLICE;
   const long chunk = ((long)at.z * HV + at.y) * chunks + n, row = (long)at.z * from.length + t0;
   const auto live = alive<Shape::MASKED>(from.mask, at.z, t0, from.length);
-  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
-                                stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
-  copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::scores, triangle),
-                                stored_at<Wide<In>>(from.scores, chunk, triangle), 0, arrival, at.index);
+  if (Shape::ERASES)
+    copy_block<triangle, threads>(shared_at<Wide<In>>(memory, Memory::solve, triangle),
+                                  stored_at<Wide<In>>(from.solve, chunk, triangle), 0, arrival, at.index);
+  using Scores = typename Shape::scores;
+  copy_block<triangle, threads>(shared_at<Scores>(memory, Memory::scores, triangle),
+                                stored_at<Scores>(from.scores, chunk, triangle), 0, arrival, at.index);
   copy_floats<numbers>(reinterpret_cast<threadgroup float*>(memory + Memory::factors), from.factors + chunk * numbers,
                        arrival, at.index);
   if (!Shape::UNSTAGED) load_keys<Shape>(Flag<Shape::CHANNEL>{}, at, memory, arrival, from, live, chunk, row);
@@ -176,6 +185,25 @@ inline void save_state(Target to, thread const Tile* state, Store room, threadgr
     if (part == 0 && first < ROWS) write_strip<16 * STRIDE>(to, (long)first * STRIDE, room, lane);
   } else if (first < ROWS) {
     write_tiles<STATE_TILES>(to, (long)first * STRIDE, STRIDE, state, rooms, lane);
+  }
+}
+
+// Writes the tails of the strip of a state from row `first` on, where nothing is erased, to their rows of `to`.
+template <typename Shape, typename Target>
+inline void save_tails(Target to, thread const Tile* state, threadgroup char* rooms, int first, int strip, int part,
+                       int lane) {
+  using In = typename Shape::In;
+  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, false>;
+  constexpr int tails = Shape::tails, state_tiles = Shape::state_tiles;
+  if (tails == 0) return;
+  if (Shape::SPLIT > 1) {
+    const Wide<In> room = shared_at<Wide<In>>(rooms, Room::tails, 16 * tails);
+    keep_tails<tails, state_tiles>(room, 0, tails, state, part * state_tiles, lane);
+    copies_fence();
+    pair_barrier(strip);
+    if (part == 0 && first < Shape::value_rows) write_strip<16 * tails>(to, (long)first * tails, room, lane);
+  } else if (first < Shape::value_rows) {
+    write_tiles_and_tails<0, tails, state_tiles>(to, (long)first * tails, tails, state, state, rooms, lane);
   }
 }
 

@@ -1,0 +1,63 @@
+"""Chooses the implementation of linear_attention that serves a call: those of gated_delta, without beta."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .. import IMPLEMENTATIONS
+from ..gated_delta import trial_case, workloads
+from ..gated_delta.call import Call
+from ..gated_delta.choice import chunk_candidate, fused_candidate, naive_candidate
+from ..gated_delta.trial_case import ShapeClass
+from ..gated_delta.workloads import Workload
+from ..operator.operator import Operator
+from ..operator.verdicts import Verdict
+
+# Small sizes, on which the recurrence takes little time.
+SMALL = (
+    ShapeClass(2, 4, 32, 16, "float32", beta=""),
+    ShapeClass(1, 2, 16, 32, "bfloat16", masked=True, segmented=True, per_channel=True, beta=""),
+)
+# Sizes of released models: Nemotron-H and Nemotron 3, Granite 4, Falcon-H1; and a gate a channel.
+MODELS = (
+    ShapeClass(8, 64, 128, 64, "bfloat16", beta=""),
+    ShapeClass(1, 48, 128, 64, "bfloat16", segmented=True, beta=""),
+    ShapeClass(1, 24, 256, 64, "bfloat16", beta=""),
+    ShapeClass(16, 16, 64, 64, "float32", masked=True, beta=""),
+    ShapeClass(16, 16, 128, 128, "bfloat16", per_channel=True, beta=""),
+)
+
+
+def calls() -> list[Call]:
+    """Return a call of each class of MODELS, with one token."""
+    return [Call.of_class(shape) for shape in MODELS]
+
+
+def compare_chunk() -> list[Verdict]:
+    """Compare `chunk` with the recurrence."""
+    return workloads.compare_chunk(SMALL)
+
+
+def workloads_of(quick: bool) -> list[Workload]:
+    """The workloads, with the heads of released models; `quick` makes them few and small."""
+    heads, key_size, value_size = (4, 16, 8) if quick else (32, 128, 64)
+    documents = ShapeClass(2, heads, key_size, value_size, "float32", masked=True, segmented=True, beta="")
+    per_channel = replace(documents, key_heads=heads, per_channel=True)
+    return [
+        Workload("linear attention, bf16", ShapeClass(2, heads, key_size, value_size, "bfloat16", beta="")),
+        Workload("linear attention, fp32, masked documents", documents),
+        Workload("linear attention, gates per channel, fp32, masked documents", per_channel),
+    ]
+
+
+OPERATOR = Operator(
+    name="linear_attention",
+    implementations=IMPLEMENTATIONS["linear_attention"],
+    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "chunk")},
+    candidates={"naive": naive_candidate, "chunk": chunk_candidate, "fused": fused_candidate},
+    case_of=trial_case.trial_case,
+    timed_case_of=trial_case.trial_case,
+    examples=calls,
+    compare_last=compare_chunk,
+    workloads=workloads_of,
+)

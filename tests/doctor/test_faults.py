@@ -1,0 +1,110 @@
+"""Each probe finds its fault where the fault is planted, and only there."""
+
+import mlx.core as mx
+import pytest
+
+from deltatune.doctor import probes
+from deltatune.machine import backend
+from deltatune.machine import blas_fault as blas_probe
+from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
+from layouts import has_gaps
+
+
+class Namespace:
+    """A copy of `module` with some names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(vars(module) | names)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "device", "replaced", "status"),
+    [
+        (ProbeResult("good"), "cpu", False, "absent"),
+        (ProbeResult(None), "cpu", False, "not run"),
+        (ProbeResult("bad", (FAULT.name,)), "cpu", True, "avoided"),
+        (ProbeResult("bad", (FAULT.name,)), "cpu", False, "present"),
+        (ProbeResult("bad", (FAULT.name,)), "metal", False, "avoided"),
+        (ProbeResult("worse", (FAULT.name, TWO_ROWS.name)), "cpu", False, "present"),
+    ],
+)
+def test_one_row(verdict, device, replaced, status, monkeypatch):
+    monkeypatch.setattr(blas_probe, "probe", lambda: verdict)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(probes, "in_force", lambda: replaced)
+    assert probes.find_one_row().status == status
+
+
+def wrong_rows(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """A faulty mx.gather_mm that reads row 1 in place of others."""
+    if sorted_indices:
+        a = mx.concatenate([a[:1], mx.broadcast_to(a[1:2], (len(a) - 1, *a.shape[1:]))]) if len(a) > 1 else a * 2
+    return mx.gather_mm(a, b, lhs_indices, rhs_indices)
+
+
+# MLX's CUDA products have both faults.
+HERE = "avoided" if backend.device() == "cuda" else "absent"
+
+
+def test_sorted_gathers(monkeypatch):
+    assert probes.find_forward().status == HERE
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=wrong_rows))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert probes.find_forward().wrong
+    assert probes.find_gradient().status == "avoided"
+    for device in ("cuda", "metal"):
+        monkeypatch.setattr(backend, "device", lambda device=device: device)
+        assert probes.find_forward().status == "avoided"
+
+
+def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
+    """A faulty mx.gather_mm that ignores gaps between matrices, so that it reads the second in the wrong place."""
+    if has_gaps(b):
+        b = mx.concatenate([b[:1], b[:-1]])
+    return mx.gather_mm(a, b, lhs_indices, rhs_indices)
+
+
+def test_sorted_gathers_from_halves(monkeypatch):
+    assert probes.find_views().status == HERE
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=first_after_another))
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert probes.find_views().wrong
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert probes.find_views().status == "avoided"
+
+
+def test_the_gradient_of_a_sorted_gather_from_one_row_here():
+    """mlx 0.32.4 reads past the row; this test fails once mlx is fixed."""
+    found = probes.find_gradient()
+    assert found.status == "avoided"
+    assert found.error is None or found.error > 0.1
+
+
+def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
+    """CUDA refuses this gradient, which no layer asks for."""
+
+    def refused(*_, **__):
+        raise RuntimeError("invalid argument\nof a kernel")
+
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=refused))
+    found = probes.find_gradient()
+    assert (found.status, found.error) == ("avoided", None)
+    assert found.detail.startswith("MLX cannot compute it here (invalid argument); mlx-lm's layers")
+
+
+def test_this_gradient_is_not_tried_on_an_nvidia_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=None))
+    assert probes.find_gradient().status == "not run"
+
+
+def test_product_that_mlx_refuses_is_a_present_fault(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("cudaGraphAddKernelNode(...) failed: invalid argument\nand more")
+
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=refused))
+    found = {one.name: one for one in probes.faults()}
+    assert len(found) == 4
+    for name in (probes.FORWARD, probes.VIEWS):
+        detail = "MLX cannot compute it here: cudaGraphAddKernelNode(...) failed: invalid argument"
+        assert found[name] == probes.Fault(name, "present", detail)
