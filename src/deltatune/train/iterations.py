@@ -134,12 +134,11 @@ class Iterations:
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        config, progress, stop = self.parts.config, self.progress, self._ending.stop
+        config, progress = self.parts.config, self.progress
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
-            self._ending.check()
-            asked = asked or (stop.asked and self.parts.world.size == 1)
+            asked = self._ending.asks_to_stop() or asked
             if not asked and self._evaluation_is_due():
                 asked = not self._evaluate()
             done = progress.iteration >= config.iters or self.ended_early()
@@ -187,9 +186,8 @@ class Iterations:
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
-            self._ending.check()
             parts.screen.evaluating(done, total)
-            return self._ending.stop.asked and parts.world.size == 1
+            return self._ending.asks_to_stop()
 
         try:
             loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)

@@ -152,8 +152,8 @@ class Trainer:
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
-        plain = splits.plain_text
-        samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
+        self._loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)
+        samples = Samples(self._loaded, config, plain_text=splits.plain_text, weights=weights)
         thumbnails = [prompt.thumbnails for prompt in samples.prompts]
         on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
@@ -166,7 +166,6 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        self._tokenizer = tokenizer
         self.parts = Parts(
             model=model,
             config=config,
@@ -276,8 +275,10 @@ class Trainer:
     @property
     def _answering(self) -> Loaded:
         """The model, and its tokenizer with the tokens that end an answer."""
-        tokenizer = self._tokenizer if self.splits.plain_text else ending_answers(self._tokenizer)
-        return Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
+        loaded = self._loaded
+        if self.splits.plain_text:
+            return loaded
+        return dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
 
     @property
     def about(self) -> dict[str, str]:

@@ -78,8 +78,7 @@ def rollout_order(
     """
 
     def between() -> None:
-        ending.check()
-        if ending.stop.asked and world.size == 1:
+        if ending.asks_to_stop():
             raise InterruptedSamplingError
 
     sampler = _rewarded_sampler(loaded, config, prompts, rewards, between, world)
