@@ -34,7 +34,7 @@ BUDGETS = {
     "demo": Budget(665, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_165, 1_300),
-    "export": Budget(1_750, 1_600),
+    "export": Budget(1_720, 1_600),
     "plan": Budget(4_475, 3_300),
     "train": Budget(10_685, 8_000),
     "rewards": Budget(700, 600),

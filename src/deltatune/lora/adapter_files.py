@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,26 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"--peft {directory} --model MODEL --save-path NEW."
         )
     return content
+
+
+def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
+    """Copy the two files that make an adapter into a new folder, for mlx_lm.generate, mlx_lm.server and LM Studio.
+
+    Raises:
+        UserError: The adapter is damaged, or the folder holds one already or cannot be written.
+    """
+    adapter_path, save_path = Path(adapter_path), Path(save_path)
+    read_config(adapter_path)
+    read_weights(adapter_path / WEIGHTS)
+    if (save_path / CONFIG).exists():
+        raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
+    try:
+        save_path.mkdir(parents=True, exist_ok=True)
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(adapter_path / name, save_path / name)
+    except OSError as error:
+        raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
+    return save_path
 
 
 def options_of(directory: Path) -> dict[str, Any]:
