@@ -213,9 +213,9 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
         "rank": max(_rank_of(_stored(adapter)) for adapter in by_path),
         "scale": first.scale,
     }
-    scales = [settings.get("scale") for settings in (saved, current)]
-    if all(isinstance(scale, int | float) for scale in scales) and math.isclose(*scales, rel_tol=1e-6):
-        current["scale"] = saved["scale"]
+    scale = saved.get("scale")
+    if isinstance(scale, int | float) and math.isclose(scale, first.scale, rel_tol=1e-6):
+        current["scale"] = scale
     differing = [name for name in saved if saved[name] != current[name]]
     if differing:
         there, here = (", ".join(f"{name} {settings[name]!r}" for name in differing) for settings in (saved, current))
