@@ -28,16 +28,7 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import (
-    controls,
-    examined,
-    experts,
-    implementations,
-    kernels,
-    replays,
-    times,
-    training,
-)
+from deltatune.selftest import controls, examined, experts, implementations, replays, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
@@ -187,9 +178,9 @@ def test_kernels(operator, workload, host_folder):
         names.append(launch.name)
         return [array * factors.get(launch.name, 1) for array in machine.run(launch)]
 
-    assert kernels.compare(operator, workload, partial(altered, {})).status == PASSED
+    assert implementations.compare_kernels(operator, workload, partial(altered, {})).status == PASSED
     for name in set(names):
-        outcome = kernels.compare(operator, workload, partial(altered, {name: 1.02}))
+        outcome = implementations.compare_kernels(operator, workload, partial(altered, {name: 1.02}))
         assert outcome.status == FAILED
         of_gradients = "gradient" in outcome.worst or outcome.worst.startswith(("dx", "product"))
         assert of_gradients or not name.endswith(("backward", "gradients"))

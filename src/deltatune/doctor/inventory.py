@@ -65,7 +65,6 @@ def _chip() -> str:
 
 
 def _memory() -> int:
-    """Bytes of main memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -155,30 +155,33 @@ def _fault(fault: Fault) -> Line:
     return fault.status, fault.name, "" if fault.status == "absent" else fault.detail
 
 
+def _add(table: Table, mark: tuple[str, str], text: str, *, style: str = "", dim: str = "") -> None:
+    """Add a row with a mark, a text in a style, and further text that is dim."""
+    sign, of_sign = mark
+    table.add_row(Text(sign, style=of_sign), Text.assemble((text, style), (dim, "dim")))
+
+
 def _patches(patches: Patches) -> RenderableType:
     table = _columns(1, None)
     if patches.applied:
         counts = Counter(patch.package for patch in patches.applied)
-        text = Text(f"{len(patches.applied)} functions replaced: ")
-        text.append(", ".join(f"{count} of {package}" for package, count in counts.most_common()))
-        table.add_row(Text("✓", style="green"), text.append("\n--json names each", style="dim"))
+        packages = ", ".join(f"{count} of {package}" for package, count in counts.most_common())
+        _add(table, _GOOD, f"{len(patches.applied)} functions replaced: {packages}", dim="\n--json names each")
     for message in patches.untried:
-        table.add_row(Text("–", style="dim"), Text(message))
+        _add(table, _SKIPPED, message)
     for message in patches.left_alone:
-        table.add_row(Text("!", style="yellow"), Text(message))
-    for message in patches.absent:
-        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
-    if not table.row_count:
-        table.add_row(Text("–", style="dim"), Text("none applies", style="dim"))
+        _add(table, _WARNING, message)
+    for message in patches.absent or ([] if table.row_count else ["none applies"]):
+        _add(table, _SKIPPED, message, style="dim")
     return table
 
 
 def _private_names(names: list[Probed]) -> RenderableType:
     table, present = _columns(1, None), sum(name.present for name in names)
-    table.add_row(Text("✓", style="green"), Text(f"{present} of {len(names)} are as deltatune knows them"))
+    _add(table, _GOOD, f"{present} of {len(names)} are as deltatune knows them")
     for name in names:
         if not name.present:
-            table.add_row(Text("!", style="yellow"), Text(f"{name.name} is gone. {name.without}"))
+            _add(table, _WARNING, f"{name.name} is gone. {name.without}")
     return table
 
 
@@ -186,15 +189,15 @@ def _model(layers: Layers) -> RenderableType:
     table = _columns(1, None)
     kinds = ", ".join(f"{count} {kind}" for kind, count in layers.kinds.items())
     experts = f"; experts in {layers.experts}" if layers.experts else ""
-    table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
+    _add(table, _GOOD, f"{sum(layers.kinds.values())} layers: {kinds}{experts}")
     for forward in layers.forwards:
         _forward(table, forward)
     for sentence in layers.known_faults:
-        table.add_row(Text(_WARNING[0], style=_WARNING[1]), Text(sentence))
+        _add(table, _WARNING, sentence)
     if layers.without_row is not None:
-        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(layers.without_row, style="red"))
+        _add(table, _BAD, layers.without_row, style="red")
     for message in layers.left_out:
-        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
+        _add(table, _SKIPPED, message, style="dim")
     return table
 
 
@@ -203,27 +206,23 @@ def _forward(table: Table, forward: Forward) -> None:
     through = f"  on {forward.data}, through {forward.package}"
     for operator, counts in forward.served.items():
         layers, others = sum(counts.values()), counts.get("", 0)
-        # Upstream's attention and experts are right as well, only slower; its gated delta is a loop.
-        sign, style = _WARNING if others and operator == "gated delta" else _GOOD
         by = ", ".join(f"{name} in {count}" for name, count in counts.items() if name)
-        ours = f"{layers - others} of {layers} layers with {operator}"
-        text = Text(f"{ours} train with deltatune's{f': {by}' if by else ''}")
-        text.append(through, style="dim")
-        table.add_row(Text(sign, style=style), text)
+        text = f"{layers - others} of {layers} layers with {operator} train with deltatune's{f': {by}' if by else ''}"
+        # Upstream's attention and experts are right as well, only slower; its gated delta is a loop.
+        _add(table, _WARNING if others and operator == "gated delta" else _GOOD, text, dim=through)
     for path in forward.unreached:
-        table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
+        _add(table, ("", ""), f"{path} runs other code: its speed, memory and gradients", style="yellow")
     if forward.untraced is not None:
-        text = Text("custom kernels: not known").append(through, style="dim").append(f"\n{forward.untraced}")
-        table.add_row(Text(_WARNING[0], style=_WARNING[1]), text)
+        _add(table, _WARNING, "custom kernels: not known", dim=f"{through}\n{forward.untraced}")
         return
-    kernels = [kernel for kernel in forward.kernels if kernel.differentiable]
     if not forward.kernels:
-        table.add_row(Text("✓", style="green"), Text("reaches no custom kernel").append(through, style="dim"))
-    for kernel in kernels:
-        text = Text(f"kernel {kernel.name}: has a gradient, or needs none").append(through, style="dim")
-        table.add_row(Text("✓", style="green"), text.append(f"\n{kernel.caller}", style="dim"))
+        _add(table, _GOOD, "reaches no custom kernel", dim=through)
+    for kernel in forward.kernels:
+        if kernel.differentiable:
+            text = f"kernel {kernel.name}: has a gradient, or needs none"
+            _add(table, _GOOD, text, dim=f"{through}\n{kernel.caller}")
     for message in forward.untrainable:
-        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(message, style="red").append(through, style="dim"))
+        _add(table, _BAD, message, style="red", dim=through)
 
 
 def _verdict(examination: Examination) -> RenderableType:

@@ -21,16 +21,7 @@ from .times import LOOP, NATIVE, OURS, Timing
 FILE = "deltatune-selftest.json"
 # Environment variables that change results or speed: of MLX, deltatune, Metal's validation layers and BLAS.
 _VARIABLES = ("MLX_", "DELTATUNE_", "MTL_", "METAL_", "OPENBLAS_", "OMP_")
-HEADER = (
-    "machine",
-    "memory",
-    "date",
-    "versions",
-    "checks",
-    "gated_delta, ms a call",
-    "peak memory of it",
-    "demo",
-)
+HEADER = ("machine", "memory", "date", "versions", "checks", "gated_delta, ms a call", "peak memory of it", "demo")
 
 
 class SelftestRecord:

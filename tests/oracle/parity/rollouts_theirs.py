@@ -108,11 +108,7 @@ def theirs(case: Case) -> dict[str, Any]:
     loss = trainer._compute_loss(SimpleNamespace(name="now"), inputs)
     loss.backward()
     advantages = inputs["advantages"]
-    return {
-        "loss": loss.item(),
-        "advantages": advantages.tolist(),
-        "gradients": of_rows(now.grad.numpy()),
-    }
+    return {"loss": loss.item(), "advantages": advantages.tolist(), "gradients": of_rows(now.grad.numpy())}
 
 
 if __name__ == "__main__":
