@@ -34,7 +34,7 @@ BUDGETS = {
     "demo": Budget(810, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_145, 1_300),
-    "export": Budget(1_750, 1_600),
+    "export": Budget(1_720, 1_600),
     "plan": Budget(4_410, 3_300),
     "train": Budget(10_890, 8_000),
     "rewards": Budget(700, 600),
