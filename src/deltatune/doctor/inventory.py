@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import mlx.core as mx
 
 from ..machine import blas, blas_fault, environment
 from ..ops.operator import verdicts
+from ..upstream import libmlx
 
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
 
@@ -43,6 +46,27 @@ def speed() -> float:
         if time.perf_counter() - begun > _SECONDS:
             break
     return 2 * _SIDE**3 / best / 1e9
+
+
+def mlx_build() -> str:
+    """Whether MLX's Metal library holds kernels for the matrix units of an M5 and later, which MLX calls NAX."""
+    library = libmlx()
+    kernels = library.with_name("mlx.metallib") if library else None
+    if kernels is None or not kernels.is_file():
+        return "no Metal library"
+    return "NAX kernels" if b"_nax" in kernels.read_bytes() else "no NAX kernels"
+
+
+def thermal_state() -> str:
+    """How hot the machine is, as its system says: the lines of macOS's pmset, or the hottest zone that Linux names."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["/usr/bin/pmset", "-g", "therm"]
+            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    with contextlib.suppress(OSError, ValueError):
+        zones = [int(file.read_text()) for file in Path("/sys/class/thermal").glob("thermal_zone*/temp")]
+        return f"{max(zones) / 1e3:.0f} degrees Celsius"
+    return "not known"
 
 
 def _fp32(device: str) -> str:
