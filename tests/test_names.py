@@ -12,7 +12,7 @@ MOST = 7
 OPERATORS = {
     *("attention", "attention_blocked", "attention_fused", "attention_naive", "attention_native", "attention64"),
     *("gated_delta", "gated_delta_chunk", "gated_delta_fused", "gated_delta_naive", "gated_delta_native"),
-    *("gated_delta_loop", "quantized_matmul"),
+    *("gated_delta_loop", "quantized_matmul", "ssm_update"),
 }
 # What programs call with names: the trainer and its answers.
 PUBLIC = {"Trainer.__init__", "generate"}

@@ -12,8 +12,9 @@ import mlx.nn as nn
 
 from .errors import UserError
 
-# The function of mlx-lm and mlx-vlm that computes the gated delta rule.
+# The functions of mlx-lm and mlx-vlm that compute the gated delta rule, and Mamba-2's state-space duality.
 ENTRY_POINT = "gated_delta_update"
+STATE_SPACE = "ssm_update"
 
 
 def is_gated_delta(module: nn.Module) -> bool:
@@ -22,8 +23,17 @@ def is_gated_delta(module: nn.Module) -> bool:
     It holds the parameters A_log and dt_bias, as Mamba's mixers do too, and the Python module of its class or of a base
     has a global named gated_delta_update, as theirs do not.
     """
+    return _is_recurrent(module, ENTRY_POINT)
+
+
+def is_state_space(module: nn.Module) -> bool:
+    """Whether a module is a mixer of Mamba-2, which calls ssm_update; Mamba's first kind has a loop of its own."""
+    return _is_recurrent(module, STATE_SPACE)
+
+
+def _is_recurrent(module: nn.Module, name: str) -> bool:
     sources = (sys.modules.get(base.__module__) for base in type(module).__mro__)
-    return {"A_log", "dt_bias"} <= module.keys() and any(ENTRY_POINT in vars(source) for source in sources if source)
+    return {"A_log", "dt_bias"} <= module.keys() and any(name in vars(source) for source in sources if source)
 
 
 def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -29,8 +29,17 @@ from .prompt_rows import prompt_example
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
-from .rows.row_streams import JsonLines, hugging_face_streams
-from .rows.sources import DataTable, hugging_face, in_memory, is_format, is_saved_dataset, json_file, jsonl
+from .rows.sources import (
+    DataTable,
+    JsonLines,
+    hugging_face,
+    hugging_face_streams,
+    in_memory,
+    is_format,
+    is_saved_dataset,
+    json_file,
+    jsonl,
+)
 from .vision.media import VisionProcessors
 from .vision.messages import VIDEO, media_kind
 

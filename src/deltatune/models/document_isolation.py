@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError, first_line
-from ..layers import describe, logits_of
+from ..layers import describe, is_state_space, logits_of
 from ..lora.adapter import Adapter
 from ..ops.functional import is_floating, undisturbed
 from ..ops.segments import segments
@@ -82,10 +82,15 @@ def check_packing(model: nn.Module, longest: int) -> None:
             layers that cannot be packed.
     """
     layers = describe(model)
-    mamba = [str(layer.index) for layer in layers if layer.kind == "mamba"]
+    mamba = [
+        str(layer.index)
+        for layer in layers
+        if layer.kind == "mamba" and not any(map(is_state_space, layer.module.modules()))
+    ]
     if mamba:
         raise UserError(
-            f"packing: layers {', '.join(mamba)} are Mamba layers, whose state cannot restart between documents. "
+            f"packing: layers {', '.join(mamba)} are Mamba layers of the first kind, whose state cannot restart "
+            "between documents. "
             "Train this model without packing."
         )
     lengths = _lengths(model)

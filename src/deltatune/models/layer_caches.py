@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ..layers import LayerInfo, logits_of
+from ..layers import LayerInfo, is_state_space, logits_of
 from ..ops.functional import undisturbed
 from ..ops.pieces import Carry, States
 from ..ops.random_state import drawing_from
@@ -24,8 +24,8 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
     returns its rows alone, is seen in a forward pass without an evaluation. Layers of mlx-vlm take positions besides,
-    Mamba's layers and windows have caches of other kinds, and layers that share keys and values have one between them,
-    so they run on whole rows.
+    windows and Mamba's first kind have caches of other kinds, and layers that share keys and values have one between
+    them, so they run on whole rows.
 
     Args:
         model: The model.
@@ -80,7 +80,8 @@ def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
-    if layer.kind == "delta" and type(cache) is ArraysCache:
+    recurrent = layer.kind == "delta" or any(map(is_state_space, layer.module.modules()))
+    if recurrent and type(cache) is ArraysCache:
         return Carry(len(cache.cache))
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None

@@ -128,7 +128,7 @@ def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -
 
     Args:
         conditions: The conditions of the options.
-        names: The options that are set, each with its name in messages; one that begins with -- is a flag.
+        names: The options that are set, each with its name in messages.
         run: The arguments of a condition.
 
     Returns:

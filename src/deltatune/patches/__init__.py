@@ -31,6 +31,7 @@ from .tables import (
     residual_norms,
     residual_weights,
     sorted_rows,
+    state_space,
 )
 from .verify import explain, serving
 
@@ -59,6 +60,7 @@ __all__ = [
 PATCHES: tuple[Patch, ...] = (
     *mlx_lm.PATCHES,
     *mlx_vlm.PATCHES,
+    *state_space.PATCHES,
     *experts.PATCHES,
     *residual_weights.PATCHES,
     *attention.PATCHES,

@@ -30,6 +30,11 @@ class Products:
     operations: int = 0
     largest: tuple[int, int, int] | None = None
 
+    def times(self, tokens: float) -> Products:
+        """Those of a step with so many times the tokens."""
+        largest = None if self.largest is None else (int(self.largest[0] * tokens), *self.largest[1:])
+        return Products(int(self.operations * tokens), largest)
+
 
 def products(order: Sequence[Node]) -> Products:
     """Return the matrix products among the primitives of a graph."""

@@ -20,7 +20,7 @@ from ..ops.recomputation import Checkpoints
 from ..train.by_layer.layer_functions import signature
 from ..train.tree import leaves
 from .graph import Node
-from .simulate import Simulation
+from .simulate import Amount, Simulation
 from .traced_step import TracedStep
 
 # Fewer layers than these have none between the first and the last.
@@ -43,17 +43,6 @@ class StepPlace(NamedTuple):
         return f"the {_BACKWARD if self.phase == _BACKWARD else _FORWARD} pass{near}"
 
 
-class Amount(NamedTuple):
-    """Bytes and buffers, of one moment."""
-
-    bytes: float
-    buffers: float
-
-    def plus(self, other: Amount, times: float = 1) -> Amount:
-        """Add so many times another amount."""
-        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
-
-
 class FewLayers(NamedTuple):
     """A choice of a model's layers that stand for all of them.
 
@@ -62,12 +51,14 @@ class FewLayers(NamedTuple):
         chosen: The positions of the layers that are kept.
         gradients: The gradients of one layer, by kind.
         recomputed: The checkpoints of the whole model.
+        shortened: Whether loops over a long row are traced without most of their turns.
     """
 
     kinds: list[int]
     chosen: list[int]
     gradients: dict[int, Amount]
     recomputed: Checkpoints
+    shortened: bool = True
 
     @property
     def kept(self) -> list[int]:
@@ -78,6 +69,11 @@ class FewLayers(NamedTuple):
     def all(self) -> bool:
         """Whether all layers are kept."""
         return len(self.chosen) == len(self.kinds)
+
+    @property
+    def every(self) -> FewLayers:
+        """The choice of all layers."""
+        return self._replace(chosen=list(range(len(self.kinds))))
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -145,7 +141,9 @@ def _held(model: nn.Module) -> list[nn.Module] | None:
 def only(model: nn.Module, few: FewLayers) -> Iterator[None]:
     """Within the context the model has the chosen layers alone."""
     held = _held(model)
-    assert held is not None
+    if few.all or held is None:
+        yield
+        return
     layers = list(held)
     held[:] = [layers[at] for at in few.chosen]
     try:
@@ -189,7 +187,7 @@ def of_all_layers(
     layers: dict[int, list[int]] = defaultdict(list)
     for at in range(len(few.kinds)):
         layers[few.like(at)].append(at)
-    for place, amount in _peaks(places, machine).items():
+    for place, amount in peaks(places, machine).items():
         for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
             whole = place._replace(layer=layer)
             largest[whole] = amount.plus(offset(place, layer))
@@ -247,8 +245,8 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
     return place
 
 
-def _peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
-    """The largest amounts at every place."""
+def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
+    """Return the largest amounts at every place."""
     sizes, counts = [0] * (len(places) + 2), [0] * (len(places) + 2)
     for record in machine.records.values():
         end = len(places) if record.died is None else record.died

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..machine import environment
 from .array_layout import ArrayLayout
@@ -51,6 +52,17 @@ PACES = {
 }
 
 
+class Amount(NamedTuple):
+    """Bytes and buffers, of one moment."""
+
+    bytes: float
+    buffers: float
+
+    def plus(self, other: Amount, times: float = 1) -> Amount:
+        """Add so many times another amount."""
+        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
+
+
 @dataclass
 class Peak:
     """The largest amount that lived at once; `at` is the number of primitives that were evaluated before."""
@@ -92,9 +104,10 @@ class Simulation:
         layout: How the loaded MLX stores its arrays.
         pace: How the device groups operations into tasks.
         brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
+        queued: How many operations the first task has already.
     """
 
-    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None):
+    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
         self.layout, self._pace, self._brake = layout, pace, brake
         self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
@@ -102,7 +115,7 @@ class Simulation:
         self.evaluated: list[Node] = []
         self.records: dict[Buffer, Record] = {}
         self._holds: dict[int, int] = {}
-        self._queue = Queue()
+        self._queue = Queue(operations=queued)
         self._temporaries: list[Buffer] = []
 
     def add_leaves(self, leaves: Sequence[Node], shared_buffers: Sequence[Sequence[int]] = ()) -> None:
@@ -254,11 +267,3 @@ class Simulation:
         stored = self.stored.pop(address, None)
         if stored is not None:
             self._release(stored.buffer)
-
-    def alive(self, at: int) -> list[Buffer]:
-        """The buffers that were alive when primitive number `at` was evaluated."""
-        return [
-            record.buffer
-            for record in self.records.values()
-            if record.buffer.born <= at and (record.died is None or record.died >= at)
-        ]

@@ -22,6 +22,7 @@ from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
+from ..ops.tracing import trace
 from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
@@ -33,7 +34,7 @@ from ..train.tree import leaves
 from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
-from .simulate import PACES, Simulation
+from .simulate import PACES, Amount, Simulation
 from .traced_layers import InputsPlace, NotedPasses, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
@@ -134,6 +135,14 @@ class _Start(NamedTuple):
     shared_buffers: list[list[int]]
 
 
+class Before(NamedTuple):
+    """The arrays that exist before a step: their memory, and the number and bytes of parameters, gradients, moments."""
+
+    held: Amount
+    counts: dict[str, int]
+    sizes: dict[str, int]
+
+
 @contextlib.contextmanager
 def _set_up(
     model: nn.Module,
@@ -152,20 +161,18 @@ def _set_up(
         yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
 
 
-def before_step(
-    model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None
-) -> tuple[Simulation, dict[str, tuple[int, int]]]:
-    """Return the arrays that exist before a step, and the number and bytes of parameters, gradients and moments."""
+def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
+    """Return the arrays that exist before a step."""
     with _set_up(model, config, layout, checkpoints, None) as start:
         machine = Simulation(layout, backend.here(PACES))
         machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
         shared = sum(len(group) - 2 for group in start.shared_buffers)
         parameters = [array for _, array in leaves(model.parameters())]
         groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
-        return machine, {
-            name: (len(arrays) - shared * (name == "parameters"), sum(array.nbytes for array in arrays))
-            for name, arrays in groups.items()
-        }
+        counts = {name: len(arrays) for name, arrays in groups.items()}
+        counts["parameters"] -= shared
+        sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
+        return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
 
 
 def trace_step(
@@ -176,10 +183,12 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
+    shortened: bool = False,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `layer_inputs` are as in forecast_step(). UserError where options of `config` conflict.
+    `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
+    UserError where options of `config` conflict.
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
         step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
@@ -189,7 +198,8 @@ def trace_step(
         if config.loss == "grpo":
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
+        with trace.having(shortened=shortened):
+            first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
         phases = _gradient_phases(layout, [*start.traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
@@ -354,9 +364,9 @@ def simulate_forward(
     return machine
 
 
-def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None) -> Simulation:
-    """The simulated run of the step at the pace of MLX's default device; `brake` is MLX's memory limit."""
-    machine = Simulation(layout, backend.here(PACES), brake)
+def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None, *, queued: int = 0) -> Simulation:
+    """The simulated run of the step at the pace of MLX's default device; the numbers are those of Simulation."""
+    machine = Simulation(layout, backend.here(PACES), brake, queued)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)

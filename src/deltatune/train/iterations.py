@@ -333,5 +333,8 @@ class Iterations:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
         cause = nonfinite.cause(parts.model, self._trained.loss, self._batches, self._watched, self._trained.passes)
-        saved = f"the state after iteration {self.progress.iteration:,} is saved in {parts.outputs.state.parent}"
-        raise nonfinite.refusal(f"iteration {at:,}: {what}: {cause}", saved)
+        raise UserError(
+            f"iteration {at:,}: {what}: {cause}. The update was not made; the state after iteration "
+            f"{self.progress.iteration:,} is saved in {parts.outputs.state.parent}. Look at those lines, lower "
+            "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
+        )

@@ -55,22 +55,18 @@ def test_samples_ask_so(tokenizers, folder, checkpoint, monkeypatch, tmp_path):
         assert [first.tokens, second.tokens, opened.tokens] == [expected[0], *expected]
 
 
-def test_the_templates_own_blocks_are_learnt_behind_the_same_prompt(tokenizers, folder):
+def test_the_templates_own_blocks_are_learnt_behind_the_same_prompt(tokenizers, folder, monkeypatch):
     tokenizer = tokenizers("thinking")
     template = tokenizer.chat_template
-    before, written = "{{ '<think>\n' + message", "{{ message['content'] + '<|im_end|>\n' }}"
-    assert before in template
+    written = "{{ message['content'] + '<|im_end|>\n' }}"
     assert written in template
     marked = template.replace(
         written,
         "{% if message['role'] == 'assistant' %}{% generation %}" + written + "{% endgeneration %}"
         "{% else %}" + written + "{% endif %}",
     )
-    tokenizer.chat_template = marked
-    try:
-        assert load_datasets(folder(train=[PLAIN]), tokenizer).template_options == CLOSED
-    finally:
-        tokenizer.chat_template = template
+    monkeypatch.setattr(tokenizer, "chat_template", marked)
+    assert load_datasets(folder(train=[PLAIN]), tokenizer).template_options == CLOSED
 
 
 @pytest.mark.bad_input("variables of the chat template that are {what}")

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from deltatune.lora.linear import LoRALinear
+from deltatune.ops.linear_attention import linear_attention
 from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
+from deltatune.patches.tables import state_space
 from deltatune.selftest.parity import ours, recording
 from deltatune.selftest.parity.cases import FALL, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun, initial_adapters
 from deltatune.train import batch_loss
@@ -76,6 +78,15 @@ def _operator(change: Callable[..., tuple[Any, ...]]) -> Plant:
         return _gated_delta(*change(*arrays), **options)
 
     return lambda monkeypatch: monkeypatch.setattr(recurrence, "gated_delta", faulty)
+
+
+def _linear_attention(change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """Replace the (q, k, v, log_g) of linear attention by `change` of them."""
+
+    def faulty(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
+        return linear_attention(*change(*arrays), **options)
+
+    return lambda monkeypatch: monkeypatch.setattr(state_space, "linear_attention", faulty)
 
 
 def _cut_after(limit: int) -> Plant:
@@ -141,6 +152,14 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "gradient of beta off by 1 %": (
         _operator(lambda q, k, v, g, b: (q, k, v, g, _scale_gradient(b, 1.01))),
         "kimi_linear-4bit",
+    ),
+    "log_g of a state-space layer off by 0.1 %": (
+        _linear_attention(lambda q, k, v, g: (q, k, v, 1.001 * g)),
+        "nemotron_h",
+    ),
+    "gradient of a state-space layer's log_g missing": (
+        _linear_attention(lambda q, k, v, g: (q, k, v, mx.stop_gradient(g))),
+        "granitemoehybrid",
     ),
     "gradient of the state lost between two chunks": (_cut_after(64), "qwen3_next"),
     "eps of the q and k norm 1e-4": (_norm_eps(mlx_lm.models.olmo_hybrid, 100), "olmo_hybrid"),

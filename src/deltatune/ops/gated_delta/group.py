@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
     @property
     def reads(self) -> mx.array:
-        """The rows that read the state: q and, to erase what was there, k."""
+        """The rows that read the state: q and, for the erase, k."""
         return self.q if self.beta is None else self.qk
 
     @property

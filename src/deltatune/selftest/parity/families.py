@@ -148,6 +148,11 @@ def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
     return {**config, **added}, {names.get(name, name): value for name, value in weights.items()}
 
 
+def _unlimited_steps(config: Config, weights: Weights) -> tuple[Config, Weights]:
+    """Write the infinite limit of the steps as mlx-lm reads it; transformers writes it as a table."""
+    return {**config, "time_step_limit": [0.0, float("inf")]}, dict(weights)
+
+
 _BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 COMMON = {**_BASE, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 512}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -246,6 +251,47 @@ FAMILIES: dict[str, Family] = {
         _bailing_hybrid,
         (*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.2\.attention)\.o_proj$", r"\1.dense")),
         draw=37,
+    ),
+    # Layers of Mamba-2, an MLP, attention and experts.
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **COMMON,
+            **ATTENTION,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "ssm_state_size": 24,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 28,
+            "moe_shared_expert_intermediate_size": 36,
+            "num_experts_per_tok": 2,
+            "chunk_size": 32,
+        },
+        _unlimited_steps,
+        ((r"^model\.", "backbone."),),
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {
+            **COMMON,
+            "num_attention_heads": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 24,
+            "mamba_d_head": 24,
+            "mamba_chunk_size": 32,
+            "num_local_experts": 6,
+            "shared_intermediate_size": 36,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 1.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "position_embedding_type": "rope",
+        },
+        _unlimited_steps,
     ),
     "qwen3": Family("qwen3", {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False}),
     # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.

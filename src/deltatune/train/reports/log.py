@@ -225,7 +225,7 @@ class Metrics:
         keep: How many bytes at the start of an existing file are kept; a continued run keeps its earlier lines.
 
     Raises:
-        UserError: If the file cannot be opened or written.
+        UserError: If the file cannot be opened, or by the methods, if the file system refuses.
     """
 
     def __init__(self, path: Path, keep: int = 0):
@@ -241,11 +241,7 @@ class Metrics:
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> int:
-        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with writing(self._path):
             self._file.write(json.dumps(finite).encode() + b"\n")
@@ -253,11 +249,7 @@ class Metrics:
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Truncate the file to `length` bytes.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Truncate the file to `length` bytes."""
         with writing(self._path):
             # The open file is cut, so that one which was deleted or moved meanwhile keeps no state from being saved.
             self._file.truncate(length)

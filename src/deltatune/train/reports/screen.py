@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
@@ -142,8 +143,9 @@ class Screen:
         self._print(Text.assemble(("Next:\n", "dim"), to_paste(command, self._console.width)))
 
     def start(self, done: int, total: int) -> None:
-        """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
-        if not (self._shown and self._console.is_terminal) or self._console.is_dumb_terminal:
+        """Show the bar on a terminal or in a notebook that can draw it; `done` of `total` iterations are complete."""
+        drawn = self._console.is_terminal or (self._console.is_jupyter and find_spec("ipywidgets") is not None)
+        if not (self._shown and drawn) or self._console.is_dumb_terminal:
             return
         columns = (
             TextColumn("{task.description}"),

@@ -1,11 +1,14 @@
 // The forward scan of linear attention: u is v, so that a group reads the strip's columns of all positions in shared
-// memory. Adds P v to its outputs, and E v times columns of keys to its part of the decayed state.
+// memory. Scales the outputs by G, adds P v to them, and adds E v times columns of keys to its part of the decayed state.
 template <int PART, typename Shape, typename Values, typename Triangle, typename Keys>
 inline void add_values(thread Tile* sums, thread Tile* state, Values values, Triangle triangle, Keys keys,
                        threadgroup const float* factors, int own, int lane) {
   using In = typename Shape::In;
   constexpr int blocks = Shape::blocks, state_tiles = Shape::state_tiles, first = PART * state_tiles;
   Precise<In> ended[blocks];
+  DELTATUNE_UNROLL
+  for (int n = 0; !Shape::CHANNEL && n < Shape::tiles; ++n)
+    tile_scale_columns(sums[n], factors + own_tile<Shape::SPLIT, blocks>(n, PART) * 16, lane);
   DELTATUNE_UNROLL
   for (int j = 0; j < blocks; ++j) {
     Tile value = tile_of(turned(values, Shape::value_stride, own, j * 16), lane);
@@ -126,9 +129,6 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     }
     if (!ERASES) {
       save_tails<Shape>(u_out, state, rooms, first, strip, part, lane);
-      DELTATUNE_UNROLL
-      for (int j = 0; !CHANNEL && j < tiles; ++j)
-        tile_scale_columns(out[j], before + own_tile<SPLIT, blocks>(j, part) * 16, lane);
       if (part == 0) add_values<0, Shape>(out, state, values, p, last_keys, before, own, lane);
       else add_values<1, Shape>(out, state, values, p, last_keys, before, own, lane);
       if (SPLIT > 1) pair_barrier(strip);

@@ -1,0 +1,215 @@
+"""Mamba-2's layers and Lightning attention of mlx-lm, with deltatune's linear attention in them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from deltatune.errors import UserError
+from deltatune.layers import describe, is_state_space
+from deltatune.lora import convert_to_lora
+from deltatune.models.document_isolation import check_packing
+from deltatune.models.layer_caches import carries
+from deltatune.ops.segments import segments
+from deltatune.options.config import LoraConfig
+from deltatune.patches import patched, served
+from deltatune.patches.recurrence import OURS, UPSTREAM, reset
+from deltatune.patches.tables import state_space
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False}
+NEMOTRON = {
+    **SIZES,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "mamba_proj_bias": False,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+    "mlp_bias": False,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hybrid_override_pattern": list("M-M*E"),
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+MAMBA2 = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "state_size": 16,
+    "num_hidden_layers": 2,
+    "layer_norm_epsilon": 1e-5,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": (0.0, 10.0),
+    "time_step_rank": 4,
+}
+MODELS = {"nemotron_h": NEMOTRON, "mamba2": MAMBA2}
+# The mixers of each model.
+MIXERS = {"nemotron_h": 2, "mamba2": 2}
+
+
+def made(name: str) -> nn.Module:
+    module = import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs(model_type=name, **MODELS[name]))
+    mx.eval(model.parameters())
+    return model
+
+
+def gradients(model: nn.Module, tokens: mx.array) -> dict[str, mx.array]:
+    """The loss, and the gradient of every parameter."""
+    loss = lambda m: m(tokens).astype(mx.float32).square().mean()  # noqa: E731
+    value, tree = nn.value_and_grad(model, loss)(model)
+    results = {"loss": value, **dict(tree_flatten(tree))}
+    mx.eval(results)
+    return results
+
+
+def tokens_of(*shape: int) -> mx.array:
+    return mx.random.randint(1, 40, shape, key=mx.random.key(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_gradient_is_upstreams(name):
+    model, tokens = made(name), tokens_of(2, 70)
+    expected = gradients(model, tokens)
+    with patched(model):
+        reset()
+        results = gradients(model, tokens)
+        assert served() == {OURS: MIXERS[name]}
+    for path, exact in expected.items():
+        assert mx.abs(results[path] - exact).max() <= 2e-5 * mx.abs(exact).max(), path
+
+
+def test_packed_documents_get_what_they_get_alone():
+    model, tokens = made("nemotron_h"), tokens_of(1, 70)
+    with patched(model):
+        check_packing(model, 128)
+        with segments(mx.array([[0] * 41 + [1] * 29], mx.int32)):
+            packed = model(tokens)
+        alone = mx.concatenate([model(tokens[:, :41]), model(tokens[:, 41:])], axis=1)
+    assert mx.abs(packed - alone).max() <= 2e-5 * mx.abs(alone).max()
+
+
+def test_packing_is_refused_where_upstreams_code_runs(monkeypatch):
+    """Without the replacement a state does not restart, and the comparison of documents notices it."""
+    model = made("nemotron_h")
+    with patched(model), monkeypatch.context() as patch:
+        patch.setattr(import_module("mlx_lm.models.nemotron_h"), "ssm_update", state_space_without_documents)
+        with pytest.raises(UserError, match="packing: a document that follows another in its row gets logits"):
+            check_packing(model, 128)
+
+
+def state_space_without_documents(*arguments, **options):
+    with segments(None):
+        return import_module("mlx_lm.models.ssm").ssm_update(*arguments, **options)
+
+
+def test_mixers_carry_their_state_between_pieces():
+    model = made("nemotron_h")
+    layers = describe(model)
+    assert [layer.kind for layer in layers] == ["mamba", "other", "mamba", "attention", "other"]
+    with patched(model):
+        carried = carries(model, layers)
+    assert [carry is not None for carry in carried] == [True, False, True, True, False]
+    assert carried[0].states == 2
+
+
+def test_decoding_is_upstreams():
+    """The next tokens, with their cache, have the bits of upstream's code; a prompt has its numbers."""
+    model, tokens = made("nemotron_h"), tokens_of(1, 20)
+
+    def decoded() -> tuple[mx.array, list[mx.array]]:
+        cache = make_prompt_cache(model)
+        prompt = model(tokens[:, :17], cache=cache)
+        reset()
+        rows = [model(tokens[:, at : at + 1], cache=cache) for at in range(17, 20)]
+        mx.eval(prompt, rows)
+        return prompt, rows
+
+    prompt, rows = decoded()
+    with patched(model):
+        other_prompt, other_rows = decoded()
+        assert served() == {UPSTREAM: 3 * MIXERS["nemotron_h"]}
+    assert mx.allclose(prompt, other_prompt, rtol=0, atol=1e-5)
+    for one, other in zip(rows, other_rows, strict=True):
+        assert mx.allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_packed_documents_start_without_a_state():
+    model, tokens = made("mamba2"), tokens_of(1, 20)
+    cache = make_prompt_cache(model)
+    model(tokens, cache=cache)
+    with patched(model), segments(mx.zeros((1, 20), mx.int32)), pytest.raises(ValueError, match="without a state"):
+        model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("module", ["bailing_moe_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("documents", [False, True], ids=["a document", "two"])
+def test_lightning_attention(module, documents):
+    """Compares with upstream's loop: one document, and two that it computes one after the other."""
+    upstream = import_module(f"mlx_lm.models.{module}").recurrent_gla
+    ours = state_space._recurrent_gla(upstream)
+    q, k, v = (mx.random.normal((2, 3, 40, size), key=mx.random.key(size)) for size in (8, 9, 6))
+    k, gates = k[..., :8], mx.array([-0.3, -0.01, -0.9])
+
+    def in_two(*arrays: mx.array) -> mx.array:
+        parts = [[x[:, :, cut] for x in arrays] for cut in (slice(0, 17), slice(17, 40))]
+        return mx.concatenate([upstream(*part, gates, scale=0.5)[0] for part in parts], axis=2)
+
+    def packed(*arrays: mx.array) -> mx.array:
+        with segments(mx.array([[0] * 17 + [1] * 23] * 2, mx.int32) if documents else None):
+            return ours(*arrays, gates, scale=0.5)[0]
+
+    whole = lambda *arrays: upstream(*arrays, gates, scale=0.5)[0]  # noqa: E731
+    cotangent = mx.random.normal((2, 3, 40, 6), key=mx.random.key(1))
+    expected, results = (mx.vjp(f, [q, k, v], [cotangent]) for f in (in_two if documents else whole, packed))
+    for one, other in zip([*expected[0], *expected[1]], [*results[0], *results[1]], strict=True):
+        assert mx.abs(one - other).max() <= 2e-5 * mx.abs(one).max()
+
+
+# The linears of a layer of each kind in Nemotron-H's pattern; its experts are one module with an adapter for each.
+ADAPTED = {
+    "M": ["in_proj", "out_proj"],
+    "-": ["down_proj", "up_proj"],
+    "*": ["k_proj", "o_proj", "q_proj", "v_proj"],
+    "E": ["shared_experts.down_proj", "shared_experts.up_proj", "switch_mlp.fc1", "switch_mlp.fc2"],
+}
+
+
+def test_every_linear_of_nemotrons_pattern_gets_an_adapter():
+    """Usual lists of names (q_proj, k_proj, ...) miss all mixers; the default choice is by structure."""
+    model = made("nemotron_h")
+    convert_to_lora(model, LoraConfig(rank=2))
+    trained = {path.rpartition(".")[0] for path, _ in tree_flatten(model.trainable_parameters())}
+    expected = {
+        f"backbone.layers.{at}.mixer.{name}"
+        for at, kind in enumerate(NEMOTRON["hybrid_override_pattern"])
+        for name in ADAPTED[kind]
+    }
+    assert trained == expected
+
+
+def test_a_mixer_of_mamba_2_is_known_by_its_code():
+    model = made("mamba2")
+    assert [is_state_space(module) for _, module in model.named_modules()].count(True) == 2
