@@ -104,8 +104,9 @@ class Times:
     changing: list[str]
 
     def __str__(self) -> str:
-        times = self.milliseconds.items()
-        return ", ".join(timing.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
+        return ", ".join(
+            timing.words(name, ms / 1e3, name not in self.changing) for name, ms in self.milliseconds.items()
+        )
 
 
 def times() -> list[Times]:

@@ -23,7 +23,8 @@ def machine() -> dict[str, str]:
     """Facts about this machine by name, in the order in which they are shown."""
     about = verdicts.machine()
     cores = environment.cores()
-    facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{memory / 2**30:.1f} GiB"}
     facts["system"] = f"{_system()}, Python {platform.python_version()}"
     here = about["backend"]
     facts["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
@@ -50,8 +51,7 @@ def speed() -> float:
 
 def mlx_build() -> str:
     """Whether MLX's Metal library holds kernels for the matrix units of an M5 and later, which MLX calls NAX."""
-    library = libmlx()
-    kernels = library.with_name("mlx.metallib") if library else None
+    kernels = library.with_name("mlx.metallib") if (library := libmlx()) else None
     if kernels is None or not kernels.is_file():
         return "no Metal library"
     return "NAX kernels" if b"_nax" in kernels.read_bytes() else "no NAX kernels"
@@ -88,11 +88,6 @@ def _chip() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _system() -> str:
-    if sys.platform == "darwin":
-        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
-    return f"{platform.system()} {platform.release()} {platform.machine()}"
+    name = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
+    return f"{name} {platform.machine()}"

@@ -50,9 +50,8 @@ class SelftestRecord:
 
     def add(self, section: str, check: Check, outcome: Outcome, seconds: float) -> None:
         """Add the outcome of a check, and write the file."""
-        self.content["checks"].append(
-            {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
-        )
+        entry = {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
+        self.content["checks"].append(entry)
         self.write()
 
     def finish(self, seconds: float) -> None:
