@@ -21,15 +21,15 @@ class Serving:
 
     Attributes:
         delta: The implementation of gated_delta, for each gated-delta mixer.
-        linear: The implementation of linear_attention, for each mixer of Mamba-2.
         attention: The implementation of attention, for each decoder layer that attends.
         experts: The code that serves the experts, for each decoder layer that has them.
+        linear: The implementation of linear_attention, for each mixer of Mamba-2.
     """
 
     delta: dict[str, str] = field(default_factory=dict)
-    linear: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
+    linear: dict[str, str] = field(default_factory=dict)
 
     def by_operator(self) -> dict[str, dict[str, str]]:
         """The same by the operator's name, without operators that no layer has."""
@@ -63,9 +63,9 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
     names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
     return Serving(
         {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
-        {path: names.get(("linear attention", id(mixer)), "") for path, mixer in others.items()},
         {layer.path: names.get(("attention", id(layer.module)), "") for layer in attending},
         {layer.path: names.get(("experts", id(layer.module)), "") for layer in routing},
+        {path: names.get(("linear attention", id(mixer)), "") for path, mixer in others.items()},
     )
 
 
