@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from statistics import median
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -75,11 +74,21 @@ class FewLayers(NamedTuple):
         """The choice of all layers."""
         return self._replace(chosen=list(range(len(self.kinds))))
 
+    def chosen_from(self, lowest: int) -> int:
+        """How many of the kept layers are the layer `lowest` or above it."""
+        return sum(at >= lowest for at in self.chosen)
+
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the kept layers."""
         layers = [at for at, whole in enumerate(self.chosen) if whole in self.recomputed.layers]
         return Checkpoints(layers, self.recomputed.operators)
+
+    def times(self, place: StepPlace) -> int:
+        """For how many layers a kept one stands at a place in a step of few."""
+        if place.phase not in (_FORWARD, _BACKWARD) or place.layer < 0:
+            return 1
+        return [self.like(at) for at in range(len(self.kinds))].count(place.layer)
 
     def like(self, at: int) -> int:
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
@@ -291,10 +300,13 @@ def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: i
 
 
 def _of_kinds(kinds: Sequence[int], held: Mapping[int, Amount]) -> dict[int, Amount]:
-    """The middle amount of the layers of each kind, without the first and the last layer where there are others."""
+    """The least amount of the layers of each kind, without the first and the last layer where there are others.
+
+    A layer near the one that runs holds more: of inputs on the disk two are in memory.
+    """
     amounts: dict[int, Amount] = {}
     for kind in {kinds[at] for at in held}:
         same = [at for at in held if kinds[at] == kind]
         inner = [at for at in same if 0 < at < len(kinds) - 1] or same
-        amounts[kind] = Amount(*map(median, zip(*(held[at] for at in inner), strict=True)))
+        amounts[kind] = Amount(*map(min, zip(*(held[at] for at in inner), strict=True)))
     return amounts
