@@ -42,7 +42,7 @@ BUDGETS = {
     "models": Budget(5_120, 3_600),
     "patches": Budget(4_305, 3_400),
     "lora": Budget(2_500, 2_300),
-    "ops": Budget(15_515, 12_000),
+    "ops": Budget(15_660, 12_000),
     "machine": Budget(2_065, 2_500),
     "options": Budget(1_395, 1_050),
     "root": Budget(920, 450),

@@ -183,7 +183,7 @@ def of_all_layers(
     saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
 
     def offset(place: StepPlace, layer: int) -> Amount:
-        """What the layers left out hold while the model is at `layer` and the few at `place`."""
+        """The memory of the layers left out while the model is at `layer` and the few at `place`."""
         before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
@@ -270,13 +270,13 @@ def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, A
 
 
 def _saved(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds when the backward pass begins, its input included."""
+    """The memory of a layer of each kind when the backward pass begins, its input included."""
     turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
     return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
 
 
 def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds after its backward pass: gradients, and tensors that late ones wait for."""
+    """The memory of a layer of each kind after its backward pass: gradients, and tensors that late ones wait for."""
     lowest = min(place.layer for place in places if place.phase == _BACKWARD)
     end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
     held = _held_by_layers(places, unqueued, end)
@@ -286,7 +286,7 @@ def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> 
 
 
 def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: int) -> dict[int, Amount]:
-    """What the layers hold at a moment, by their positions."""
+    """The memory of the layers at a moment, by their positions."""
     held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
     for record in unqueued.records.values():
         if record.buffer.kind == "given" or record.buffer.born >= moment or (record.died or moment) < moment:
