@@ -28,7 +28,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_590, 1_400),
+    "commands": Budget(1_570, 1_400),
     "answering": Budget(595, 1_000),
     "selftest": Budget(2_395, 2_200),
     "demo": Budget(665, 700),
