@@ -66,7 +66,7 @@ def test_the_templates_own_blocks_are_learnt_behind_the_same_prompt(tokenizers, 
         "{% if message['role'] == 'assistant' %}{% generation %}" + written + "{% endgeneration %}"
         "{% else %}" + written + "{% endif %}",
     )
-    monkeypatch.setattr(tokenizer, "chat_template", marked)
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", marked)
     assert load_datasets(folder(train=[PLAIN]), tokenizer).template_options == CLOSED
 
 

@@ -157,7 +157,7 @@ class Samples:
         return prompt._replace(
             tokens=pictures.placed(prompt.tokens, source),
             pictures=pictures,
-            text=_written(messages[:asked]),
+            text=written(messages[:asked]),
             thumbnails=[thumbnail(value, folder, source) for value in values if not isinstance(value, Video)],
         )
 
@@ -165,7 +165,7 @@ class Samples:
         """Return the prompt of the first messages, `asked` of them, and the answer that may stand behind them."""
         tokens = tokens_to_answer(self._tokenizer, messages[:asked], options, source)
         expected = self._expected(messages, options, source) if messages[asked:] else None
-        return Prompt(tokens, text=_written(messages[:asked]), expected=expected)
+        return Prompt(tokens, text=written(messages[:asked]), expected=expected)
 
     def _expected(self, messages: Messages, options: dict[str, Any], source: str) -> str:
         """Return the last message as the chat template writes it behind its prompt, without the end of a turn."""
@@ -180,8 +180,10 @@ class Samples:
         return next((text.removesuffix(mark) for mark in ends if mark and text.endswith(mark)), text)
 
 
-def _written(messages: Messages) -> str:
+def written(messages: str | Messages) -> str:
     """Return a conversation as a reader of the report sees it: one message alone, or each behind its role."""
+    if isinstance(messages, str):
+        return messages
     texts = [_shown(message.get("content")) or _calls(message) for message in messages]
     if len(messages) == 1:
         return texts[0]
