@@ -41,6 +41,11 @@ def gated_delta_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if is_gated_delta(module)}
 
 
+def state_space_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every mixer of Mamba-2 in `model`, by its path."""
+    return {path: module for path, module in model.named_modules() if is_state_space(module)}
+
+
 def layer_kind(layer: nn.Module) -> str:
     """Return "delta", "mamba", "attention" or "other", for a decoder layer.
 

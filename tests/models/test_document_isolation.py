@@ -31,10 +31,18 @@ def test_sixteen_bits_pass(tiny_model, family):
         check_packing(model, 64)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("mamba2", "0, 1"), ("jamba", "0"), ("granitemoehybrid", "0")])
-def test_mamba_is_refused_by_layer(other_model, family, layers):
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid", "nemotron_h"])
+def test_mamba_2_passes_with_the_patches_and_fails_without(other_model, family):
     model = other_model(family)
-    with patched(model), pytest.raises(UserError, match=f"layers {layers} are Mamba"):
+    with patched(model):
+        check_packing(model, 64)
+    with pytest.raises(UserError, match="sees across documents"):
+        check_packing(model, 64)
+
+
+def test_mamba_of_the_first_kind_is_refused_by_layer(other_model):
+    model = other_model("jamba")
+    with patched(model), pytest.raises(UserError, match="layers 0 are Mamba layers of the first kind"):
         check_packing(model, 64)
 
 

@@ -66,4 +66,6 @@ def test_two_plans_are_enough_where_the_memory_without_tokens_is_known():
 
 
 def test_no_values_are_none():
-    assert largest(None, DeviceLimits(None, 1, "", ""), {}, range(1, 1)) == Largest(0, more=False)
+    limits, none = DeviceLimits(None, 1, "", ""), Largest(0, more=False)
+    assert largest(None, limits, {}, range(1, 1)) == none
+    assert largest(None, limits, {}, range(1, 9), planned(PEAKS["linear"])[0](0)) == none

@@ -28,7 +28,7 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import controls, examined, experts, implementations, replays, times, training
+from deltatune.selftest import controls, examined, experts, hardware, implementations, replays, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
@@ -314,3 +314,24 @@ def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
     assert implementations.compare(GATED_DELTA, "native", SMALL[0]).status == NOT_RUN
     candidate("native", "heads too odd")
     assert implementations.compare(GATED_DELTA, "native", SMALL[0]).detail == "it does not cover this: heads too odd"
+
+
+def test_every_implementation_that_is_right_is_timed_at_each_length(candidate, monkeypatch):
+    assert hardware.implementations(ATTENTION, True).status == (NOT_RUN if backend.device() == "cpu" else PASSED)
+    candidate("fused", gated_delta_chunk)
+    candidate("native", lambda *given, **options: gated_delta_chunk(*given, **options)[::-1])
+    monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(hardware, "_LENGTHS", (5, 70))
+    timed = hardware.implementations(GATED_DELTA, False).facts["milliseconds"]
+    assert [(length, *sorted(by_name)) for length, by_name in timed.items()] == [(n, "chunk", "fused") for n in (5, 70)]
+    assert all(ms > 0 for by_name in timed.values() for ms in by_name.values())
+
+
+def test_packed_matrices_and_the_disk_are_measured(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (times,) = hardware.products(True).facts["milliseconds"].values()
+    assert list(times) == ["dense", "4 bits", "unpacked first"]
+    rates = hardware.disk(True).facts["bytes_per_second"]
+    assert rates.keys() == {"uncached", "cached"}
+    assert min(rates.values()) > 0
+    assert not list(tmp_path.iterdir())

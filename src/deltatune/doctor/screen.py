@@ -18,8 +18,7 @@ from rich.text import Text
 from ..ops.operator.operator import title_of
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
-from .implementations import Finding, OperatorFindings, Times
-from .probes import Fault
+from .implementations import Finding, Times
 
 _GOOD, _WARNING, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
 _MARKS = {
@@ -80,23 +79,22 @@ def as_json(examination: Examination) -> str:
 
 def screen(examination: Examination) -> RenderableType:
     """Everything found, in sections for the terminal; the verdict comes last."""
+    faults = _marked((one.status, one.name, "" if one.status == "absent" else one.detail) for one in examination.faults)
     parts = [
         _section("This machine", _facts(examination.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in examination.versions.items()))),
-        *map(_operator, examination.operators),
+        *(
+            _section(f"{title_of(found.name).capitalize()}: {found.order}", _marked(map(_finding, found.findings)))
+            for found in examination.operators
+        ),
         *_times(examination.times),
-        _section("Known faults, looked for here", _marked(map(_fault, examination.faults))),
+        _section("Known faults, looked for here", faults),
         _section("Patches", _patches(examination.patches)),
         _section("Private names of upstream", _private_names(examination.private_names)),
     ]
     if examination.model is not None:
         parts.append(_section(f"Model: {examination.model.path}", _model(examination.model)))
     return Group(*parts, _verdict(examination))
-
-
-def _operator(operator: OperatorFindings) -> RenderableType:
-    title = f"{title_of(operator.name).capitalize()}: {operator.order}"
-    return _section(title, _marked(map(_finding, operator.findings)))
 
 
 def _times(comparisons: list[Times]) -> list[RenderableType]:
@@ -151,10 +149,6 @@ def _finding(finding: Finding) -> Line:
     return finding.status, what, finding.detail
 
 
-def _fault(fault: Fault) -> Line:
-    return fault.status, fault.name, "" if fault.status == "absent" else fault.detail
-
-
 def _add(table: Table, mark: tuple[str, str], text: str, *, style: str = "", dim: str = "") -> None:
     """Add a row with a mark, a text in a style, and further text that is dim."""
     sign, of_sign = mark
@@ -177,11 +171,10 @@ def _patches(patches: Patches) -> RenderableType:
 
 
 def _private_names(names: list[Probed]) -> RenderableType:
-    table, present = _columns(1, None), sum(name.present for name in names)
-    _add(table, _GOOD, f"{present} of {len(names)} are as deltatune knows them")
-    for name in names:
-        if not name.present:
-            _add(table, _WARNING, f"{name.name} is gone. {name.without}")
+    table, gone = _columns(1, None), [name for name in names if not name.present]
+    _add(table, _GOOD, f"{len(names) - len(gone)} of {len(names)} are as deltatune knows them")
+    for name in gone:
+        _add(table, _WARNING, f"{name.name} is gone. {name.without}")
     return table
 
 
@@ -219,21 +212,19 @@ def _forward(table: Table, forward: Forward) -> None:
         _add(table, _GOOD, "reaches no custom kernel", dim=through)
     for kernel in forward.kernels:
         if kernel.differentiable:
-            text = f"kernel {kernel.name}: has a gradient, or needs none"
-            _add(table, _GOOD, text, dim=f"{through}\n{kernel.caller}")
+            _add(
+                table, _GOOD, f"kernel {kernel.name}: has a gradient, or needs none", dim=f"{through}\n{kernel.caller}"
+            )
     for message in forward.untrainable:
         _add(table, _BAD, message, style="red", dim=through)
 
 
 def _verdict(examination: Examination) -> RenderableType:
-    if examination.untrainable:
-        stopped = (
-            f"This model cannot be trained on an Apple GPU: {len(examination.untrainable)} kernels without a gradient."
-        )
-        return Group(Rule(style="red"), Text(stopped, style="bold red"))
-    if examination.wrong:
-        message = "This model and its tokenizer do not fit: see ✗ above."
-        if examination.faulty:
-            message = "Something here would train wrong: see ✗ above, and please report it with --json."
-        return Group(Rule(style="red"), Text(message, style="bold red"))
-    return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))
+    words, colour = "Nothing here would train wrong.", "red" if examination.wrong else "green"
+    if kernels := len(examination.untrainable):
+        words, colour = f"This model cannot be trained on an Apple GPU: {kernels} kernels without a gradient.", "red"
+    elif examination.faulty:
+        words = "Something here would train wrong: see ✗ above, and please report it with --json."
+    elif examination.wrong:
+        words = "This model and its tokenizer do not fit: see ✗ above."
+    return Group(Rule(style=colour), Text(words, style=f"bold {colour}"))

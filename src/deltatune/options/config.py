@@ -486,6 +486,11 @@ class TrainConfig:
         return self.loss not in ("sft", "grpo", "distill")
 
     @property
+    def packs_data(self) -> bool:
+        """Whether the documents of the data share rows; answers to prompts share theirs when they are sampled."""
+        return self.pack and self.loss != "grpo"
+
+    @property
     def reward_factor(self) -> float:
         """The factor of the rewards of a preference loss."""
         return 0.1 if self.beta is None else self.beta

@@ -40,7 +40,7 @@ def note(operator: str, implementation: Callable[[], str] | None) -> None:
     """Note a call of an operator, where calls are noted.
 
     Args:
-        operator: "gated delta", "attention" or "experts".
+        operator: "gated delta", "linear attention", "attention" or "experts".
         implementation: Gives the name of the implementation that serves the call in training, on rows of ROW tokens;
             None where upstream's code does.
     """

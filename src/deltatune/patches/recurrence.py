@@ -134,10 +134,17 @@ def route(
 
 def count(who: str, result: tuple[mx.array, mx.array], call: Any = None) -> tuple[mx.array, mx.array]:
     """Count a call as served by `who`, and return its `result`; `call` is its arrays and options where ours serves."""
+    return counted("gated delta", who, result, None if call is None else lambda: _implementation(*call))
+
+
+def counted(
+    operator: str, who: str, result: tuple[mx.array, mx.array], implementation: Callable[[], str] | None = None
+) -> tuple[mx.array, mx.array]:
+    """Count a call of an operator as served by `who`, and return its `result`; `implementation` names ours."""
     told = dispatch.current()
     told.recurrences[who] += 1
     if told.callers is not None:
-        callers.note("gated delta", None if call is None else lambda: _implementation(*call))
+        callers.note(operator, implementation)
     return result
 
 

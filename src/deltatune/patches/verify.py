@@ -1,4 +1,4 @@
-"""Finds the implementation that serves each layer of a model: gated delta, attention and experts."""
+"""Finds the implementation that serves each layer of a model: gated delta, linear attention, attention and experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..layers import LayerInfo, describe, gated_delta_layers, logits_of
+from ..layers import LayerInfo, describe, gated_delta_layers, logits_of, state_space_layers
 from ..ops.operator.foresight import foreseen
 from ..ops.tracing.dispatch import NotedCall
 from . import callers
@@ -23,15 +23,18 @@ class Serving:
         delta: The implementation of gated_delta, for each gated-delta mixer.
         attention: The implementation of attention, for each decoder layer that attends.
         experts: The code that serves the experts, for each decoder layer that has them.
+        linear: The implementation of linear_attention, for each mixer of Mamba-2.
     """
 
     delta: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
+    linear: dict[str, str] = field(default_factory=dict)
 
     def by_operator(self) -> dict[str, dict[str, str]]:
         """The same by the operator's name, without operators that no layer has."""
-        operators = {"gated delta": self.delta, "attention": self.attention, "experts": self.experts}
+        recurrent = {"gated delta": self.delta, "linear attention": self.linear}
+        operators = recurrent | {"attention": self.attention, "experts": self.experts}
         return {name: layers for name, layers in operators.items() if layers}
 
 
@@ -39,12 +42,12 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
     """Trace `model` on two tokens and see which of its layers call a patched function, and their implementations.
 
     Args:
-        model: A model with gated-delta layers, which can be called with tokens [rows, 2] and no image. Nothing is
-            evaluated. Nothing is asked of a model without such layers.
+        model: A model with gated-delta layers or mixers of Mamba-2, which can be called with tokens [rows, 2] and no
+            image. Nothing is evaluated. Nothing is asked of a model without such layers.
         rows: The rows of a batch, by which kernels are chosen: those that are tried for it then serve the batch.
     """
-    mixers = gated_delta_layers(model)
-    if not mixers:
+    mixers, others = gated_delta_layers(model), state_space_layers(model)
+    if not (mixers or others):
         return Serving()
     layers = _layers(model)
     attending = [layer for layer in layers if layer.kind == "attention"]
@@ -62,6 +65,7 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
         {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
         {layer.path: names.get(("attention", id(layer.module)), "") for layer in attending},
         {layer.path: names.get(("experts", id(layer.module)), "") for layer in routing},
+        {path: names.get(("linear attention", id(mixer)), "") for path, mixer in others.items()},
     )
 
 

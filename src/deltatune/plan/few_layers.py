@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from statistics import median
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -75,11 +74,21 @@ class FewLayers(NamedTuple):
         """The choice of all layers."""
         return self._replace(chosen=list(range(len(self.kinds))))
 
+    def chosen_from(self, lowest: int) -> int:
+        """How many of the kept layers are the layer `lowest` or above it."""
+        return sum(at >= lowest for at in self.chosen)
+
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the kept layers."""
         layers = [at for at, whole in enumerate(self.chosen) if whole in self.recomputed.layers]
         return Checkpoints(layers, self.recomputed.operators)
+
+    def times(self, place: StepPlace) -> int:
+        """For how many layers a kept one stands at a place in a step of few."""
+        if place.phase not in (_FORWARD, _BACKWARD) or place.layer < 0:
+            return 1
+        return [self.like(at) for at in range(len(self.kinds))].count(place.layer)
 
     def like(self, at: int) -> int:
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
@@ -174,7 +183,7 @@ def of_all_layers(
     saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
 
     def offset(place: StepPlace, layer: int) -> Amount:
-        """What the layers left out hold while the model is at `layer` and the few at `place`."""
+        """The memory of the layers left out while the model is at `layer` and the few at `place`."""
         before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
@@ -261,13 +270,13 @@ def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, A
 
 
 def _saved(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds when the backward pass begins, its input included."""
+    """The memory of a layer of each kind when the backward pass begins, its input included."""
     turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
     return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
 
 
 def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds after its backward pass: gradients, and tensors that late ones wait for."""
+    """The memory of a layer of each kind after its backward pass: gradients, and tensors that late ones wait for."""
     lowest = min(place.layer for place in places if place.phase == _BACKWARD)
     end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
     held = _held_by_layers(places, unqueued, end)
@@ -277,7 +286,7 @@ def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> 
 
 
 def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: int) -> dict[int, Amount]:
-    """What the layers hold at a moment, by their positions."""
+    """The memory of the layers at a moment, by their positions."""
     held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
     for record in unqueued.records.values():
         if record.buffer.kind == "given" or record.buffer.born >= moment or (record.died or moment) < moment:
@@ -291,10 +300,13 @@ def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: i
 
 
 def _of_kinds(kinds: Sequence[int], held: Mapping[int, Amount]) -> dict[int, Amount]:
-    """The middle amount of the layers of each kind, without the first and the last layer where there are others."""
+    """The least amount of the layers of each kind, without the first and the last layer where there are others.
+
+    A layer near the one that runs holds more: of inputs on the disk two are in memory.
+    """
     amounts: dict[int, Amount] = {}
     for kind in {kinds[at] for at in held}:
         same = [at for at in held if kinds[at] == kind]
         inner = [at for at in same if 0 < at < len(kinds) - 1] or same
-        amounts[kind] = Amount(*map(median, zip(*(held[at] for at in inner), strict=True)))
+        amounts[kind] = Amount(*map(min, zip(*(held[at] for at in inner), strict=True)))
     return amounts

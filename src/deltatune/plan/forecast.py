@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..layers import describe
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from ..train.by_layer.layer_functions import lowest_layer
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .device_limits import Brake
@@ -123,8 +124,8 @@ class Steps:
         if checkpoints is None:
             checkpoints = Checkpoints(range(len(describe(self.model))) if self.config.grad_checkpoint else ())
         few = checkpoints if isinstance(checkpoints, FewLayers) else few_layers(self.model, checkpoints)
-        # Pictures enter some layers alone, and a step by layers has evaluations of its own.
-        if shape.images or layer_inputs:
+        # Pictures enter some layers alone.
+        if shape.images:
             few = few.every
         collects = gc.isenabled()
         gc.disable()
@@ -154,6 +155,7 @@ class Steps:
             unqueued = simulate_step(built, layout, 0)
             tower = simulate_tower(built, layout)
             places = places_of(built, unqueued.evaluated, model)
+        kept = len(paths) - lowest_layer(model, paths)
         left_out = of_all.held.plus(of_few.held, -1)
 
         def whole(machine: Simulation) -> dict[StepPlace, Amount]:
@@ -180,15 +182,19 @@ class Steps:
             of_all.sizes,
             without_rule(unqueued.evaluated),
             self._products(shape, few, layer_inputs) if layer_inputs else Products(),
-            built.layer_inputs,
+            built.layer_inputs * kept // max(1, few.chosen_from(len(paths) - kept)),
             limit,
         )
 
     def _products(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace) -> Products:
         """The matrix products of a step by layers, by those of a short one, which has every turn of its loops."""
         short = replace(shape, rows=1, length=min(shape.length, _COUNTED), images=None)
-        built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
-        counted = products([node for phase in built.phases for node in phase.order])
+        with only(self.model, few):
+            built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
+            order = [node for phase in built.phases for node in phase.order]
+            places = places_of(built, order, self.model)
+        times = {place: few.times(place) for place in set(places)}
+        counted = products(order, (times[place] for place in places[1:]))
         return counted.times(shape.rows * shape.length / short.length)
 
     def _arrays_before(self, few: FewLayers) -> Before:

@@ -68,6 +68,8 @@ def largest(
         fixed: The memory of any value, as a plan for the value 0 would have it.
     """
     step, most, foreseen = values.step, values[-1] if values else 0, False
+    if not most or (fixed is not None and not fits(fixed, limits)):
+        return Largest(0, more=False)
     for _ in range(_PLANS):
         good, bad = _bounds(known, limits, most)
         low, high = good // step * step + step, min(bad - 1, most) // step * step
@@ -80,7 +82,7 @@ def largest(
         known[value] = attempt(value)
         foreseen = len(points) > 1 and _foreseen(points, value, known[value])
     good = _bounds(known, limits, most)[0]
-    return Largest(good, more=bool(values) and good >= most)
+    return Largest(good, more=good >= most)
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:

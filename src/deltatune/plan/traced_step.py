@@ -120,7 +120,7 @@ def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
     ones = np.ones((rows, length), np.float32)
     old = ones if needs_old(config) else None
     reference = ones if config.beta else None
-    return RolloutBatch(ones[:, 0], ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
+    return RolloutBatch(ones, ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
 
 
 class _Start(NamedTuple):

@@ -144,7 +144,8 @@ def stopped_and_resumed(from_scratch: bool) -> Outcome:
 
 def two_ranks() -> Outcome:
     """Compare two processes under mlx.launch, half the batch each, with one process that has the whole batch."""
-    launcher = _launcher()
+    beside = Path(sys.executable).with_name("mlx.launch")
+    launcher = str(beside) if beside.is_file() else shutil.which("mlx.launch")
     if launcher is None:
         return not_run("mlx.launch is not installed beside this Python")
     with tempfile.TemporaryDirectory() as name:
@@ -165,11 +166,6 @@ def two_ranks() -> Outcome:
         weights: Any = mx.load(str(folder / "two" / "adapters.safetensors"))
         here = _losses(folder / "two"), {key: as_float64(weights[key]) for key in expected[1]}
     return _compare(here, expected, _start())
-
-
-def _launcher() -> str | None:
-    beside = Path(sys.executable).with_name("mlx.launch")
-    return str(beside) if beside.is_file() else shutil.which("mlx.launch")
 
 
 def checks(quick: bool) -> Iterator[Check]:

@@ -93,7 +93,8 @@ def tokens_of(*shape: int) -> mx.array:
 def test_every_gradient_is_upstreams(name):
     model, tokens = made(name), tokens_of(2, 70)
     expected = gradients(model, tokens)
-    with patched(model):
+    with patched(model) as report:
+        assert list(report.serving.linear.values()) == ["chunk"] * MIXERS[name]
         reset()
         results = gradients(model, tokens)
         assert served() == {OURS: MIXERS[name]}

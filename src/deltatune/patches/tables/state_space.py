@@ -12,9 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...ops.gated_delta.call import Call
 from ...ops.linear_attention import linear_attention
+from ...ops.linear_attention.choice import OPERATOR
+from ...ops.operator import candidates
 from ...ops.tracing import trace
-from .. import recurrence
+from .. import callers, recurrence
 from ..patch_record import PACKING, TRAINING, Function, Patch
 from ..small_cases import BOUND, describe_difference, drawn, results
 
@@ -22,6 +25,7 @@ WITHOUT = (
     "These layers then train with upstream's code, which is right, but needs several times as much memory, "
     "and they cannot keep packed documents separate."
 )
+NAME = "linear attention"
 STATE = "packed documents start without a state; pass no cache with segments."
 
 
@@ -56,7 +60,7 @@ def _ssm_update(upstream: Function) -> Function:
     ) -> Any:
         if lengths is not None or _decodes(state):
             arrays = hidden_states, A_log, B, C, D, dt, dt_bias, state
-            return recurrence.count(recurrence.UPSTREAM, upstream(*arrays, time_step_limit, mask, lengths))
+            return recurrence.counted(NAME, recurrence.UPSTREAM, upstream(*arrays, time_step_limit, mask, lengths))
         # The steps are fp32, as upstream's; the values have the dtype of the states' inputs, which the kernels want.
         steps = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
         log_g = -mx.exp(A_log.astype(mx.float32)) * steps
@@ -70,9 +74,16 @@ def _ssm_update(upstream: Function) -> Function:
             mask=None if mask is None else mask.astype(mx.bool_),
             segments=trace.current().segments,
         )
-        return recurrence.count(recurrence.OURS, (y + hidden_states * D[:, None], last))
+        result = y + hidden_states * D[:, None], last
+        return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(C, B, values, log_g))
 
     return ssm_update
+
+
+def _implementation(*arrays: mx.array) -> str:
+    """Name the implementation of a call with these q, k, v and log_g, on rows of callers.ROW tokens."""
+    rows = [mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays]
+    return candidates.choose(OPERATOR, Call(*rows, masked=False, segmented=False, beta_dtype=None))[0]
 
 
 def _same_update(upstream: Function, ours: Function) -> str | None:
@@ -108,7 +119,7 @@ def _recurrent_gla(upstream: Function) -> Function:
     ) -> Any:
         if _decodes(h):
             options |= {"mask": mask} if masks else {}
-            return recurrence.count(recurrence.UPSTREAM, upstream(q, k, v, g, scale=scale, h=h, **options))
+            return recurrence.counted(NAME, recurrence.UPSTREAM, upstream(q, k, v, g, scale=scale, h=h, **options))
         # Upstream has heads before tokens, and a state [Dk, Dv].
         queries, keys, values = (x.swapaxes(1, 2) for x in (q, k, v))
         log_g = mx.broadcast_to(g.astype(mx.float32), values.shape[:3])
@@ -116,7 +127,8 @@ def _recurrent_gla(upstream: Function) -> Function:
         constants = {"mask": mask, "segments": trace.current().segments}
         y, last = linear_attention(queries * scale, keys, values, log_g, initial_state=start, **constants)
         last = last.swapaxes(2, 3)
-        return recurrence.count(recurrence.OURS, (y.swapaxes(1, 2), last if masks else last.astype(q.dtype)))
+        result = y.swapaxes(1, 2), last if masks else last.astype(q.dtype)
+        return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(queries, keys, values, log_g))
 
     return recurrent_gla
 
