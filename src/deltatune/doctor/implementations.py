@@ -104,9 +104,8 @@ class Times:
     changing: list[str]
 
     def __str__(self) -> str:
-        return ", ".join(
-            timing.words(name, ms / 1e3, name not in self.changing) for name, ms in self.milliseconds.items()
-        )
+        times = self.milliseconds.items()
+        return ", ".join(timing.words(name, ms / 1e3, name not in self.changing) for name, ms in times)
 
 
 def times() -> list[Times]:
