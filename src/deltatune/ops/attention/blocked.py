@@ -114,7 +114,8 @@ def _forward_by(options: BlockedOptions) -> _Function:
 def _forward(
     options: BlockedOptions, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *extra: mx.array
 ) -> tuple[mx.array, mx.array]:
-    ys, shares = [], []
+    ys: list[mx.array] = []
+    shares: list[mx.array] = []
     for part in _parts(options, [q], k, v, sinks, extra):
         if isinstance(part, int):
             ys.append(blank(ys[-1], part, ys[-1:]))
@@ -132,7 +133,7 @@ def _forward(
             y[..., block.first : block.last, :] = result.astype(q.dtype)
         ys.append(y)
         shares.append(share)
-    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3]) if part.shared else shares[0]
+    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3]) if shares[0].size else shares[0]
 
 
 def _backward(
