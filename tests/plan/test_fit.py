@@ -91,11 +91,7 @@ def test_memory_of_the_step_is_shown_before_larger_ones_are_planned(checkpoint, 
 
 
 def test_a_largest_value_is_said_as_it_is_known():
-    said = {
-        Largest(7, False): "7",
-        Largest(7, True): "7 or more",
-        Largest(0, False): "none",
-    }
+    said = {Largest(7, False): "7", Largest(7, True): "7 or more", Largest(0, False): "none"}
     assert {found: screen.words(found) for found in said} == said
 
 

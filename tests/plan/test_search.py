@@ -45,14 +45,6 @@ def test_both_limits_count():
     assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, range(1, 5_001)).value == 100
 
 
-def test_known_value_is_not_planned_again():
-    attempt, tried = planned(PEAKS["linear"])
-    known = {8: attempt(8)}
-    tried.clear()
-    largest(attempt, DeviceLimits(None, 10_000, "", ""), known, range(1, 4097))
-    assert 8 not in tried
-
-
 def test_two_plans_are_enough_where_the_memory_without_tokens_is_known():
     """The second plan is as foreseen, and the place where the limit is met is near."""
     attempt, tried = planned(PEAKS["linear"])

@@ -180,8 +180,8 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
 
 def _without_tokens(plan: Forecast) -> Forecast:
     """The plan of a step like another without tokens: its weights, gradients and moments alone."""
-    amounts = (Moment(sum(of.values()), "") for of in (plan.counts, plan.sizes))
-    return dataclasses.replace(plan, **dict(zip(("buffers", "bytes"), amounts, strict=True)))
+    buffers = Moment(sum(plan.counts.values()), "")
+    return dataclasses.replace(plan, buffers=buffers, bytes=Moment(sum(plan.sizes.values()), ""))
 
 
 def check(run: Run) -> Bounds:

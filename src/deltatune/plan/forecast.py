@@ -130,8 +130,7 @@ class Steps:
         collects = gc.isenabled()
         gc.disable()
         try:
-            planned = self._planned(shape, few, layer_inputs, brake)
-            return planned or self._planned(shape, few.every, layer_inputs, brake)
+            return self._planned(shape, few, layer_inputs, brake)
         finally:
             # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
             # made while the collector waited are young, so that all others need not be looked through.
@@ -141,8 +140,8 @@ class Steps:
 
     def _planned(
         self, shape: BatchShape, few: FewLayers, layer_inputs: InputsPlace | None, brake: Brake | None
-    ) -> Forecast | None:
-        """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
+    ) -> Forecast:
+        """The forecast by a trace of a few layers, or of all where they cannot be told from each other in it."""
         model, config, layout = self.model, self.config, self._layout
         paths = [layer.path for layer in describe(model)]
         of_all = self._arrays_before(few.every)
@@ -162,7 +161,7 @@ class Steps:
             return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
 
         if not few.all and not serves(few, places):
-            return None
+            return self._planned(shape, few.every, layer_inputs, brake)
         queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
         amount, limit, where = most.bytes, None, largest.words(paths)
@@ -170,8 +169,8 @@ class Steps:
             least = max(held.bytes for held in whole(unqueued).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
-        if tower is not None and tower.bytes.amount > amount:
-            amount, where = tower.bytes.amount, "the vision tower, before the step"
+        if tower is not None and tower.bytes > amount:
+            amount, where = tower.bytes, "the vision tower, before the step"
         return Forecast(
             shape.rows,
             shape.length,
@@ -188,14 +187,14 @@ class Steps:
 
     def _products(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace) -> Products:
         """The matrix products of a step by layers, by those of a short one, which has every turn of its loops."""
-        short = replace(shape, rows=1, length=min(shape.length, _COUNTED), images=None)
+        short = shape if shape.images else replace(shape, rows=1, length=min(shape.length, _COUNTED))
         with only(self.model, few):
             built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
             order = [node for phase in built.phases for node in phase.order]
             places = places_of(built, order, self.model)
         times = {place: few.times(place) for place in set(places)}
         counted = products(order, (times[place] for place in places[1:]))
-        return counted.times(shape.rows * shape.length / short.length)
+        return counted.times(shape.rows * shape.length / (short.rows * short.length))
 
     def _arrays_before(self, few: FewLayers) -> Before:
         """The arrays before a step of the chosen layers, which the model has now."""

@@ -64,14 +64,6 @@ class Amount(NamedTuple):
 
 
 @dataclass
-class Peak:
-    """The largest amount that lived at once; `at` is the number of primitives that were evaluated before."""
-
-    amount: int = 0
-    at: int = 0
-
-
-@dataclass
 class Record:
     """One buffer of the run; `died` counts the primitives before it was freed, None where it outlives the run.
 
@@ -111,7 +103,8 @@ class Simulation:
         self.layout, self._pace, self._brake = layout, pace, brake
         self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
-        self.buffers, self.bytes = Peak(), Peak()
+        # The most of them that lived at once.
+        self.buffers = self.bytes = 0
         self.evaluated: list[Node] = []
         self.records: dict[Buffer, Record] = {}
         self._holds: dict[int, int] = {}
@@ -200,10 +193,8 @@ class Simulation:
         self.records[buffer] = Record(buffer)
         self.live += 1
         self.live_bytes += size
-        if self.live > self.buffers.amount:
-            self.buffers = Peak(self.live, now)
-        if self.live_bytes > self.bytes.amount:
-            self.bytes = Peak(self.live_bytes, now)
+        self.buffers = max(self.buffers, self.live)
+        self.bytes = max(self.bytes, self.live_bytes)
         return buffer
 
     def is_donatable(self, node: Node) -> bool:
